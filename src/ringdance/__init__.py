@@ -1,0 +1,32 @@
+"""Ringdance: data-parallel training over many processes.
+
+A script that trains uses a binding, for instance ``import ringdance.torch as hvd``, and is
+started with ``ringdance run -np 2 python train.py`` or from Python with :func:`run`.
+
+Importing this package is cheap and has no effect: no MPI, no framework, no thread, no signal
+handler. All that starts with a binding's ``init()``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringdance.launch import run
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["__version__", "run"]
+
+
+def __getattr__(name: str) -> object:
+    # PEP 562: the launcher is imported when somebody asks for it, not by those who only train.
+    if name == "run":
+        from ringdance.launch import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

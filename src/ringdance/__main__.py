@@ -1,0 +1,10 @@
+"""``python -m ringdance``: the same as the command ``ringdance``."""
+
+from __future__ import annotations
+
+import sys
+
+from ringdance.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
