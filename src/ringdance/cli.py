@@ -1,0 +1,104 @@
+"""The command ``ringdance``: a subcommand for each thing that a person does from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
+
+from ringdance import __version__
+
+_EXAMPLES = """\
+examples:
+  ringdance run -np 2 python train.py --epochs 3     train on two processes of this machine
+  ringdance run --help                               all options of run
+  ringdance settings --changed                       what the environment sets, and where
+  RINGDANCE_CYCLE_TIME=2 ringdance settings          every knob with its value, origin and unit
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's); returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] == "run":
+        # Everything after `run` is the launcher's and the script's: not looked at here.
+        from ringdance.launch import cli as launch
+
+        return launch.main(words[1:])
+    arguments = _parser().parse_args(words)
+    if arguments.command == "settings":
+        try:
+            return _settings(arguments.changed, arguments.format)
+        except BrokenPipeError:  # `ringdance settings | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+    _parser().print_help()
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringdance",
+        description="Data-parallel training over many processes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ringdance {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
+    commands.add_parser("run", help="start a training script on several processes", add_help=False)
+    settings = commands.add_parser(
+        "settings",
+        help="show every setting: value, origin, unit, meaning, names in the environment",
+        description="Show every setting as a script started from this shell would see it.",
+    )
+    settings.add_argument("--changed", action="store_true", help="only those that differ from the default")
+    settings.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    return parser
+
+
+def _settings(changed: bool, style: str) -> int:
+    from ringdance.errors import SettingError
+    from ringdance.settings import KNOBS, SettingWarning, load, show
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SettingWarning)
+        try:
+            settings = load()
+        except SettingError as error:
+            print(f"ringdance: {error}", file=sys.stderr)
+            return 2
+    knobs = [k for k in KNOBS if not changed or getattr(settings, k.name) != k.default]
+    if style == "json":
+        rows = [
+            {
+                "name": k.name,
+                "value": getattr(settings, k.name),
+                "default": k.default,
+                "origin": settings.origin(k.name),
+                "unit": k.unit,
+                "doc": k.doc,
+                "environment": [name for name in (k.own, k.legacy) if name],
+                "no_effect": k.no_effect,
+            }
+            for k in knobs
+        ]
+        print(json.dumps(rows, indent=2))
+    else:
+        for k in knobs:
+            origin = settings.origin(k.name)
+            print(f"{k.name} = {show(k, getattr(settings, k.name))}   [{origin}]")
+            if origin != "default":
+                print(f"    default: {show(k, k.default)}")
+            note = f" No effect: {k.no_effect}." if k.no_effect else ""
+            print(textwrap.fill(k.doc + note, 100, initial_indent="    ", subsequent_indent="    "))
+            print("    " + ", ".join(name for name in (k.own, k.legacy) if name))
+        if changed and not knobs:
+            print("All settings have their default values.")
+    sys.stdout.flush()
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    return 0
