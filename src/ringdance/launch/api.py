@@ -1,0 +1,125 @@
+"""``ringdance.run``: call a function on several ranks and get their results."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringdance.errors import LaunchError
+from ringdance.launch.cause import Verdict, render
+from ringdance.launch.job import Job, Options
+from ringdance.launch.linux import usable_cores
+from ringdance.launch.mpi import find_mpi
+from ringdance.launch.output import Sink
+from ringdance.launch.plan import build_plan, parse_hosts
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 2,
+    *,
+    hosts: str | None = None,
+    env: Mapping[str, str] | None = None,
+    output_filename: str | os.PathLike[str] | None = None,
+    prefix: bool = True,
+    start_timeout: float = 60.0,
+    verbose: bool = False,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on `np` new ranks of this machine and wait for them.
+
+    Args:
+        fn: any function that cloudpickle can carry: also a lambda, or one of a notebook.
+        args, kwargs: its arguments, the same on all ranks.
+        np: number of ranks.
+        hosts: ``"localhost:4"``; default `np` slots on this machine.
+        env: variables to set for the ranks.
+        output_filename: folder for each rank's output, as of ``ringdance run --output-filename``.
+        prefix: whether output lines carry their rank.
+        start_timeout: seconds until all ranks must have started.
+        verbose: tell what is done.
+
+    Returns:
+        What `fn` returned, by rank.
+
+    Raises:
+        LaunchError: the ranks could not be started, or one failed: with the first failing rank's traceback.
+    """
+    folder_of_results: list[dict[int, bytes]] = []
+    payload = _pack(fn, args, kwargs)
+
+    def prepare(folder: str) -> None:
+        with open(os.path.join(folder, "call.pkl"), "wb") as file:
+            file.write(payload)
+
+    def collect(folder: str) -> None:
+        folder_of_results.append(_results(folder, np))
+
+    plan = build_plan(
+        [sys.executable, "-m", "ringdance.launch.call"],
+        ranks=np,
+        mpi=find_mpi(),
+        cores=usable_cores(),
+        environ=os.environ,
+        hosts=parse_hosts(hosts) if hosts else None,
+        exports=env,
+        hostname=os.uname().nodename,
+        root=os.getuid() == 0,
+    )
+    options = Options(
+        out=_sink("stdout"),
+        err=_sink("stderr"),
+        prefix=prefix,
+        folder=Path(output_filename) if output_filename else None,
+        start_timeout=start_timeout,
+        verbose=verbose,
+        folder_argument=True,
+        prepare=prepare,
+        collect=collect,
+    )
+    outcome = Job(plan, options).run()
+    if isinstance(outcome, Verdict):
+        raise LaunchError("\n" + render(outcome, np, str(output_filename or "")))
+    if outcome:
+        raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
+    results = folder_of_results[0]
+    missing = [rank for rank in range(np) if rank not in results]
+    if missing:
+        raise LaunchError(
+            f"ranks {missing} ended with exit code 0 before the function returned (sys.exit in it?)"
+        )
+    return [pickle.loads(results[rank]) for rank in range(np)]
+
+
+def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise LaunchError("ringdance.run needs cloudpickle: pip install cloudpickle") from None
+    return pickle.dumps((sys.path, cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))))
+
+
+def _results(folder: str, ranks: int) -> dict[int, bytes]:
+    found = {}
+    for rank in range(ranks):
+        try:
+            found[rank] = Path(folder, f"result.{rank}.pkl").read_bytes()
+        except OSError:
+            continue
+    return found
+
+
+def _sink(name: str) -> Sink:
+    """To ``sys.stdout`` or ``sys.stderr`` as they are now: a notebook's or a test's as well."""
+
+    def write(data: bytes) -> None:
+        stream = getattr(sys, name)
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
+
+    return write

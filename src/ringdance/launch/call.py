@@ -1,0 +1,31 @@
+"""What a rank of :func:`ringdance.run` executes: ``python -m ringdance.launch.call FOLDER``.
+
+The folder holds ``call.pkl``: the caller's ``sys.path`` and the function with its arguments; the
+result goes to ``result.<rank>.pkl``. An exception leaves the interpreter as in any script.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+
+def main(folder: str) -> None:
+    """Run the call in `folder` and store its result."""
+    import cloudpickle
+
+    with open(os.path.join(folder, "call.pkl"), "rb") as file:
+        path, call = pickle.load(file)
+    # A function of an importable module travels by its name: import what the caller could import.
+    sys.path[:] = path + [entry for entry in sys.path if entry not in path]
+    function, args, kwargs = pickle.loads(call)
+    result = function(*args, **kwargs)
+    target = os.path.join(folder, f"result.{os.environ['RINGDANCE_RANK']}.pkl")
+    with open(target + ".part", "wb") as file:
+        cloudpickle.dump(result, file)
+    os.rename(target + ".part", target)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

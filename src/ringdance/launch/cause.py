@@ -1,0 +1,223 @@
+"""Why a job failed: the first failure, told from those that follow from it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+MARK = b"::ringdance-cause::"
+"""Marks the line on stderr in which a failing rank tells why, as JSON; see :func:`parse_mark`."""
+
+# Errors by which a rank tells of another's end; never the first failure if there is another.
+_OF_OTHERS = ("RankLostError", "ShutDownError", "StallError")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A failure.
+
+    Attributes:
+        rank: whose, or None if it is not a rank's (mpiexec's, the guardian's).
+        host: name of its machine.
+        pid: of the process.
+        time: seconds since the epoch.
+        kind: "exception", "exit" (ended early), "code", "signal", "vanished", "launcher", or, telling of
+            another rank's failure, "lost", "stall".
+        message: one line.
+        traceback: several lines, or "".
+        code: the job's exit code, for kind "launcher".
+    """
+
+    rank: int | None
+    host: str
+    pid: int
+    time: float
+    kind: str
+    message: str
+    traceback: str = ""
+    code: int = 1
+
+    @property
+    def follows(self) -> bool:
+        """Whether it tells of another rank's failure."""
+        return self.kind in ("lost", "stall") or self.message.rpartition(".")[2].startswith(_OF_OTHERS)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        rank, host, pid: which.
+        code: exit code, -signal, or None if its wrapper vanished without a report.
+        time: seconds since the epoch.
+        last_words: the traceback that stood last on its stderr, or "".
+        by_launcher: it ended after the launcher had begun to end the job.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    code: int | None
+    time: float
+    last_words: str = ""
+    by_launcher: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a failed job comes to: the cause, the exit code (never 0), and the failures that followed."""
+
+    cause: Cause
+    code: int
+    others: tuple[Cause, ...]
+
+
+def parse_mark(line: bytes) -> Cause | None:
+    """The cause in a marked line; None if it is not one (then it is text like any other)."""
+    try:
+        found = json.loads(line.partition(MARK)[2])
+        return Cause(
+            int(found["rank"]),
+            str(found.get("host", "?")),
+            int(found.get("pid", 0)),
+            float(found["time"]),
+            str(found.get("kind", "exception")),
+            str(found.get("message", "")),
+            str(found.get("traceback") or "").rstrip(),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def exit_code(code: int | None) -> int:
+    """As a shell tells it: 128 + signal; a process that vanished counts as killed."""
+    if code is None:
+        return 128 + signal.SIGKILL
+    return code if code >= 0 else 128 - code
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``, or the number if it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def of_end(ended: Ended) -> Cause | None:
+    """The failure that a rank's end is, if it is one."""
+    if ended.code == 0:
+        return None
+    last = ended.last_words.splitlines()
+    if ended.code is None:
+        kind, message = "vanished", "its wrapper process vanished (killed?), and the rank with it"
+    elif ended.code < 0:
+        kind, message = "signal", f"killed by {signal_name(-ended.code)} (signal {-ended.code})"
+        if ended.code == -signal.SIGKILL:
+            message += ": by hand, or by the kernel for want of memory (see dmesg)"
+    elif last:
+        kind, message = "exception", next((line for line in reversed(last) if line[:1].strip()), last[-1])
+    else:
+        kind, message = "code", f"exited with code {ended.code}"
+    return Cause(ended.rank, ended.host, ended.pid, ended.time, kind, message, ended.last_words)
+
+
+def judge(
+    marks: Sequence[Cause], ended: Mapping[int, Ended], outside: Sequence[Cause] = ()
+) -> Verdict | None:
+    """Find the first failure.
+
+    Args:
+        marks: what ranks told by marked lines.
+        ended: how ranks ended, by rank; those still running are missing.
+        outside: failures of mpiexec, the guardian or the launcher.
+
+    Returns:
+        None if nothing failed.
+    """
+    found: dict[int, Cause] = {}
+    for mark in sorted(marks, key=lambda mark: (mark.follows, mark.time)):
+        if mark.rank is not None:
+            found.setdefault(mark.rank, mark)
+    for rank, end in ended.items():
+        own = None if end.by_launcher else of_end(end)
+        if own and rank not in found:
+            found[rank] = own
+        elif rank in found and not found[rank].traceback and end.last_words:
+            found[rank] = replace(found[rank], traceback=end.last_words)
+    if not found and not outside:
+        return None
+    candidates = [*found.values(), *outside, *_early(found, ended)]
+    first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
+    others = sorted((cause for cause in found.values() if cause is not first), key=lambda cause: cause.time)
+    return Verdict(first, _code(first, ended, others), tuple(others))
+
+
+def _weight(cause: Cause) -> int:
+    """Less is likelier to be the first failure; causes of equal weight go by time."""
+    if cause.kind == "vanished":  # so do all wrappers when mpiexec is killed
+        return 1
+    if cause.kind == "early":
+        return 2
+    if cause.kind == "signal" and "SIGTERM" in cause.message:  # so does mpiexec end the others
+        return 3
+    return 4 if cause.follows else 0
+
+
+def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause]:
+    """Ranks that ended with 0 before others failed, if nothing better explains that failure."""
+    if not found:
+        return []
+    first = min(cause.time for cause in found.values())
+    return [
+        Cause(
+            end.rank,
+            end.host,
+            end.pid,
+            end.time,
+            "early",
+            "ended with exit code 0 while other ranks still ran",
+        )
+        for end in ended.values()
+        if end.code == 0 and end.time <= first
+    ]
+
+
+def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
+    if first.kind == "launcher":
+        return first.code
+    for cause in (first, *others):
+        end = ended.get(cause.rank) if cause.rank is not None else None
+        if end and end.code != 0 and not end.by_launcher:
+            return exit_code(end.code)
+    return 1
+
+
+_WIDTH = 78
+
+
+def render(verdict: Verdict, ranks: int, folder: str = "") -> str:
+    """The frame that ends a failed job's output; `folder` is where the ranks' log files are."""
+    cause = verdict.cause
+    lines = [" ringdance: the job failed ".center(_WIDTH, "=")]
+    if cause.rank is None:
+        lines.append(cause.message)
+    else:
+        lines.append(
+            f"first failure: rank {cause.rank} of {ranks} on {cause.host}, pid {cause.pid}: {cause.message}"
+        )
+        if cause.traceback:
+            lines += ["", cause.traceback, ""]
+    shown = 4
+    for other in verdict.others[:shown]:
+        same = "the same error" if other.message == cause.message else other.message
+        lines.append(f"then rank {other.rank} on {other.host}, pid {other.pid}: {same}")
+    if len(verdict.others) > shown:
+        lines.append(f"then {len(verdict.others) - shown} more ranks")
+    if folder:
+        lines.append(f"full output of each rank: {folder}")
+    lines.append(f" exit code {verdict.code} ".center(_WIDTH, "="))
+    return "\n".join(lines)

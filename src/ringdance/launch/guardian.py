@@ -1,0 +1,118 @@
+"""The guardian: parent of mpiexec and of every orphan of the job, in a session of its own.
+
+It makes the job's folders, starts mpiexec, and ends and cleans everything up when the launcher
+says so or is gone, however it went. Started by :mod:`ringdance.launch.job` with one end of a
+socket pair. Standard library only.
+
+Launcher to guardian: ``{"job", "folders", "began"}``, then ``{"start": argv, "env", "cwd"}``,
+``{"pid": n}`` for each rank, ``{"clean": true}``.
+Guardian to launcher: ``{"ready"}``, ``{"mpiexec": pid}``, ``{"ended": wait status}``, ``{"cleaned": bool}``.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+from . import linux
+from .sweep import Sweep
+from .wire import Channel
+
+
+class _Guardian:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._mpiexec = 0
+        self._sweep: Sweep | None = None
+        self._wake, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        open_ = True
+        while open_:
+            readable, _, _ = select.select([self._channel.sock, self._wake], [], [])
+            if self._wake in readable:
+                os.read(self._wake, 512)
+                self._reap()
+            if self._channel.sock in readable:
+                messages, _, open_ = self._channel.receive()
+                for message in messages:
+                    if not self._obey(message):
+                        return
+        if self._sweep:
+            self._sweep.run()
+
+    def _obey(self, message: dict[str, Any]) -> bool:
+        if "job" in message:
+            self._prepare(message)
+        elif "start" in message:
+            self._start(message)
+        elif "pid" in message and self._sweep:
+            self._sweep.note(message["pid"])
+        elif "clean" in message and self._sweep:
+            self._channel.send({"cleaned": self._sweep.run()})
+            return False
+        return True
+
+    def _prepare(self, message: dict[str, Any]) -> None:
+        folders = message["folders"]
+        self._sweep = Sweep(message["job"], folders, message["began"], os.getpid(), self._reap)
+        problem = ""
+        for folder in folders:
+            try:
+                os.mkdir(folder, 0o700)
+            except OSError as error:
+                problem = str(error)
+        self._channel.send({"ready": True, "problem": problem})
+
+    def _start(self, message: dict[str, Any]) -> None:
+        argv, me = message["start"], os.getpid()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setsid()
+                linux.die_with_parent()
+                if os.getppid() != me:
+                    os._exit(1)
+                # Python ignores SIGPIPE, and an ignored signal stays so for the program started.
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)
+                os.chdir(message["cwd"])
+                os.execve(argv[0], argv, message["env"])
+            except OSError as error:
+                os.write(2, f"ringdance: cannot start {argv[0]}: {error}\n".encode())
+            os._exit(127)
+        self._mpiexec = child
+        # The pipes to the launcher must close when mpiexec and the wrappers are gone.
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1):
+            os.dup2(nowhere, descriptor)
+        self._channel.send({"mpiexec": child})
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._mpiexec:
+                self._channel.send({"ended": os.waitstatus_to_exitcode(status)})
+
+
+def main(arguments: list[str]) -> None:
+    """`arguments`: the descriptor of the socket to the launcher."""
+    # Whoever ends all processes of a session or container politely leaves the order to the launcher.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    linux.adopt_orphans()
+    sock = socket.socket(fileno=int(arguments[0]))
+    sock.set_inheritable(False)
+    _Guardian(Channel(sock)).run()

@@ -1,0 +1,488 @@
+"""A running job, seen from the launcher: one loop over the ranks' output, their reports, mpiexec and signals."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ringdance.errors import LaunchError
+from ringdance.launch import linux
+from ringdance.launch.cause import Cause, Ended, Verdict, judge, signal_name
+from ringdance.launch.output import HELD_S, Banner, Sink, Stream, open_files
+from ringdance.launch.plan import Plan, session_environment
+from ringdance.launch.sweep import Sweep
+from ringdance.launch.wire import Channel, bare_command
+
+_SEE_S = 0.7  # after the first failure the other ranks may say what they see
+_TERM_S = 0.3  # after SIGTERM they may put their things in order
+_STOP_S = 0.8  # the same, after Ctrl-C
+_EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a plan.
+
+    Attributes:
+        prefix: whether lines carry their rank.
+        folder: for per-rank files, or None.
+        start_timeout: seconds until all ranks must have started.
+        verbose: tell what is done, and show what mpiexec says in full.
+        out, err: where the ranks' output goes.
+        stdin: what rank 0 reads: a file descriptor, or ``subprocess.DEVNULL``.
+        folder_argument: whether the command gets the job's folder as its last argument.
+        prepare: called with the job's folder before the ranks start, and `collect` before it is removed.
+    """
+
+    out: Sink
+    err: Sink
+    prefix: bool = True
+    folder: Path | None = None
+    start_timeout: float = 60.0
+    verbose: bool = False
+    stdin: int = subprocess.DEVNULL
+    folder_argument: bool = False
+    prepare: Callable[[str], None] = lambda folder: None
+    collect: Callable[[str], None] = lambda folder: None
+
+
+@dataclass
+class _Rank:
+    channel: Channel
+    rank: int
+    host: str
+    pid: int
+    streams: tuple[Stream, Stream]
+    ended: Ended | None = None
+    open: set[int] = field(default_factory=set)
+
+
+class Job:
+    """Runs a plan once.
+
+    Raises (from :meth:`run`):
+        LaunchError: the job could not be started at all.
+    """
+
+    def __init__(self, plan: Plan, options: Options) -> None:
+        self._plan, self._options = plan, options
+        self.id = uuid.uuid4().hex
+        self._began = time.time()
+        self._folder = os.path.join(_short_folder(), f"ringdance-{self.id[:12]}")
+        self._shared = f"/dev/shm/ringdance-{self.id[:12]}" if os.access("/dev/shm", os.W_OK) else ""
+        self._folders = [self._folder, *([self._shared] if self._shared else [])]
+        self._selector = selectors.DefaultSelector()
+        self._ranks: dict[int, _Rank] = {}
+        self._outside: list[Cause] = []
+        self._deadlines: dict[str, float] = {}
+        self._mpiexec: tuple[int, int | None] = (0, None)  # pid, how it ended
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._banner = Banner(options.err)
+        self._signal = 0
+        self._ending = self._cleaning = self._done = False
+
+    # --- start ---------------------------------------------------------------------------------
+
+    def run(self) -> Verdict | int:
+        """Run to the end: 0, or 128 + the signal that stopped the launcher, or why the job failed."""
+        restore = self._watch_signals()
+        try:
+            self._start()
+            while not self._done:
+                self._step()
+            return self._result()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            restore()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        out, err = os.pipe(), os.pipe()
+        self._guardian = subprocess.Popen(
+            bare_command("guardian", str(theirs.fileno())),
+            stdin=self._options.stdin,
+            stdout=out[1],
+            stderr=err[1],
+            pass_fds=[theirs.fileno()],
+            env=self._environment(),
+            start_new_session=True,
+        )
+        theirs.close()
+        for read, write in (out, err):
+            os.close(write)
+            os.set_blocking(read, False)
+            self._selector.register(read, selectors.EVENT_READ, lambda read=read: self._from_mpiexec(read))
+        self._channel = Channel(ours)
+        self._channel.send({"job": self.id, "folders": self._folders, "began": self._began})
+        self._selector.register(ours, selectors.EVENT_READ, self._from_guardian)
+        self._deadlines["start"] = time.monotonic() + self._options.start_timeout
+
+    def _environment(self) -> dict[str, str]:
+        own = self._plan.environ(os.environ)
+        session = session_environment(self._plan.mpi.family, self._folder, self._shared)
+        return {**own, **session, linux.MARKER: self.id}
+
+    def _launch(self, problem: str) -> None:
+        """The guardian has made the folders: listen there, and let it start mpiexec."""
+        if problem:
+            raise LaunchError(
+                f"the job's folder cannot be made: {problem}. Set TMPDIR to a folder you can write to"
+            )
+        assert self._channel and self._guardian
+        path = os.path.join(self._folder, "s")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(1024)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+        self._options.prepare(self._folder)
+        argv = self._plan.argv(path, str(self._guardian.pid))
+        argv += [self._folder] if self._options.folder_argument else []
+        self._channel.send({"start": argv, "env": self._environment(), "cwd": os.getcwd()})
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        waiting = [self._deadlines[name] for name in self._deadlines]
+        waiting += [since + HELD_S for since in self._held_since()]
+        timeout = max(0.0, min(waiting) - now) if waiting else None
+        for key, _ in self._selector.select(timeout):
+            if key.fd in self._selector.get_map():
+                key.data()
+        now = time.monotonic()
+        for rank in self._ranks.values():
+            since = rank.streams[1].held_since
+            if since is not None and now >= since + HELD_S and not rank.ended and not self._deadlines:
+                rank.streams[1].release()
+        for name in [name for name, at in self._deadlines.items() if at <= now]:
+            del self._deadlines[name]
+            getattr(self, f"_on_{name}")()
+
+    def _held_since(self) -> list[float]:
+        if self._deadlines or self._cleaning:
+            return []
+        found = (rank.streams[1].held_since for rank in self._ranks.values() if not rank.ended)
+        return [since for since in found if since is not None]
+
+    def _say(self, text: str) -> None:
+        if self._options.verbose:
+            self._options.err(f"ringdance: {text}\n".encode())
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        connection.setblocking(True)
+        channel = Channel(connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._from_rank(channel))
+
+    def _from_rank(self, channel: Channel) -> None:
+        messages, descriptors, alive = channel.receive()
+        rank = next((rank for rank in self._ranks.values() if rank.channel is channel), None)
+        for message in messages:
+            if "rank" in message:
+                rank = self._welcome(channel, message, descriptors)
+            elif "ended" in message and rank:
+                self._ended(rank, message["ended"], message["time"])
+        if not alive:
+            self._selector.unregister(channel.sock)
+            channel.sock.close()
+            if rank and not rank.ended:
+                self._ended(rank, None, time.time())
+
+    def _welcome(self, channel: Channel, hello: Mapping[str, Any], descriptors: list[int]) -> _Rank:
+        number, ranks = int(hello["rank"]), self._plan.ranks
+        out_file, err_file = (None, None)
+        if self._options.folder:
+            out_file, err_file = open_files(self._options.folder, number, ranks)
+        prefix = f"[{number}] ".encode() if self._options.prefix else b""
+        streams = (
+            Stream(self._options.out, prefix, out_file),
+            Stream(self._options.err, prefix, err_file, holds=True),
+        )
+        rank = _Rank(channel, number, str(hello["host"]), int(hello["pid"]), streams, open=set(descriptors))
+        if int(hello["size"]) != ranks or number in self._ranks:
+            self._fail_outside(
+                f"{self._plan.mpi.mpiexec} started a world of {hello['size']} ranks instead of {ranks}: "
+                "it does not belong to the MPI library in use",
+                1,
+            )
+            return rank
+        self._ranks[number] = rank
+        for descriptor, stream in zip(descriptors, streams, strict=True):
+            os.set_blocking(descriptor, False)
+            self._selector.register(
+                descriptor, selectors.EVENT_READ, lambda d=descriptor, s=stream: self._from_stream(rank, d, s)
+            )
+        if self._channel:
+            self._channel.send({"pid": rank.pid})
+        self._say(f"rank {number} runs on {rank.host}, pid {rank.pid}")
+        if len(self._ranks) == ranks:
+            self._deadlines.pop("start", None)
+        return rank
+
+    def _from_stream(self, rank: _Rank, descriptor: int, stream: Stream) -> bool:
+        """Read once; True if there was something."""
+        try:
+            data = os.read(descriptor, 65536)
+        except BlockingIOError:
+            return False
+        if data:
+            stream.feed(data)
+            return True
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        rank.open.discard(descriptor)
+        stream.end()
+        return False
+
+    def _from_mpiexec(self, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, 65536)
+        except BlockingIOError:
+            return
+        if data:
+            self._banner.feed(data)
+            if self._options.verbose:
+                self._options.err(data)
+        else:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+
+    def _from_guardian(self) -> None:
+        assert self._channel
+        messages, _, alive = self._channel.receive()
+        for message in messages:
+            if "ready" in message:
+                self._launch(message["problem"])
+            elif "mpiexec" in message:
+                self._mpiexec = (message["mpiexec"], None)
+                self._say(f"mpiexec runs, pid {message['mpiexec']}")
+            elif "ended" in message:
+                self._mpiexec_ended(message["ended"])
+            elif "cleaned" in message:
+                self._done = True
+        if not alive:
+            self._selector.unregister(self._channel.sock)
+            if not self._done:
+                self._guardian_lost()
+
+    # --- what can happen -----------------------------------------------------------------------
+
+    def _ended(self, rank: _Rank, code: int | None, when: float) -> None:
+        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, by_launcher=self._ending)
+        self._say(f"rank {rank.rank} ended: {code}")
+        if code != 0:
+            self._expect("see", _SEE_S)
+        if len(self._ranks) == self._plan.ranks and all(rank.ended for rank in self._ranks.values()):
+            failed = any(rank.ended and rank.ended.code != 0 for rank in self._ranks.values())
+            if failed or self._ending or self._mpiexec[1] is not None:
+                self._expect("clean", 0.05)
+            else:
+                self._expect("clean", _EXIT_S)
+
+    def _mpiexec_ended(self, code: int) -> None:
+        self._mpiexec = (self._mpiexec[0], code)
+        self._say(f"mpiexec ended: {code}")
+        if code < 0 and not self._ending and not self._cleaning:
+            name = signal_name(-code)
+            self._fail_outside(
+                f"mpiexec (pid {self._mpiexec[0]}) was killed by {name} (signal {-code})", 128 - code
+            )
+        complete = len(self._ranks) == self._plan.ranks and all(rank.ended for rank in self._ranks.values())
+        # Reports may still lie in the sockets.
+        self._expect("clean", 0.0 if complete else 0.3)
+
+    def _guardian_lost(self) -> None:
+        assert self._guardian
+        code = self._guardian.wait()
+        if not self._cleaning:
+            self._fail_outside(
+                f"the job's guardian (pid {self._guardian.pid}) was killed: {code}", 128 + abs(code)
+            )
+        self._sweep()
+        self._done = True
+
+    def _fail_outside(self, message: str, code: int) -> None:
+        self._outside.append(
+            Cause(None, os.uname().nodename, os.getpid(), time.time(), "launcher", message, code=code or 1)
+        )
+        self._expect("see", 0.1)
+
+    def _expect(self, name: str, seconds: float) -> None:
+        """Do ``_on_<name>`` in that time, or earlier if that has been decided before."""
+        if not self._cleaning:
+            at = time.monotonic() + seconds
+            self._deadlines[name] = min(at, self._deadlines.get(name, at))
+
+    def _on_start(self) -> None:
+        self._fail_outside(
+            f"only {len(self._ranks)} of {self._plan.ranks} ranks started within "
+            f"{self._options.start_timeout:g} s (--start-timeout)",
+            1,
+        )
+
+    def _on_see(self) -> None:
+        self._terminate(_TERM_S)
+
+    def _terminate(self, seconds: float) -> None:
+        if not self._ending:
+            self._ending = self._banner.quiet = True
+            for rank in self._ranks.values():
+                if not rank.ended:
+                    rank.channel.send({"signal": int(signal.SIGTERM)})
+            running = any(not rank.ended for rank in self._ranks.values())
+            self._expect("clean", seconds if running else 0.0)
+
+    def _on_clean(self) -> None:
+        """The end: nothing of the job may be left."""
+        self._deadlines.clear()
+        self._cleaning = self._ending = self._banner.quiet = True
+        self._options.collect(self._folder)
+        if not (self._channel and self._channel.send({"clean": True})):
+            return  # the guardian's end will be noticed by the loop
+        self._deadlines["stuck"] = time.monotonic() + 6.0
+
+    def _on_stuck(self) -> None:
+        if self._guardian:
+            self._guardian.kill()
+
+    def _sweep(self) -> None:
+        sweep = Sweep(self.id, self._folders, self._began)
+        for rank in self._ranks.values():
+            sweep.note(rank.pid)
+        sweep.run()
+
+    def _abandon(self) -> None:
+        """An exception goes through the launcher itself: closing the channel makes the guardian clean up."""
+        if self._channel:
+            self._channel.sock.close()
+        if self._guardian:
+            try:
+                self._guardian.wait(6.0)
+            except subprocess.TimeoutExpired:
+                self._guardian.kill()
+                self._sweep()
+
+    # --- signals -------------------------------------------------------------------------------
+
+    def _watch_signals(self) -> Callable[[], None]:
+        """Handle signals in the loop; gives what restores the former handling."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        read, write = socket.socketpair()
+        for end in (read, write):
+            end.setblocking(False)
+        former = {number: signal.signal(number, self._on_signal) for number in (*_STOPPING, *_PASSED_ON)}
+        descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        self._selector.register(read, selectors.EVENT_READ, lambda: read.recv(4096))
+
+        def restore() -> None:
+            signal.set_wakeup_fd(descriptor)
+            for number, handler in former.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            read.close()
+            write.close()
+
+        return restore
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number in _PASSED_ON:
+            for rank in self._ranks.values():
+                if not rank.ended:
+                    rank.channel.send({"signal": number})
+        elif self._signal:
+            self._expect("clean", 0.0)
+        else:
+            self._signal = number
+            self._deadlines.pop("see", None)
+            self._terminate(_STOP_S)
+
+    # --- result --------------------------------------------------------------------------------
+
+    def _result(self) -> Verdict | int:
+        """All processes are gone: show the rest of the output, then judge."""
+        assert self._guardian
+        for rank in self._ranks.values():
+            for descriptor, stream in zip(sorted(rank.open), rank.streams, strict=False):
+                while self._from_stream(rank, descriptor, stream):
+                    pass
+            for stream in rank.streams:
+                stream.end()
+        self._banner.end()
+        self._guardian.wait()
+        verdict = self._judge()
+        self._show_held(verdict)
+        if verdict and self._signal:
+            return 128 + self._signal
+        return verdict or 0
+
+    def _judge(self) -> Verdict | None:
+        ended = {}
+        for number, rank in self._ranks.items():
+            if rank.ended:
+                words = rank.streams[1].last_words()
+                end = rank.ended
+                ended[number] = Ended(end.rank, end.host, end.pid, end.code, end.time, words, end.by_launcher)
+        marks = [mark for rank in self._ranks.values() for mark in rank.streams[1].marks]
+        verdict = judge(marks, ended, self._outside)
+        if verdict is None and sum(end.code == 0 for end in ended.values()) < self._plan.ranks:
+            said = b"".join(self._banner.said).decode(errors="replace").strip()
+            self._fail_outside(
+                f"mpiexec ended with code {self._mpiexec[1]}, but only {len(ended)} of {self._plan.ranks} ranks "
+                "reported an end" + (f"; it said:\n{said}" if said and self._banner.quiet else ""),
+                abs(self._mpiexec[1] or 1),
+            )
+            verdict = judge(marks, ended, self._outside)
+        return verdict
+
+    def _show_held(self, verdict: Verdict | None) -> None:
+        """Tracebacks told in the frame, or that follow from its, are not shown a second time."""
+        told = {cause.rank: cause for cause in (verdict.cause, *verdict.others)} if verdict else {}
+        for number, rank in self._ranks.items():
+            cause, stream = told.get(number), rank.streams[1]
+            assert verdict or not cause
+            if (
+                cause
+                and verdict
+                and (cause is verdict.cause or cause.follows or cause.message == verdict.cause.message)
+            ):
+                stream.drop(cause.traceback)
+            else:
+                stream.release()
+
+
+def _short_folder() -> str:
+    """A folder for temporary files whose path leaves room in a socket's address (108 bytes; macOS 104)."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder.encode()) < 70 else "/tmp"
+
+
+def write_all(descriptor: int) -> Sink:
+    """A sink that writes to a file descriptor, whole."""
+
+    def write(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    return write

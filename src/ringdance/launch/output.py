@@ -1,0 +1,194 @@
+"""From many pipes to one terminal: whole lines, each with its rank, and per-rank files.
+
+A line of rank 1 is shown as ``[1] text``: on stdout what the rank wrote to stdout, on stderr what
+it wrote to stderr. Lines of one stream keep their order; a last line without an end gets one.
+A carriage return ends a piece too, so progress bars stay readable.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from ringdance.launch.cause import MARK, Cause, parse_mark
+
+Sink = Callable[[bytes], None]
+
+_LONGEST = 8 << 20
+_TRACEBACK = b"Traceback (most recent call last):"
+HELD_S = 3.0
+"""A traceback on stderr waits so long, to be shown once, as the cause, should it be the rank's last words."""
+
+
+class Lines:
+    """Cuts a stream into pieces that end in a newline or a carriage return; keeps the rest for later."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Whole pieces, each with its end; a text of over 8 MiB without one is cut."""
+        # A carriage return that comes last may be the first half of "\\r\\n": it waits.
+        until = len(data) - data.endswith(b"\r")
+        cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
+        starts_line = bool(self._held) and self._held[-1].endswith(b"\r")
+        if not cut and not starts_line:
+            self._held.append(data)
+            self._size += len(data)
+            return self.end() if self._size > _LONGEST else []
+        whole = b"".join([*self._held, data[:cut]])
+        pieces = re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", whole)
+        self._held, self._size = [data[cut:]], len(data) - cut
+        return pieces
+
+    def end(self) -> list[bytes]:
+        """The last piece, without its end, if there is one."""
+        rest = b"".join(self._held)
+        self._held, self._size = [], 0
+        return [rest] if rest else []
+
+
+class Stream:
+    """One output stream of one rank.
+
+    Args:
+        sink: the launcher's stream.
+        prefix: before each piece, b"" for none.
+        file: a copy goes there, None for nowhere.
+        holds: whether tracebacks are held back and marked lines understood (stderr).
+    """
+
+    def __init__(self, sink: Sink, prefix: bytes, file: BinaryIO | None = None, holds: bool = False) -> None:
+        self._sink, self._prefix, self._file, self._holds = sink, prefix, file, holds
+        self._lines = Lines()
+        self.held: list[bytes] = []
+        self.held_since: float | None = None
+        self.marks: list[Cause] = []
+
+    def feed(self, data: bytes) -> None:
+        """Take what the rank wrote."""
+        self._take(self._lines.feed(data))
+
+    def _take(self, pieces: list[bytes]) -> None:
+        if self._file:
+            self._file.write(b"".join(self._dress(piece) for piece in pieces))
+        if self._holds:
+            pieces = self._sift(pieces)
+        if pieces:
+            self._sink(b"".join(map(self._dress, pieces)) if self._prefix else b"".join(pieces))
+
+    def _dress(self, piece: bytes) -> bytes:
+        return self._prefix + piece if piece.endswith((b"\n", b"\r")) else self._prefix + piece + b"\n"
+
+    def _sift(self, pieces: list[bytes]) -> list[bytes]:
+        """What can be shown now."""
+        shown: list[bytes] = []
+        for piece in pieces:
+            mark = parse_mark(piece) if MARK in piece else None
+            if mark:
+                self.marks.append(mark)
+            elif self.held_since is not None:
+                self.held.append(piece)
+            elif piece.startswith(_TRACEBACK):
+                self.held, self.held_since = [piece], time.monotonic()
+            else:
+                shown.append(piece)
+        return shown
+
+    def release(self) -> None:
+        """Show what was held back."""
+        pieces, self.held, self.held_since = self.held, [], None
+        if pieces:
+            self._sink(b"".join(map(self._dress, pieces)))
+
+    def drop(self, told: str) -> None:
+        """Show of what was held back only the lines that `told`, shown elsewhere, does not have."""
+        lines = {line.strip() for line in told.splitlines()}
+        self.held = [piece for piece in self.held if piece.decode(errors="replace").strip() not in lines]
+        self.release()
+
+    def last_words(self) -> str:
+        """The traceback that is held back, or ""."""
+        return b"".join(self.held).decode(errors="replace").rstrip()
+
+    def end(self) -> None:
+        """The stream has ended: take its last piece."""
+        self._take([piece if piece.endswith(b"\r") else piece + b"\n" for piece in self._lines.end()])
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+def open_files(folder: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]:
+    """``folder/rank.<r>/stdout`` and ``stderr``; r zero-padded to the digits of the highest rank.
+
+    Raises:
+        OSError: they cannot be made.
+    """
+    place = folder / f"rank.{rank:0{len(str(ranks - 1))}d}"
+    place.mkdir(parents=True, exist_ok=True)
+    # Unbuffered: the files must be whole even if the launcher is killed.
+    return open(place / "stdout", "wb", buffering=0), open(place / "stderr", "wb", buffering=0)
+
+
+_RULE = re.compile(rb"[-=]{40,}\s*$")
+_KNOWN = re.compile(
+    rb"Primary job  ?terminated|prterun (has )?(detected|noticed)|mpirun (has )?(detected|noticed)|mpiexec noticed"
+    rb"|MPI_ABORT was invoked|exited (on signal|without)|non-zero (exit )?(status|code)|Per user-direction"
+    rb"|BAD TERMINATION|EXIT CODE:|CLEANING UP REMAINING|IGNORE THE BELOW|RUNNING AT|KILLED BY SIGNAL"
+    rb"|APPLICATION TERMINATED WITH THE EXIT STRING|typically refers to a problem with your application"
+    rb"|Please see the FAQ page|causing the job to be terminated|This does not necessarily mean"
+)
+
+
+class Banner:
+    """What mpiexec itself says: its known epilogues are dropped, everything else is shown.
+
+    A message between two rules is judged as a whole.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._lines = Lines()
+        self._block: list[bytes] = []
+        self.quiet = False
+        self.said: list[bytes] = []
+
+    def feed(self, data: bytes) -> None:
+        """Take what mpiexec wrote."""
+        for piece in self._lines.feed(data):
+            self._take(piece)
+
+    def _take(self, piece: bytes) -> None:
+        if self._block:
+            self._block.append(piece)
+            if _RULE.match(piece):
+                self._judge()
+        elif _RULE.match(piece):
+            self._block = [piece]
+        elif not _KNOWN.search(piece) and piece.strip():
+            self._show([piece])
+
+    def _judge(self) -> None:
+        block, self._block = self._block, []
+        if any(_KNOWN.search(piece) for piece in block):
+            return
+        if len(block) > 2:
+            self._show(block)
+
+    def _show(self, pieces: list[bytes]) -> None:
+        self.said += pieces
+        if not self.quiet:
+            self._sink(b"".join(pieces))
+
+    def end(self) -> None:
+        """mpiexec has ended: judge what is left."""
+        for piece in self._lines.end():
+            self._take(piece + b"\n")
+        if self._block:
+            self._block.append(b"")
+            self._judge()

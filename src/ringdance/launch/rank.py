@@ -1,0 +1,157 @@
+"""The wrapper that mpiexec starts for each rank: it runs the user's command and reports how it ended.
+
+The rank's stdout and stderr are pipes whose reading ends are handed to the launcher, so the
+launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
+
+Wrapper to launcher: ``{"rank", "size", ..., "pid", "host"}`` with two descriptors (stdout, stderr), then
+``{"ended": exit code or -signal, "time": seconds since the epoch}``.
+Launcher to wrapper: ``{"signal": n}`` for the rank; closing the connection ends the rank at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from . import linux
+from .wire import Channel
+
+_VARIABLES = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_AFTER_FAILURE_S = 1.5
+PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+
+
+def place(environ: Mapping[str, str]) -> dict[str, int]:
+    """Where the launcher's variables put this process; keys as in :data:`PLACE`.
+
+    With one host the cross rank is 0 of 1; with several it follows when ranks fill hosts evenly.
+
+    Raises:
+        LookupError: none of the known launchers' variables are set.
+    """
+    for rank, size, local_rank, local_size in _VARIABLES:
+        if rank in environ and size in environ:
+            n, of = int(environ[rank]), int(environ[size])
+            local = int(environ.get(local_rank, n))
+            per_host = max(1, int(environ.get(local_size, of)))
+            values = (n, of, local, per_host, (n - local) // per_host, -(-of // per_host))
+            return dict(zip(PLACE, values, strict=True))
+    raise LookupError("mpiexec set none of OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID for this process")
+
+
+def _exec(command: list[str], where: Mapping[str, int], streams: list[int], parent: int) -> None:
+    """In the child: become the rank. Returns only if that failed."""
+    # A group of its own: mpiexec signals the wrapper's group, and the wrapper passes on exactly once.
+    os.setpgid(0, 0)
+    linux.die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    for descriptor, stream in zip((1, 2), streams, strict=True):
+        os.dup2(stream, descriptor)
+    signal.set_wakeup_fd(-1)
+    for number in (*_FORWARDED, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    # "Save now" must not kill a program that has not installed its handler yet, or has none.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for name, value in where.items():
+        os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"ringdance: cannot run {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _wait(child: int, channel: Channel, wake: int) -> int | None:
+    """Wait for the rank and pass signals on; its exit code, or -signal; None if the launcher is gone."""
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        readable, _, _ = select.select([channel.sock, wake], [], [])
+        if wake in readable:
+            os.read(wake, 512)
+        if channel.sock in readable:
+            messages, _, alive = channel.receive()
+            for message in messages:
+                os.kill(child, message["signal"])
+            if not alive:
+                os.killpg(child, signal.SIGKILL)
+                return None
+
+
+def _wake_on_signals() -> int:
+    wake, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wake
+
+
+def _connect(path: str, guardian: int) -> Channel:
+    linux.die_with_parent()
+    if os.getppid() in (1, guardian):  # mpiexec died before we could ask to die with it
+        sys.exit(1)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(path)
+    except OSError:  # the launcher is gone, and its guardian is about to end us
+        sys.exit(1)
+    return Channel(sock)
+
+
+def main(arguments: list[str]) -> None:
+    """`arguments`: the launcher's socket, the guardian's pid, then the command."""
+    channel, command = _connect(arguments[0], int(arguments[1])), arguments[2:]
+    try:
+        where = place(os.environ)
+    except LookupError as error:
+        sys.exit(f"ringdance: {error}")
+    out, err = os.pipe(), os.pipe()
+    wake, parent = _wake_on_signals(), os.getpid()
+    child = os.fork()
+    if child == 0:
+        _exec(command, where, [out[1], err[1]], parent)
+    try:
+        os.setpgid(child, child)  # here too, for a kill of the group that comes before the child has done it
+    except OSError:
+        pass
+    for number in _FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    try:
+        hello = {
+            **{name.lower(): value for name, value in where.items()},
+            "pid": child,
+            "host": os.uname().nodename,
+        }
+        channel.send_with(hello, [out[0], err[0]])
+    except OSError:
+        os.killpg(child, signal.SIGKILL)
+        sys.exit(1)
+    for descriptor in (*out, *err):
+        os.close(descriptor)
+    code = _wait(child, channel, wake)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if code is None:
+        sys.exit(1)
+    channel.send({"ended": code, "time": time.time()})
+    if code:
+        # mpiexec ends the others when it sees a failure: give them a moment to say what they saw.
+        select.select([channel.sock], [], [], _AFTER_FAILURE_S)
+    os._exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,119 @@
+"""End every process of a job and remove what it left: folders, and files in shared memory.
+
+Standard library only (the guardian runs it without ``site``); the launcher runs it as well
+when the guardian has been killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+from . import linux
+
+_SHM = "/dev/shm"
+_SPARED_S = 0.4
+_LIMIT_S = 4.0
+# Names that belong to a job's libraries; anything else in /dev/shm may be the user's own data.
+_OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_")
+_OF_PYTHON = re.compile(r"torch_\d+_|psm_|sem\.|sem_")
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+class Sweep:
+    """One job's cleaning.
+
+    Args:
+        job: the job's id, the value of the marker variable.
+        folders: removed with all they hold.
+        began: when the job began, seconds since the epoch; older files in shared memory are not its.
+        root: whose descendants belong to the job too, marked or not (the guardian).
+        reap: called now and then by a parent of such processes to take their exit status.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        folders: Iterable[str],
+        began: float,
+        root: int | None = None,
+        reap: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._folders, self._began = job, tuple(folders), began
+        self._root, self._reap = root, reap
+        self._mapped: set[str] = set()
+        self._pids: set[int] = set()
+
+    def run(self) -> bool:
+        """Kill and remove; True if nothing is left. Takes some tens of milliseconds, 4 s at most."""
+        left = self._end_processes()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._remove_shared()
+        return not left
+
+    def _end_processes(self) -> set[int]:
+        """Kill until two looks in a row find none: a process may fork while the table is being read."""
+        began, quiet, left = time.monotonic(), 0, set[int]()
+        while quiet < 2 and time.monotonic() - began < _LIMIT_S:
+            left = linux.job_processes(self._job, self._root)
+            for pid in left - self._pids:
+                self._mapped |= linux.shared_files(pid)
+            self._pids |= left
+            # Helpers that unlink shared memory when their clients are dead get a moment to do so.
+            victims = {pid for pid in left if not linux.is_tracker(pid)}
+            if not victims and time.monotonic() - began > _SPARED_S:
+                victims = left
+            for pid in victims:
+                _kill(pid)
+            quiet = 0 if left else quiet + 1
+            time.sleep(0.01)
+            self._reap()
+        return left
+
+    def _remove_shared(self) -> None:
+        names = [name for name in _listed() if _OF_MPI.match(name) or _OF_PYTHON.match(name)]
+        suspects = {os.path.join(_SHM, name) for name in names}
+        suspects = {path for path in suspects if _is_of_this_user_since(path, self._began - 1.0)}
+        if not suspects:
+            return
+        # A segment that only the killed process had open was not seen in anybody's table: that of an
+        # MPI library is removed if no living process uses it, that of torch if its pid was the job's.
+        in_use = set().union(*(linux.shared_files(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()))
+        for path in suspects - in_use:
+            name = os.path.basename(path)
+            owner = re.match(r"torch_(\d+)_", name)
+            if path in self._mapped or _OF_MPI.match(name) or (owner and int(owner[1]) in self._pids):
+                try:
+                    os.unlink(path)
+                except OSError:
+                    pass
+
+    def note(self, pid: int) -> None:
+        """Remember a process of the job that may be dead by the time of the sweep."""
+        self._pids.add(pid)
+
+
+def _listed() -> list[str]:
+    try:
+        return os.listdir(_SHM)
+    except OSError:
+        return []
+
+
+def _is_of_this_user_since(path: str, began: float) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and max(status.st_ctime, status.st_mtime) >= began
