@@ -1,0 +1,13 @@
+#!/bin/sh
+# Runs all benchmarks one after another; their JSON goes into a folder.
+#   benchmarks/run_all.sh [FOLDER [OPTIONS FOR ALL SCRIPTS]]
+# example: benchmarks/run_all.sh results --np 2 --seconds 5 --module ringdance.torch
+set -eu
+here=$(dirname "$0")
+folder=${1:-benchmark-results}
+[ $# -gt 0 ] && shift
+mkdir -p "$folder"
+for name in allreduce resnet50_gradients training_step idle; do
+    "${PYTHON:-python}" "$here/$name.py" --json "$folder/$name.json" "$@"
+    echo
+done
