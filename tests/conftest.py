@@ -28,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.fdopen(os.dup(2), "w")
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_stderr].close()
+
+
 def pytest_report_header() -> str:
     return "rank {} of {}".format(*rank_and_size())
 

@@ -50,8 +50,14 @@ def counted(line: str) -> Counter[str]:
 def stream(command: list[str], environ: dict[str, str], limit: float) -> tuple[int, str]:
     """Run `command`, pass its lines on, and return its exit code and its last line with counts."""
     process = subprocess.Popen(
-        command, cwd=TESTS.parent, env=environ, text=True, errors="replace", start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command,
+        cwd=TESTS.parent,
+        env=environ,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     expired = end_after(limit, process)
     last = ""

@@ -1,0 +1,103 @@
+"""The command line as a person types it: real processes, since exit codes and streams are what counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import ringdance
+from ringdance.settings import KNOBS
+
+
+def ringdance_command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RINGDANCE_", "HOROVOD_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "ringdance", *words],
+        env=clean | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_version():
+    done = ringdance_command("--version")
+    assert (done.returncode, done.stdout) == (0, f"ringdance {ringdance.__version__}\n")
+
+
+def test_help_names_the_commands_and_gives_examples():
+    done = ringdance_command("--help")
+    assert done.returncode == 0
+    assert "ringdance run -np 2 python train.py" in done.stdout
+    assert "settings" in done.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["dance"], ["settings", "--loud"]])
+def test_what_cannot_be_understood_exits_with_2(words):
+    done = ringdance_command(*words)
+    assert done.returncode == 2
+    assert "usage:" in done.stdout + done.stderr
+
+
+def test_settings_shows_all_knobs():
+    done = ringdance_command("settings")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for knob in KNOBS:
+        assert f"{knob.name} = " in done.stdout
+
+
+def test_settings_changed():
+    assert ringdance_command("settings", "--changed").stdout == "All settings have their default values.\n"
+    done = ringdance_command("settings", "--changed", HOROVOD_FUSION_THRESHOLD="4194304")
+    assert "fusion_threshold = 4194304 bytes   [environment variable HOROVOD_FUSION_THRESHOLD]" in done.stdout
+    assert "default: 134217728 bytes" in done.stdout
+    assert "cycle_time" not in done.stdout
+
+
+def test_settings_as_json():
+    done = ringdance_command("settings", "--format", "json", RINGDANCE_CYCLE_TIME="2")
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert list(rows) == [knob.name for knob in KNOBS]
+    assert rows["cycle_time"]["value"] == 2.0
+    assert rows["cycle_time"]["unit"] == "ms"
+    assert rows["cycle_time"]["origin"] == "environment variable RINGDANCE_CYCLE_TIME"
+    assert rows["cycle_time"]["environment"] == ["RINGDANCE_CYCLE_TIME", "HOROVOD_CYCLE_TIME"]
+
+
+def test_settings_tells_of_mistakes():
+    done = ringdance_command("settings", RINGDANCE_CYCLETIME="2")
+    assert done.returncode == 0
+    assert "did you mean RINGDANCE_CYCLE_TIME?" in done.stderr
+    done = ringdance_command("settings", RINGDANCE_CYCLE_TIME="soon")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ringdance: RINGDANCE_CYCLE_TIME='soon' cannot be used: expected a number")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"set -o pipefail; {sys.executable} -m ringdance settings | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert done.stderr == ""
+
+
+def test_run_passes_everything_on_to_the_launcher(monkeypatch):
+    from ringdance import cli
+    from ringdance.launch import cli as launch
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(launch, "main", lambda argv: seen.append(list(argv)) or 7)
+    words = ["-np", "2", "python", "x.py", "--version", "--help", "-h", "--", "settings"]
+    assert cli.main(["run", *words]) == 7
+    assert seen == [words]
+
+
+def test_help_of_run_is_the_launcher_s():
+    done = ringdance_command("run", "--help")
+    assert done.returncode == 0
+    assert "-np" in done.stdout

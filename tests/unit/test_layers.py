@@ -1,0 +1,86 @@
+"""What importing a part of the library brings along, seen in a fresh process.
+
+The import rules between modules are in pyproject.toml (import-linter); here it is what really
+happens, lazy imports and third parties included.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "sklearn"}
+ENGINE = {"ringdance.training", "ringdance.session", "ringdance.core", "ringdance.transport"}
+BINDINGS = {"ringdance.torch", "ringdance.numpy"}
+
+PROBE = """
+import json, os, signal, sys, threading, time
+before = [signal.getsignal(n) for n in signal.valid_signals()], dict(os.environ), threading.active_count()
+start = time.perf_counter()
+import {module}
+seconds = time.perf_counter() - start
+after = [signal.getsignal(n) for n in signal.valid_signals()], dict(os.environ), threading.active_count()
+print(json.dumps({{"modules": sorted(sys.modules), "seconds": seconds,
+                  "same": [a == b for a, b in zip(before, after)]}}))
+"""
+
+
+def imported(module: str) -> set[str]:
+    """The modules loaded after importing `module`, which changes no handler, variable or thread."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not there")
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(module=module)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    seen = json.loads(done.stdout)
+    print(f"import {module}: {seen['seconds'] * 1000:.0f} ms, {len(seen['modules'])} modules")
+    assert seen["same"] == [True, True, True], "signal handlers, environment, threads"
+    return set(seen["modules"])
+
+
+def parts_of(modules: set[str], names: set[str]) -> set[str]:
+    return {m for m in modules if any(m == name or m.startswith(name + ".") for name in names)}
+
+
+def test_the_package_alone_brings_nothing():
+    modules = imported("ringdance")
+    assert parts_of(modules, {"ringdance"}) == {"ringdance"}
+    assert not parts_of(modules, FRAMEWORKS | {"mpi4py", "numpy"})
+
+
+@pytest.mark.parametrize(
+    "module", ["ringdance.settings", "ringdance.errors", "ringdance.cli", "ringdance.launch"]
+)
+def test_the_shell_s_side_knows_nothing_of_training(module):
+    modules = imported(module)
+    assert not parts_of(modules, FRAMEWORKS | ENGINE | BINDINGS | {"mpi4py", "numpy"})
+
+
+@pytest.mark.parametrize(
+    ("module", "above"),
+    [
+        ("ringdance.transport", {"ringdance.core", "ringdance.session", "ringdance.training"}),
+        ("ringdance.core", {"ringdance.session", "ringdance.training"}),
+        ("ringdance.session", {"ringdance.training"}),
+        ("ringdance.training", set()),
+    ],
+)
+def test_a_layer_brings_only_layers_below(module, above):
+    modules = imported(module)
+    assert not parts_of(modules, FRAMEWORKS | BINDINGS | above | {"ringdance.launch", "ringdance.cli"})
+    assert not parts_of(modules, {"mpi4py"}), "MPI is imported by init(), and only under a launcher"
+
+
+@pytest.mark.parametrize(("module", "own"), [("ringdance.numpy", set()), ("ringdance.torch", {"torch"})])
+def test_a_binding_brings_its_framework_only(module, own):
+    if own and importlib.util.find_spec(*own) is None:
+        pytest.skip(f"{own} is not installed")
+    modules = imported(module)
+    assert not parts_of(modules, FRAMEWORKS - own)
+    assert not parts_of(modules, {"ringdance.launch", "ringdance.cli", "mpi4py"})

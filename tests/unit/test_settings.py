@@ -1,0 +1,218 @@
+"""Settings: where values come from, what cannot be used, and what is said about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+
+from ringdance.errors import SettingError
+from ringdance.settings import KNOBS, Settings, SettingWarning, load, show
+
+WORKING = [knob for knob in KNOBS if knob.own and not knob.no_effect]
+
+
+def quiet(environ: dict[str, str]) -> Settings:
+    """load(), failing when it warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SettingWarning)
+        return load(environ)
+
+
+def notes(environ: dict[str, str]) -> tuple[Settings, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        settings = load(environ)
+    return settings, [str(w.message) for w in caught]
+
+
+def test_an_empty_environment_gives_the_defaults_silently():
+    settings = quiet({})
+    assert settings == Settings()
+    for knob in KNOBS:
+        assert getattr(settings, knob.name) == knob.default
+        assert settings.origin(knob.name) == "default"
+
+
+def test_the_defaults_that_were_agreed():
+    settings = Settings()
+    assert settings.fusion_threshold == 134217728
+    assert settings.cycle_time == 1.0
+    assert settings.cache_capacity == 1024
+    assert settings.piece_bytes == 524288
+    assert settings.small_bytes == 16384
+    assert settings.stall_check_time == 5.0
+    assert settings.init_timeout == 120.0
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
+def test_each_knob_is_whole(knob):
+    """Its default is what its own parser makes of the way it is shown to people."""
+    assert knob.doc.endswith(".")
+    assert knob.own or knob.legacy
+    assert type(knob.default) is type(getattr(Settings(), knob.name))
+    written = show(knob, knob.default).removesuffix(f" {knob.unit}")
+    if written != "(empty)":
+        assert knob.parser.parse(written) == knob.default
+
+
+def test_names_are_unique():
+    names = [name for knob in KNOBS for name in (knob.own, knob.legacy) if name]
+    assert len(names) == len(set(names))
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().cycle_time = 2.0  # type: ignore[misc]
+
+
+def test_origin_of_an_unknown_knob_is_an_error():
+    with pytest.raises(KeyError):
+        Settings().origin("no_such_knob")
+
+
+def test_own_name_wins_over_the_legacy_one():
+    settings = quiet({"RINGDANCE_CYCLE_TIME": "2.5", "HOROVOD_CYCLE_TIME": "7"})
+    assert settings.cycle_time == 2.5
+    assert settings.origin("cycle_time") == "environment variable RINGDANCE_CYCLE_TIME"
+
+
+def test_legacy_name_alone():
+    settings = quiet({"HOROVOD_STALL_CHECK_TIME_SECONDS": "60"})
+    assert settings.stall_check_time == 60.0
+    assert settings.origin("stall_check_time") == "environment variable HOROVOD_STALL_CHECK_TIME_SECONDS"
+
+
+def test_empty_text_counts_as_not_set():
+    settings = quiet({"RINGDANCE_CYCLE_TIME": " ", "HOROVOD_CYCLE_TIME": "7", "RINGDANCE_WINDOW": ""})
+    assert settings.cycle_time == 7.0
+    assert settings.origin("window") == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("524288", 524288), ("512K", 524288), ("512 KiB", 524288), ("64M", 1 << 26), ("1gb", 1 << 30)],
+)
+def test_bytes(text, value):
+    assert quiet({"RINGDANCE_FUSION_THRESHOLD": text}).fusion_threshold == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("Yes", True), ("on", True), ("0", False), ("FALSE", False)]
+)
+def test_switches(text, value):
+    assert quiet({"RINGDANCE_WINDOW": text}).window is value
+
+
+def test_core_list():
+    assert quiet({"RINGDANCE_THREAD_AFFINITY": "0, 2,4"}).thread_affinity == (0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FUSION_THRESHOLD", "-1"),
+        ("FUSION_THRESHOLD", "12 parsecs"),
+        ("CYCLE_TIME", "nan"),
+        ("CYCLE_TIME", "-1"),
+        ("CACHE_CAPACITY", "1.5"),
+        ("STALL_CHECK_TIME", "0"),
+        ("INIT_TIMEOUT", "inf"),
+        ("WINDOW", "maybe"),
+        ("WINDOW", "2"),
+        ("OVERLAP", "sometimes"),
+        ("LOG_LEVEL", "loud"),
+        ("THREAD_AFFINITY", "0,-1"),
+        ("THREAD_AFFINITY", "0,,1"),
+    ],
+)
+def test_unusable_text_names_variable_value_and_what_is_expected(name, text):
+    with pytest.raises(SettingError) as caught:
+        load({f"RINGDANCE_{name}": text})
+    message = str(caught.value)
+    assert f"RINGDANCE_{name}={text!r}" in message
+    assert "expected" in message
+    assert "Default:" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "knob", "value"),
+    [
+        ("HOROVOD_CYCLE_TIME", "fast", "cycle_time", 0.0),
+        ("HOROVOD_CACHE_CAPACITY", "many", "cache_capacity", 0),
+        ("HOROVOD_STALL_CHECK_DISABLE", "true", "stall_check_disable", False),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon", "stall_check_time", 5.0),
+    ],
+)
+def test_unusable_legacy_text_counts_as_in_the_original_and_is_said(name, text, knob, value):
+    settings, said = notes({name: text})
+    assert getattr(settings, knob) == value
+    assert len(said) == 1
+    assert f"{name}={text!r} cannot be used" in said[0]
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("7", True), ("0", False), ("-3", False)])
+def test_legacy_switches_are_numbers(text, value):
+    assert quiet({"HOROVOD_LOG_HIDE_TIME": text}).log_hide_time is value
+
+
+def test_an_unknown_data_path_is_an_error_as_in_the_original():
+    with pytest.raises(SettingError, match="HOROVOD_CPU_OPERATIONS"):
+        load({"HOROVOD_CPU_OPERATIONS": "PIGEONS"})
+    assert load({"HOROVOD_CPU_OPERATIONS": "mpi"}).cpu_operations == "MPI"
+
+
+def test_a_knob_without_effect_says_why_when_it_is_changed():
+    settings, said = notes({"HOROVOD_CCL_CACHE": "1"})
+    assert settings.ccl_cache is True
+    assert said == ["HOROVOD_CCL_CACHE=1 has no effect: oneCCL is not used."]
+    quiet({"HOROVOD_CCL_CACHE": "0", "HOROVOD_NUM_NCCL_STREAMS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("RINGDANCE_CYCLETIME", "RINGDANCE_CYCLE_TIME"),
+        ("RINGDANCE_STALL_CHECK_TIME_SECONDS", "RINGDANCE_STALL_CHECK_TIME"),
+        ("HOROVOD_FUSION_TRESHOLD", "HOROVOD_FUSION_THRESHOLD"),
+    ],
+)
+def test_an_unknown_name_warns_with_the_nearest(name, near):
+    _, said = notes({name: "1"})
+    assert said == [f"{name} is not a setting of Ringdance; did you mean {near}?"]
+
+
+def test_an_unknown_name_like_nothing_else():
+    _, said = notes({"RINGDANCE_XYZZY": "1"})
+    assert said == ["RINGDANCE_XYZZY is not a setting of Ringdance; `ringdance settings` lists all names."]
+
+
+def test_names_of_builds_and_launchers_are_no_mistakes():
+    quiet(
+        {"HOROVOD_WITH_PYTORCH": "1", "HOROVOD_RANK": "0", "RINGDANCE_LOCAL_RANK": "0", "HOROVOD_GPU": "CUDA"}
+    )
+
+
+def test_other_ranks_keep_quiet():
+    environ = {"RINGDANCE_XYZZY": "1", "OMPI_COMM_WORLD_RANK": "1"}
+    assert notes(environ)[1] == []
+    assert len(notes(environ | {"OMPI_COMM_WORLD_RANK": "0"})[1]) == 1
+
+
+def test_a_shutdown_time_below_the_check_time_is_ignored():
+    settings, said = notes({"RINGDANCE_STALL_SHUTDOWN_TIME": "3"})
+    assert settings.stall_shutdown_time == 0.0
+    assert settings.origin("stall_shutdown_time") == "default"
+    assert "RINGDANCE_STALL_SHUTDOWN_TIME" in said[0]
+    assert quiet({"RINGDANCE_STALL_SHUTDOWN_TIME": "5"}).stall_shutdown_time == 5.0
+
+
+def test_every_working_knob_can_be_set_by_its_own_name():
+    """With the text of its default: no knob is declared with a name that load() does not read."""
+    for knob in WORKING:
+        written = show(knob, knob.default).removesuffix(f" {knob.unit}")
+        if written == "(empty)":
+            written = "1"
+        settings = quiet({knob.own: written})
+        assert settings.origin(knob.name) == f"environment variable {knob.own}"
