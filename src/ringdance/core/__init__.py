@@ -1,0 +1,1 @@
+"""The engine: submit → agree → batch → exchange → done. Knows no framework, launcher or environment variable."""

@@ -1,0 +1,52 @@
+"""Adasum: gradients combined by how far they agree (Maleki et al., 2020, arXiv:2006.02924; contract 6.10).
+
+Two vectors a, b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum when orthogonal,
+their average when parallel. 2^k ranks combine pairwise in k levels, each tensor by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringdance.core.exchange import Exchange, Steps
+
+__all__ = ["adasum", "combine_pair"]
+
+Array = np.ndarray[Any, Any]
+_BLOCK = 1 << 16
+
+
+def _dot(a: Array, b: Array) -> float:
+    """Return a·b summed in double precision, block by block so that no double copy is made."""
+    total = 0.0
+    for start in range(0, a.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        total += float(np.dot(a[part].astype(np.float64), b[part].astype(np.float64)))
+    return total
+
+
+def combine_pair(a: Array, b: Array) -> Array:
+    """Return Adasum of two float32 or float64 vectors; a zero vector leaves the other unchanged."""
+    dot, norm_a, norm_b = _dot(a, b), _dot(a, a), _dot(b, b)
+    share_a = 1.0 - dot / (2.0 * norm_a) if norm_a > 0.0 else 1.0
+    share_b = 1.0 - dot / (2.0 * norm_b) if norm_b > 0.0 else 1.0
+    return a * a.dtype.type(share_a) + b * b.dtype.type(share_b)
+
+
+def adasum(exchange: Exchange, source: Array, out: Array, prescale: float, postscale: float) -> Steps:
+    """Reduce flat ``source`` (a floating dtype) over all members, whose number is a power of two."""
+    kind = np.float64 if source.dtype == np.float64 else np.float32
+    own = source.astype(kind)
+    if prescale != 1.0:
+        own *= kind(prescale)
+    distance = 1
+    while distance < exchange.size:
+        partner = exchange.rank ^ distance
+        other = np.empty_like(own)
+        yield from exchange.swap(own.view(np.uint8), other.view(np.uint8), partner)
+        # The lower member's vector comes first on both, so that both round alike.
+        own = combine_pair(own, other) if exchange.rank < partner else combine_pair(other, own)
+        distance *= 2
+    out[...] = own * kind(postscale) if postscale != 1.0 else own

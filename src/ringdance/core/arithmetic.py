@@ -1,0 +1,162 @@
+"""How values are reduced, scaled and rounded, on pieces of NumPy arrays.
+
+Rules (contract 3.4, its defects mended):
+
+- Sums are taken in rank order, so that the result does not depend on who computes it.
+- float16 and bfloat16 are widened to float32, reduced, scaled, and rounded once.
+- Averages of integers are exact and truncate toward zero; other scales of integers are
+  computed in double and truncated toward zero.
+- An average of float32 or float64 is the sum divided by the number of ranks, as NumPy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ringdance.core.request import Operation
+
+__all__ = ["Reduction", "dtype_named", "reduction"]
+
+Array = np.ndarray[Any, Any]
+
+_UFUNC: dict[Operation, Any] = {
+    Operation.AVERAGE: np.add,
+    Operation.SUM: np.add,
+    Operation.MIN: np.minimum,
+    Operation.MAX: np.maximum,
+    Operation.PRODUCT: np.multiply,
+}
+_WIRE_NAME = {
+    Operation.AVERAGE: "sum",
+    Operation.SUM: "sum",
+    Operation.MIN: "min",
+    Operation.MAX: "max",
+    Operation.PRODUCT: "product",
+}
+
+
+@lru_cache(maxsize=64)
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype called ``name``; knows "bfloat16"."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def _truncating_divide(total: Array, divisor: int, out: Array) -> None:
+    quotient = total // divisor
+    if np.issubdtype(total.dtype, np.signedinteger):
+        quotient += (total < 0) & (quotient * divisor != total)
+    out[...] = quotient
+
+
+def _scale_integers(source: Array, factor: float, out: Array) -> None:
+    out[...] = np.trunc(source.astype(np.float64) * factor).astype(out.dtype)
+
+
+class Reduction:
+    """How one kind of batch is reduced: dtype, operation, scales, number of ranks.
+
+    Attributes:
+        identity: the exchange need not touch inputs before the sum (prescale is 1).
+        late: scaling happens while the result is copied out (float32, float64), else the one
+            who reduces a slice also finishes it.
+        wire: name of the equal MPI operation, or None where MPI has none for this dtype.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], operation: Operation, prescale: float, postscale: float, size: int):
+        self.dtype = dtype
+        self.wide = dtype.itemsize == 2 and not np.issubdtype(dtype, np.integer)
+        self.prescale = prescale
+        self.identity = prescale == 1.0
+        self.ufunc = _UFUNC[operation]
+        self.wire = None if self.wide or dtype == np.bool_ else _WIRE_NAME[operation]
+        divisor = size if operation == Operation.AVERAGE else 1
+        self.plain = divisor == 1 and postscale == 1.0
+        self._integer = np.issubdtype(dtype, np.integer)
+        self._set_finish(divisor, postscale)
+        self.late = not (self.wide or self._integer or self.plain)
+
+    def _set_finish(self, divisor: int, postscale: float) -> None:
+        kind = np.float32 if self.wide else self.dtype.type
+        self._finish: Callable[[Array, Array], Any]
+        if self.plain:
+            self._finish = lambda source, out: np.copyto(out, source, casting="unsafe")
+        elif self._integer and postscale == 1.0:
+            self._finish = lambda source, out: _truncating_divide(source, divisor, out)
+        elif self._integer:
+            self._finish = lambda source, out: _scale_integers(source, postscale / divisor, out)
+        elif postscale == 1.0:
+            number = kind(divisor)
+            self._finish = lambda source, out: np.divide(source, number, out=out, casting="unsafe")
+        else:
+            factor = kind(postscale / divisor)
+            self._finish = lambda source, out: np.multiply(source, factor, out=out, casting="unsafe")
+
+    def prepare(self, source: Array, out: Array) -> None:
+        """Copy ``source`` to ``out`` (same dtype), multiplied by prescale."""
+        if self.identity:
+            out[...] = source
+        elif self.wide:
+            out[...] = source.astype(np.float32) * np.float32(self.prescale)
+        elif self._integer:
+            _scale_integers(source, self.prescale, out)
+        else:
+            np.multiply(source, self.dtype.type(self.prescale), out=out)
+
+    def combine(self, parts: Sequence[Array], out: Array, finish: bool = True) -> None:
+        """Reduce ``parts`` (in rank order) into ``out``; scaled too, unless ``late`` or not to ``finish``."""
+        if self.wide:
+            total = parts[0].astype(np.float32)
+            for part in parts[1:]:
+                self.ufunc(total, part.astype(np.float32), out=total)
+            if self.plain:
+                out[...] = total
+            else:
+                self._finish(total, total)
+                out[...] = total
+            return
+        if len(parts) == 1:
+            out[...] = parts[0]
+        else:
+            self.ufunc(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                self.ufunc(out, part, out=out)
+        if finish:
+            self.complete(out)
+
+    def complete(self, total: Array) -> None:
+        """Scale a sum in place as ``combine`` does."""
+        if not self.late and not self.plain:
+            self._finish(total, total)
+
+    def deliver(self, source: Array, out: Array) -> None:
+        """Copy what ``combine`` made to the caller's memory, scaling if ``late``."""
+        if self.late:
+            self._finish(source, out)
+        else:
+            out[...] = source
+
+    def finish(self, source: Array, out: Array) -> None:
+        """Scale a sum that was made elsewhere (MPI); ``source`` and ``out`` may be the same."""
+        self._finish(source, out)
+
+    def alone(self, source: Array, out: Array) -> None:
+        """Reduce over one rank only: scales alone."""
+        if self.identity and self.plain:
+            if out is not source:
+                out[...] = source
+            return
+        scratch = np.empty_like(source)
+        self.prepare(source, scratch)
+        self.combine([scratch], scratch)
+        self.deliver(scratch, out)
+
+
+@lru_cache(maxsize=1024)
+def reduction(dtype: str, operation: Operation, prescale: float, postscale: float, size: int) -> Reduction:
+    """Return the (cached) ``Reduction`` of these parameters."""
+    return Reduction(dtype_named(dtype), operation, prescale, postscale, size)

@@ -1,0 +1,57 @@
+"""Which of the agreed requests are executed together. A pure function of agreed facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ringdance.core.arithmetic import dtype_named
+from ringdance.core.request import Description, Operation, Verb
+
+__all__ = ["description_bytes", "plan_batches"]
+
+
+def description_bytes(description: Description) -> int:
+    """Return the bytes of a request whose description has full shapes."""
+    total = 0
+    for dtype, shape in zip(description.dtypes, description.shapes, strict=True):
+        count = 1
+        for length in shape:
+            count *= length
+        total += count * dtype_named(dtype).itemsize
+    return total
+
+
+def _kind(description: Description) -> tuple[Any, ...] | None:
+    """Return what requests must have in common to be executed together; None: alone."""
+    if len(set(description.dtypes)) != 1 or description.detail:
+        return None
+    if description.verb == Verb.ALLREDUCE and description.operation != Operation.ADASUM:
+        d = description
+        return (d.verb, d.dtypes[0], d.operation, d.prescale, d.postscale)
+    if description.verb == Verb.BROADCAST:
+        return (description.verb, description.root)
+    return None
+
+
+def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[list[int]]:
+    """Group requests, given in agreed order, into batches of at most ``threshold`` bytes.
+
+    A request larger than that is a batch of its own; a threshold of 0 keeps all apart.
+    Returns lists of positions in ``descriptions``.
+    """
+    batches: list[list[int]] = []
+    open_batches: dict[tuple[Any, ...], tuple[int, int]] = {}  # kind -> (batch, bytes so far)
+    for position, description in enumerate(descriptions):
+        kind = _kind(description)
+        if kind is None:
+            batches.append([position])
+            continue
+        nbytes = description_bytes(description)
+        batch, filled = open_batches.get(kind, (-1, 0))
+        if batch < 0 or filled + nbytes > threshold:
+            batches.append([])
+            batch, filled = len(batches) - 1, 0
+        batches[batch].append(position)
+        open_batches[kind] = (batch, filled + nbytes)
+    return batches

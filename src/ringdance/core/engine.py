@@ -1,0 +1,543 @@
+"""The engine of one rank: takes requests in, lets its process sets agree and execute, gives tickets back.
+
+An object without module-level state: n engines on a loopback world live in one process.
+It is driven by the threads that wait and by its own (``driver``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ringdance.core.agreement import VectorLayout
+from ringdance.core.driver import Driver
+from ringdance.core.exchange import Progress, Steps, exchange_for
+from ringdance.core.execute import Work, execute_alone
+from ringdance.core.process_set import ProcessSetState
+from ringdance.core.recorder import Recorder
+from ringdance.core.request import Description, Request, Ticket, Verb
+from ringdance.core.watch import StallWatch
+from ringdance.errors import (
+    ArgumentError,
+    CollectiveError,
+    EngineError,
+    ProcessSetRemovedError,
+    RankLostError,
+    ShutDownError,
+    StallError,
+)
+from ringdance.settings import Settings
+from ringdance.transport.base import Transport
+from ringdance.transport.waiting import Doorbell
+
+__all__ = ["Engine", "area_bytes", "vector_bytes"]
+
+_REFUSED = (-2,)
+_SHUTDOWN_PATIENCE = 30.0
+
+
+def vector_bytes(size: int, capacity: int) -> int:
+    """Return the room that agreement vectors of ``size`` ranks need in a window."""
+    return VectorLayout(size).width(max(1, capacity))
+
+
+def area_bytes(settings: Settings) -> int:
+    """Return the data area of each rank in a window; 0 for none."""
+    if not settings.window:
+        return 0
+    return max(settings.window_bytes or settings.piece_bytes, settings.small_bytes, 4096)
+
+
+@dataclass(slots=True)
+class _Set:
+    ranks: tuple[int, ...]
+    state: ProcessSetState | None  # None on ranks that are not members
+    alone: bool
+
+
+class Engine:
+    """One rank's engine.
+
+    Attributes:
+        rank, size: in the whole job. local_rank, local_size: on this host. cross_rank,
+            cross_size: among the ranks with this local rank on all hosts.
+        hosts: the host name of each rank.
+        settings: as given.
+        broken: why the engine failed, or None.
+        unclean: after a stop, whether some rank was still waiting for something.
+        stopped_first: whether this rank asked for the stop before it heard of another's.
+
+    Args:
+        transport: of the whole job; owned by the engine from here on.
+        settings: values of all knobs.
+        threaded: whether the transport may be used from several threads; without, nothing
+            happens but while a thread of the caller waits.
+        report: takes a sentence for people (stall warnings).
+    """
+
+    def __init__(
+        self, transport: Transport, settings: Settings, *, threaded: bool = True,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.hosts = tuple(identity.host for identity in transport.identities)
+        self.identity = transport.identities[self.rank]
+        self._set_local_places()
+        self.closed = False
+        self.broken: CollectiveError | None = None
+        self.unclean = False
+        self.stopped_first = False
+        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
+        self._report = report or (lambda text: None)
+        self._progress = Progress()
+        self._lock = threading.Lock()
+        self._stop_reason = ""
+        self._stop_ticket = Ticket(Request(Description(Verb.BARRIER)), "shutdown", self._wait)
+        self._watch = StallWatch(
+            transport, settings.stall_check_time, settings.stall_shutdown_time, settings.stall_check_disable
+        )
+        self._sets: dict[int, _Set] = {}
+        self._machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
+        self._register(0, tuple(range(self.size)), transport)
+        self._bell: Doorbell | None = self._find_bell()
+        self._driver: Driver | None = None
+        if self.size > 1:
+            name = f"ringdance engine {self.rank}"
+            self._driver = Driver(
+                self, settings.spin_microseconds * 1e-6, self._doorbell, name, threaded, self._pin
+            )
+
+    def _set_local_places(self) -> None:
+        own = self.hosts[self.rank]
+        group = self.transport.host_group
+        self.local_rank, self.local_size = group.index(self.rank), len(group)
+        seen: dict[str, int] = {}
+        crossing = []
+        for rank, host in enumerate(self.hosts):
+            if seen.setdefault(host, 0) == self.local_rank or (host == own and rank == self.rank):
+                crossing.append(rank)
+            seen[host] += 1
+        self.cross_rank, self.cross_size = crossing.index(self.rank), len(crossing)
+
+    def _pin(self) -> None:
+        cores = self.settings.thread_affinity
+        if self.local_rank < len(cores) and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, {cores[self.local_rank]})
+
+    # -- process sets --------------------------------------------------------------------------
+
+    def members(self, set_id: int = 0) -> tuple[int, ...]:
+        """Return the global ranks of a set, ascending. Raises ArgumentError for an unknown set."""
+        return self._known(set_id).ranks
+
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Return all registered sets: id -> ranks."""
+        return {set_id: known.ranks for set_id, known in sorted(self._sets.items())}
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """Make a set and return its id. All ranks must call it with the same members; blocks until all have.
+
+        Raises:
+            ArgumentError: a rank is out of range or repeated, or an equal set exists.
+            MismatchError: ranks asked for different members.
+        """
+        wanted = tuple(sorted(int(rank) for rank in ranks))
+        if not wanted or wanted[0] < 0 or wanted[-1] >= self.size or len(set(wanted)) < len(wanted):
+            raise ArgumentError(
+                f"A process set needs distinct ranks between 0 and {self.size - 1}, got {list(ranks)}."
+            )
+        for set_id, known in self._sets.items():
+            if known.ranks == wanted:
+                raise ArgumentError(f"A process set with the ranks {list(wanted)} exists already: number {set_id}.")
+        request = Request(Description(Verb.ADD_SET, detail=wanted), name="process_set.add")
+        return int(self.submit(request, wake=False).wait())
+
+    def remove_process_set(self, set_id: int) -> None:
+        """Remove a set. All ranks must call it; what is pending in the set fails with ProcessSetRemovedError.
+
+        Raises ArgumentError for the set of all ranks and for unknown sets.
+        """
+        if set_id == 0:
+            raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
+        self._known(set_id)
+        self.submit(Request(Description(Verb.REMOVE_SET, detail=(set_id,)), name="process_set.remove"), wake=False).wait()
+
+    def _known(self, set_id: int) -> _Set:
+        known = self._sets.get(set_id)
+        if known is None:
+            raise ArgumentError(f"There is no process set number {set_id}; registered: {self.process_sets()}.")
+        return known
+
+    def _register(self, set_id: int, ranks: tuple[int, ...], transport: Transport | None) -> None:
+        state = None
+        if transport is not None and len(ranks) > 1:
+            s = self.settings
+            state = ProcessSetState(
+                set_id,
+                transport,
+                exchange_for(transport, s.piece_bytes, s.small_bytes, self._progress),
+                capacity=s.cache_capacity,
+                threshold=s.fusion_threshold,
+                cycle_seconds=s.cycle_time * 1e-3,
+                lock=self._lock,
+                progress=self._progress,
+                recorder=self.recorder,
+                change_set=self._change_set if set_id == 0 else None,
+            )
+            self._machines = (*self._machines, (state, state.steps()))
+        self._sets[set_id] = _Set(ranks, state, len(ranks) == 1 and self.rank in ranks)
+
+    def _change_set(self, work: Work) -> Steps:
+        """Carry out an agreed change of sets; all ranks come here in the same order."""
+        assert work.ticket is not None
+        detail = work.description.detail
+        if work.description.verb == Verb.ADD_SET:
+            set_id = self._free_id()
+            transport = None
+            if len(detail) > 1:
+                transport = yield from self._off_driver(
+                    lambda: self.transport.split(detail, area_bytes(self.settings))
+                )
+            self._register(set_id, detail, transport)
+            result: Any = set_id
+        else:
+            set_id = detail[0]
+            state = self._sets[set_id].state
+            if state is not None:
+                state.stopping = True
+                while not state.stopped:
+                    yield
+                self._fail_tickets(state, ProcessSetRemovedError(
+                    f"Process set number {set_id} was removed while this operation was pending in it."
+                ))
+                yield from self._off_driver(lambda: state.transport.close(True))
+            del self._sets[set_id]
+            result = set_id
+        self._bell = self._find_bell()
+        return [result]
+
+    @staticmethod
+    def _off_driver(call: Callable[[], Any]) -> Steps:
+        """Run a call that may block on a thread of its own, so that other sets are stepped meanwhile."""
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.append((call(), None))
+            except BaseException as error:
+                outcome.append((None, error))
+
+        thread = threading.Thread(target=run, name="ringdance set-up", daemon=True)
+        thread.start()
+        while not outcome:
+            yield
+        thread.join()
+        if outcome[0][1] is not None:
+            raise outcome[0][1]
+        return outcome[0][0]
+
+    # -- submitting ----------------------------------------------------------------------------
+
+    def submit(self, request: Request, *, wake: bool = True) -> Ticket:
+        """Take a request in.
+
+        Args:
+            request: what to do; its input memory must not change until the ticket is done.
+            wake: True lets the engine thread start it after at most a cycle time; False waits
+                until a thread waits for a ticket of the set, or ``flush`` is called.
+
+        Raises:
+            ArgumentError: unknown set, or this rank is not in it.
+            DuplicateNameError: the name is in flight on this rank.
+            CollectiveError: the engine has stopped or failed.
+        """
+        known = self._sets.get(request.set_id) or self._known(request.set_id)
+        if self.closed:
+            raise self._closed_error()
+        if known.alone:
+            return self._submit_alone(request)
+        state = known.state
+        if state is None:
+            raise ArgumentError(
+                f"Rank {self.rank} is not in process set number {request.set_id}, whose ranks are {list(known.ranks)}."
+            )
+        name = request.name
+        ticket = Ticket(request, name or "", self._wait)
+        with self._lock:
+            state.add(ticket, name, wake)
+        if wake:
+            self._nudge()
+        return ticket
+
+    def refuse(self, request: Request, message: str) -> None:
+        """Tell the peers that wait for this request's name that the call on this rank was wrong.
+
+        For argument errors which only this rank can see; the caller raises ``message`` itself.
+        """
+        known = self._sets.get(request.set_id)
+        if known is None or known.state is None or self.closed:
+            return
+        stand_in = Request(
+            replace(request.description, detail=_REFUSED), name=request.name, set_id=request.set_id
+        )
+        ticket = Ticket(stand_in, request.name or "", self._wait)
+        ticket.refusal = message
+        with contextlib.suppress(ArgumentError), self._lock:
+            known.state.add(ticket, request.name, True)
+        self._nudge()
+
+    def flush(self, set_id: int = 0) -> None:
+        """Let the engine thread start now what is pending in a set."""
+        state = self._known(set_id).state
+        if state is not None and state.has_work():
+            state.urgent = True
+            self._nudge()
+
+    def _nudge(self) -> None:
+        if self._driver is not None:
+            self._driver.wake()
+        bell = self._bell
+        if bell is not None:
+            bell.ring_self()
+
+    def _submit_alone(self, request: Request) -> Ticket:
+        """Execute a request of a set with one member: at once, on the caller's thread."""
+        ticket = Ticket(request, request.name or "", self._wait)
+        verb = request.description.verb
+        if verb == Verb.JOIN:
+            ticket.finish(self.rank)
+        elif verb in (Verb.ADD_SET, Verb.REMOVE_SET):
+            ticket.finish(self._change_alone(request.description))
+        else:
+            try:
+                ticket.finish(execute_alone(request, ticket))
+            except CollectiveError as error:
+                ticket.finish(error=error)
+        return ticket
+
+    def _change_alone(self, description: Description) -> int:
+        """Change the sets of a job of one process: nobody to agree with."""
+        if description.verb == Verb.REMOVE_SET:
+            del self._sets[description.detail[0]]
+            return description.detail[0]
+        set_id = self._free_id()
+        self._register(set_id, description.detail, None)
+        return set_id
+
+    def _free_id(self) -> int:
+        return next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
+
+    def _wait(self, ticket: Ticket, timeout: float | None) -> None:
+        known = self._sets.get(ticket.request.set_id)
+        state = None if known is None else known.state
+        assert self._driver is not None
+        if state is None:  # its set is being removed: the ticket is about to fail
+            self._driver.wait(ticket, timeout)
+            return
+        with self._lock:
+            state.wanted += 1
+        try:
+            self._driver.wait(ticket, timeout)
+        finally:
+            with self._lock:
+                state.wanted -= 1
+
+    # -- driven --------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Do what can be done without waiting; return whether something was achieved."""
+        if self.closed:
+            return False
+        before = self._progress.count
+        try:
+            for machine in self._machines:
+                if next(machine[1], self) is self:
+                    self._machines = tuple(m for m in self._machines if m is not machine)
+                    self._progress.count += 1
+            if not self._machines:
+                self._close()
+        except CollectiveError as error:
+            self.fail(error)
+        except Exception as error:
+            failure = EngineError(f"The engine of {self.identity} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
+        except BaseException as error:
+            self.fail(EngineError(f"{self.identity} was interrupted ({type(error).__name__}) during an exchange."))
+            raise
+        return self._progress.count != before
+
+    def next_due(self) -> float | None:
+        """Return when the engine thread has something to do: a monotonic time, or None."""
+        if self.closed:
+            return None
+        soonest: float | None = None
+        for state, _ in self._machines:
+            due = 0.0 if state.in_round or state.stopping else state.next_due()
+            if due is not None and (soonest is None or due < soonest):
+                soonest = due
+        return soonest
+
+    def pausing_until(self) -> float:
+        """Return until when rounds are put off after one that achieved nothing; 0.0 for not."""
+        times = [state.not_before for state, _ in self._machines if not state.in_round and state.not_before]
+        return min(times) if times else 0.0
+
+    def _doorbell(self) -> Doorbell | None:
+        return self._bell
+
+    def _find_bell(self) -> Doorbell | None:
+        """Return the doorbell if everything this rank can wait for rings it."""
+        if all(state.transport.window is not None and state.transport.one_host for state, _ in self._machines):
+            return self.transport.doorbell
+        return None
+
+    def look(self) -> None:
+        """Take in notes, notice lost peers, look for stalls."""
+        if self.closed:
+            return
+        for sender, message in self.transport.messages():
+            self._hear(sender, json.loads(message))
+        if self.closed:
+            return
+        states = [state for state, _ in self._machines]
+        for state in states:
+            window = state.transport.window
+            if state.in_round and window is not None:
+                for place in window.missing():
+                    self._check_living(state, state.transport.host_group[place])
+        text, give_up = self._watch.check(states)
+        if text is not None:
+            self.recorder.add("stall", text)
+            if give_up:
+                self.fail(StallError(text + " Gave up after the stall shutdown time."))
+            else:
+                self._report(text)
+
+    def _check_living(self, state: ProcessSetState, place: int) -> None:
+        if not self.closed and state.transport.state(place) == "gone":
+            who = state.transport.identities[place]
+            self.fail(RankLostError(
+                f"{who} died while {self.identity} waited for it. Look for its last output, "
+                "or for the kernel's out-of-memory killer (dmesg) on its host."
+            ))
+
+    def _hear(self, sender: int, note: dict[str, Any]) -> None:
+        kind = note["kind"]
+        if kind == "ask":
+            status = self._watch.status([state for state, _ in self._machines])
+            self.transport.post(sender, json.dumps(status).encode())
+        elif kind == "status":
+            self._watch.hear(sender, note)
+        elif kind == "stop":
+            self._stop(f"{self.transport.identities[sender]} {note['reason']}")
+        elif kind == "failed" and not self.closed:
+            self.fail(RankLostError(note["message"]), tell=False)
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def _stop(self, reason: str) -> None:
+        self._stop_reason = self._stop_reason or reason
+        for state, _ in self._machines:
+            state.stopping = True
+
+    def _tell_all(self, note: dict[str, Any]) -> None:
+        message = json.dumps(note).encode()
+        for place in range(self.size):
+            if place != self.rank:
+                with contextlib.suppress(Exception):
+                    self.transport.post(place, message)
+
+    def shutdown(self, reason: str = "has called shutdown()", patience: float = _SHUTDOWN_PATIENCE) -> bool:
+        """Stop on all ranks; what is pending anywhere fails with ShutDownError.
+
+        Args:
+            reason: goes into the others' messages, after this rank's name.
+            patience: seconds to wait for the others' agreement.
+
+        Returns:
+            Whether all ranks agreed, so that nothing is left in flight.
+        """
+        if self._driver is None:
+            self.closed = True
+            return True
+        if not self.closed:
+            self.stopped_first = not self._stop_reason
+            self._stop_reason = self._stop_reason or f"{self.identity} {reason}"
+            self._tell_all({"kind": "stop", "reason": reason})
+            self._stop(self._stop_reason)
+            self._nudge()
+            try:
+                self._driver.wait(self._stop_ticket, patience)
+            except TimeoutError:
+                missing = self._missing_ranks()
+                self.fail(ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s."))
+        self._driver.join()
+        return self.broken is None
+
+    def _missing_ranks(self) -> str:
+        missing = {
+            str(state.transport.identities[state.transport.host_group[place]])
+            for state, _ in self._machines
+            if state.transport.window is not None
+            for place in state.transport.window.missing()
+        }
+        return ", ".join(sorted(missing)) or "other ranks"
+
+    def _close(self) -> None:
+        """All sets have agreed to stop: give everything back."""
+        self.closed = True
+        error = ShutDownError(f"{self._stop_reason} while this operation was pending.")
+        for set_id in sorted(self._sets, reverse=True):
+            state = self._sets[set_id].state
+            if state is not None:
+                self.unclean |= not state.calm
+                self._fail_tickets(state, error)
+        self._bell = None
+        for set_id in sorted(self._sets, reverse=True):
+            state = self._sets[set_id].state
+            if state is not None:
+                state.transport.close(True)
+        self._stop_ticket.finish()
+
+    def fail(self, error: CollectiveError, tell: bool = True) -> None:
+        """Break the engine: tell the peers, write down what was going on, fail all tickets."""
+        if self.closed:
+            return
+        self.broken = error
+        self.closed = True
+        pending = [ticket.name for state, _ in self._machines for ticket in state.tickets()]
+        path = self.recorder.dump(self.identity, str(error), pending)
+        if path and error.args:
+            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
+        if tell:
+            self._tell_all({"kind": "failed", "message": str(error)})
+        for state, _ in self._machines:
+            self._fail_tickets(state, error)
+        self._stop_ticket.finish(error=None)
+
+    def leave(self, message: str) -> None:
+        """This rank ends in an error: tell the others, who fail with RankLostError."""
+        self.fail(RankLostError(message))
+
+    def _fail_tickets(self, state: ProcessSetState, error: CollectiveError) -> None:
+        with self._lock:
+            tickets = state.tickets()
+            state.pending.clear()
+            state.unnamed.clear()
+            state.join_ticket = None
+        for ticket in tickets:
+            ticket.finish(error=error)
+
+    def _closed_error(self) -> CollectiveError:
+        if self.broken is not None:
+            return type(self.broken)(str(self.broken))
+        return ShutDownError(f"{self._stop_reason or 'This rank has shut down'}; nothing more can be submitted.")

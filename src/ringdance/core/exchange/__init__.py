@@ -1,0 +1,26 @@
+"""How the members of a process set move and reduce the tensors of an agreed batch.
+
+Two ways with one interface: ``WindowExchange`` through the memory that the ranks of a host
+share, ``WireExchange`` through the transport's collectives. ``exchange_for`` chooses.
+"""
+
+from __future__ import annotations
+
+from ringdance.core.exchange.base import Exchange, Progress, Steps, aligned_empty
+from ringdance.core.exchange.cluster import ClusterExchange
+from ringdance.core.exchange.window import WindowExchange
+from ringdance.core.exchange.wire import WireExchange
+from ringdance.transport.base import Transport
+
+__all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "exchange_for"]
+
+
+def exchange_for(transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress) -> Exchange:
+    """Return the exchange for a communicator. May be collective: call it on all members alike."""
+    if transport.window is not None and transport.one_host:
+        return WindowExchange(transport.window, transport.rank, transport.size, piece_bytes, small_bytes, progress)
+    if len({identity.host for identity in transport.identities}) > 1:
+        owners = transport.owners()
+        if owners is not None and transport.window is not None:
+            return ClusterExchange(transport, owners, piece_bytes, small_bytes, progress)
+    return WireExchange(transport, piece_bytes, small_bytes, progress)

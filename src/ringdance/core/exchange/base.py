@@ -1,0 +1,126 @@
+"""What every exchange can do, and the parts that are the same in all of them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Generator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ringdance.core.arithmetic import Reduction
+from ringdance.core.pieces import segments
+
+__all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "as_bytes", "copy_range"]
+
+Array = np.ndarray[Any, Any]
+# A state machine: each next() does what can be done without waiting.
+Steps = Generator[None, None, Any]
+
+
+class Progress:
+    """Counts what was achieved, so that whoever drives knows whether to pause."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """Return an uninitialised array whose memory begins at a multiple of 64 bytes (TensorFlow needs that)."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def as_bytes(array: Array) -> Array:
+    """Return a flat uint8 view of a C-contiguous array."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def copy_range(views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, area: Array, outward: bool) -> None:
+    """Copy bytes [start, stop) of the row that ``views`` form to the area, or from it (``outward``)."""
+    for segment in segments(bounds, start, stop, 0):
+        part = views[segment.tensor][segment.start : segment.stop]
+        if outward:
+            part[...] = area[segment.at : segment.end]
+        else:
+            area[segment.at : segment.end] = part
+
+
+class Exchange(abc.ABC):
+    """The verbs on flat buffers, as state machines; all members run the same ones in the same order."""
+
+    def __init__(self, rank: int, size: int, progress: Progress) -> None:
+        self.rank = rank
+        self.size = size
+        self.progress = progress
+
+    @abc.abstractmethod
+    def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
+        """Reduce flat ``inputs`` of one dtype over all members into ``outputs`` (may be the inputs)."""
+
+    @abc.abstractmethod
+    def stream(self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]) -> Steps:
+        """Let everybody read everybody's row of bytes.
+
+        Args:
+            sends: this member's row, uint8 views.
+            lengths: bytes of each member's row.
+            receives: for each member the views that take its row; None for rows not wanted
+                (one's own is never received).
+        """
+
+    @abc.abstractmethod
+    def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
+        """Send ``sends[i]`` (uint8) to member i, receive ``receives[i]``; ``longest``: longest part of all members."""
+
+    @abc.abstractmethod
+    def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
+        """Reduce flat ``source``; member i gets ``rows[i]`` elements, this one's into ``output``."""
+
+    def gather_words(self, words: Sequence[int]) -> Steps:
+        """Return the list of every member's ``words`` (int64, as many on all)."""
+        own = np.array(words, np.int64)
+        table = np.empty((self.size, len(words)), np.int64)
+        table[self.rank] = own
+        rows: list[list[Array] | None] = [[table[place].view(np.uint8)] for place in range(self.size)]
+        yield from self.stream([own.view(np.uint8)], [own.nbytes] * self.size, rows)
+        return table.tolist()
+
+    def gather_bytes(self, payload: bytes) -> Steps:
+        """Return the list of every member's ``payload``."""
+        lengths = [row[0] for row in (yield from self.gather_words([len(payload)]))]
+        found = [np.empty(length, np.uint8) for length in lengths]
+        found[self.rank] = np.frombuffer(payload, np.uint8)
+        yield from self.stream([found[self.rank]], lengths, [[view] for view in found])
+        return [view.tobytes() for view in found]
+
+    def broadcast_bytes(self, payload: bytes, root: int) -> Steps:
+        """Return member ``root``'s ``payload``."""
+        lengths = [row[0] for row in (yield from self.gather_words([len(payload) if self.rank == root else 0]))]
+        view = np.frombuffer(payload, np.uint8) if self.rank == root else np.empty(lengths[root], np.uint8)
+        yield from self.broadcast([view], root)
+        return view.tobytes()
+
+    def broadcast(self, views: Sequence[Array], root: int) -> Steps:
+        """Copy member ``root``'s uint8 ``views`` into everybody's."""
+        length = sum(view.nbytes for view in views)
+        lengths = [length if place == root else 0 for place in range(self.size)]
+        receives: list[Sequence[Array] | None] = [None] * self.size
+        receives[root] = views
+        yield from self.stream(views if self.rank == root else [], lengths, receives)
+
+    def swap(self, send: Array, receive: Array, partner: int) -> Steps:
+        """Exchange uint8 rows of one length with ``partner``; all members swap at once."""
+        receives: list[Sequence[Array] | None] = [None] * self.size
+        receives[partner] = [receive]
+        yield from self.stream([send], [send.nbytes] * self.size, receives)
+
+    @staticmethod
+    def bounds(views: Sequence[Array]) -> list[int]:
+        """Return where each view begins in the row they form, and the row's length."""
+        return [0, *accumulate(view.size for view in views)]

@@ -1,0 +1,202 @@
+"""Exchange through the window: each rank reads the others' memory, nothing is sent.
+
+All-reduce of a piece ("direct"): every rank copies in the slices that others own; each rank
+adds its own slice from all peers' areas and, uncopied, from its own tensor; all copy the
+result out, scaling as they copy. Two passes over memory in all. Pieces are small enough
+to stay in the cache between these steps. What fits in ``small_bytes`` is summed by everybody:
+one meeting instead of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringdance.core.arithmetic import Reduction
+from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, copy_range
+from ringdance.core.pieces import Segment, pieces
+from ringdance.transport.base import Transport
+from ringdance.transport.window import Window
+
+__all__ = ["WindowExchange"]
+
+
+class WindowExchange(Exchange):
+    """Exchange between ranks of one host. ``across``: the owners of this rank's slice on other hosts."""
+
+    def __init__(
+        self,
+        window: Window,
+        rank: int,
+        size: int,
+        piece_bytes: int,
+        small_bytes: int,
+        progress: Progress,
+        across: Transport | None = None,
+    ) -> None:
+        super().__init__(rank, size, progress)
+        self._window = window
+        self._piece = min(piece_bytes, window.area_bytes)
+        self._small = min(small_bytes, self._piece)
+        self._across = across
+        self._typed: dict[Any, list[list[Array]]] = {}
+
+    def _areas(self, dtype: np.dtype[Any]) -> list[Array]:
+        """Return all members' areas, as ``dtype``, of the turn that begins."""
+        if dtype not in self._typed:
+            cut = self._window.area_bytes // dtype.itemsize * dtype.itemsize
+            self._typed[dtype] = [[area[:cut].view(dtype) for area in turn] for turn in self._window.areas]
+        window = self._window
+        window.area_turn ^= 1
+        return self._typed[dtype][window.area_turn]
+
+    def _meet(self) -> Steps:
+        window = self._window
+        window.signal()
+        while not window.reached():
+            yield
+        self.progress.count += 1
+
+    def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
+        sizes = tuple([view.size for view in inputs])
+        if sum(sizes) * how.dtype.itemsize <= self._small and self._across is None:
+            return self._small_allreduce(sizes, inputs, outputs, how)
+        return self._large_allreduce(sizes, inputs, outputs, how)
+
+    def _small_allreduce(
+        self, sizes: tuple[int, ...], inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction
+    ) -> Steps:
+        areas = self._areas(how.dtype)
+        mine = areas[self._window.index]
+        at = 0
+        for view, size in zip(inputs, sizes, strict=True):
+            how.prepare(view, mine[at : at + size])
+            at += size
+        window = self._window
+        window.signal()
+        while not window.reached():
+            yield
+        self.progress.count += 1
+        if len(sizes) == 1 and not how.late:
+            how.combine([area[:at] for area in areas], outputs[0])
+            return
+        total = np.empty(at, how.dtype)
+        how.combine([area[:at] for area in areas], total)
+        at = 0
+        for view, size in zip(outputs, sizes, strict=True):
+            how.deliver(total[at : at + size], view)
+            at += size
+
+    def _large_allreduce(
+        self, sizes: tuple[int, ...], inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction
+    ) -> Steps:
+        window, progress = self._window, self.progress
+        own, deliver = window.index, how.deliver
+        for slices in pieces(sizes, self._piece // how.dtype.itemsize, window.members):
+            areas = self._areas(how.dtype)
+            mine = areas[own]
+            for place, part in enumerate(slices):
+                if place != own:
+                    for tensor, start, stop, at, end in part:
+                        how.prepare(inputs[tensor][start:stop], mine[at:end])
+            window.signal()
+            while not window.reached():
+                yield
+            self._reduce_slice(slices[own], areas, inputs, how)
+            if self._across is not None and slices[own]:
+                yield from self._reduce_across(mine[slices[own][0].at : slices[own][-1].end], how)
+            window.signal()
+            while not window.reached():
+                yield
+            progress.count += 1
+            for place, part in enumerate(slices):
+                result = areas[place]
+                for tensor, start, stop, at, end in part:
+                    deliver(result[at:end], outputs[tensor][start:stop])
+
+    def _reduce_slice(
+        self, part: Sequence[Segment], areas: Sequence[Array], inputs: Sequence[Array], how: Reduction
+    ) -> None:
+        """Reduce the slice this rank owns into its own area, in rank order, its own tensors uncopied."""
+        own = self._window.index
+        finish = self._across is None
+        for tensor, start, stop, at, end in part:
+            source = inputs[tensor][start:stop]
+            if not how.identity:
+                scaled = np.empty_like(source)
+                how.prepare(source, scaled)
+                source = scaled
+            how.combine(
+                [source if place == own else area[at:end] for place, area in enumerate(areas)],
+                areas[own][at:end],
+                finish,
+            )
+
+    def _reduce_across(self, result: Array, how: Reduction) -> Steps:
+        assert self._across is not None
+        assert how.wire is not None
+        pending = self._across.allreduce(result, how.wire)
+        while not pending.test():
+            yield
+        how.complete(result)
+
+    def stream(self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]) -> Steps:
+        room, window = self._piece, self._window
+        send_bounds = self.bounds(sends)
+        receive_bounds = [self.bounds(views) if views is not None else [] for views in receives]
+        byte = np.dtype(np.uint8)
+        for start in range(0, max(lengths), room):
+            areas = self._areas(byte)
+            stop = min(start + room, lengths[self.rank])
+            if start < stop:
+                copy_range(sends, send_bounds, start, stop, areas[window.index], outward=False)
+            yield from self._meet()
+            for place, views in enumerate(receives):
+                stop = min(start + room, lengths[place])
+                if views is not None and place != self.rank and start < stop:
+                    copy_range(views, receive_bounds[place], start, stop, areas[place], outward=True)
+
+    def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
+        room = self._piece // self.size // 64 * 64
+        own = self.rank
+        receives[own][...] = sends[own]
+        byte = np.dtype(np.uint8)
+        for start in range(0, longest, room):
+            areas = self._areas(byte)
+            for place, view in enumerate(sends):
+                part = view[start : start + room]
+                if place != own and part.size:
+                    areas[own][place * room : place * room + part.size] = part
+            yield from self._meet()
+            for place, view in enumerate(receives):
+                part = view[start : start + room]
+                if place != own and part.size:
+                    part[...] = areas[place][own * room : own * room + part.size]
+
+    def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
+        room = self._piece // how.dtype.itemsize // self.size // 16 * 16
+        own = self.rank
+        bounds = [0]
+        for count in rows:
+            bounds.append(bounds[-1] + count)
+        for start in range(0, max(rows), room):
+            areas = self._areas(how.dtype)
+            spans = [(bounds[i] + start, min(bounds[i] + start + room, bounds[i + 1])) for i in range(self.size)]
+            for place, (low, high) in enumerate(spans):
+                if place != own and low < high:
+                    how.prepare(source[low:high], areas[own][place * room : place * room + high - low])
+            yield from self._meet()
+            low, high = spans[own]
+            if low < high:
+                part = output[start : start + high - low]
+                scaled = np.empty_like(part)
+                how.prepare(source[low:high], scaled)
+                total = np.empty_like(part)
+                at = own * room
+                how.combine(
+                    [scaled if p == own else area[at : at + high - low] for p, area in enumerate(areas)], total
+                )
+                how.deliver(total, part)
+

@@ -1,0 +1,426 @@
+"""One process set: what is pending here, and the state machine that agrees and executes.
+
+``steps()`` is a generator; each ``next()`` does what can be done without waiting. It runs
+rounds: all members AND their vectors (see ``agreement``), execute what is ready everywhere,
+then deal with news. When to enter a round is decided here alone (``due``); what happens in it
+follows from agreed facts only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ringdance.core.agreement import CALM, GO, HEAD, RUN, KnownTensors, VectorLayout, run_digest, set_bits
+from ringdance.core.batch import plan_batches
+from ringdance.core.exchange import Exchange, Progress, Steps
+from ringdance.core.execute import Work, execute
+from ringdance.core.recorder import Recorder
+from ringdance.core.request import Description, Operation, Ticket, Verb
+from ringdance.core.verdict import mismatch_message
+from ringdance.errors import DuplicateNameError, MismatchError
+from ringdance.transport.base import Transport
+
+__all__ = ["ProcessSetState"]
+
+_NEWS_AT_ONCE = 256
+_LONGEST_PAUSE = 0.010
+
+
+class ProcessSetState:
+    """The members' agreement, as seen from one of them.
+
+    Args:
+        set_id: number of the set, 0 for all ranks.
+        transport: the members' communicator.
+        exchange: how they move data.
+        lock: guards what submitting threads touch.
+        change_set: carries out an agreed ADD_SET or REMOVE_SET; a state machine of the engine.
+    """
+
+    def __init__(
+        self,
+        set_id: int,
+        transport: Transport,
+        exchange: Exchange,
+        *,
+        capacity: int,
+        threshold: int,
+        cycle_seconds: float,
+        lock: threading.Lock,
+        progress: Progress,
+        recorder: Recorder,
+        change_set: Callable[[Work], Steps] | None = None,
+    ) -> None:
+        self.set_id = set_id
+        self.transport = transport
+        self.exchange = exchange
+        self.members = transport.members
+        self.pending: dict[str, Ticket] = {}
+        self.news: dict[str, Ticket] = {}
+        self.unnamed: deque[Ticket] = deque()
+        self.join_ticket: Ticket | None = None
+        self.joined = 0
+        self._joined_here = False  # sticky until all have joined; not before what was pending is done
+        self._after_round: list[tuple[Ticket, str]] = []
+        self.wanted = 0  # threads that wait for a ticket of this set
+        self.urgent = False
+        self.eager_since: float | None = None
+        self.stopping = False
+        self.stopped = False
+        self.calm = True  # after the stop: whether nobody was left waiting
+        self.in_round = False
+        self.rounds = 0
+        self._ready = 0
+        self._next_unnamed = 0
+        self._last_joined = -1
+        self._pause = 0.0
+        self.not_before = 0.0  # rounds are put off until then (monotonic)
+        self._table = KnownTensors(capacity)
+        self._layout = VectorLayout(transport.size)
+        self._threshold = threshold
+        self._cycle = cycle_seconds
+        self._lock = lock
+        self._progress = progress
+        self._recorder = recorder
+        self._change_set = change_set
+
+    # -- submitting threads (the engine's lock is held) -------------------------------------
+
+    def add(self, ticket: Ticket, name: str | None, eager: bool) -> None:
+        """Take a request in. Raises DuplicateNameError."""
+        verb = ticket.request.description.verb
+        if verb == Verb.JOIN:
+            if self.join_ticket is not None:
+                raise DuplicateNameError("join() is already pending on this rank.")
+            self.join_ticket = ticket
+        elif name is None:
+            ticket.order = self._next_unnamed
+            ticket.name = f"{verb.name.lower()}.noname.{ticket.order}"
+            self._next_unnamed += 1
+            self.unnamed.append(ticket)
+        else:
+            old = self.pending.get(name)
+            if old is not None and old.refusal is None:
+                raise DuplicateNameError(
+                    f"'{name}' is already in flight on this rank. Wait for it (synchronize) before submitting it "
+                    "again, or use another name."
+                )
+            if old is not None and self.in_round:
+                self._after_round.append((ticket, name))  # the refused call may be what this round deals with
+            else:
+                self._take(name, ticket)
+        if eager and self.eager_since is None:
+            self.eager_since = ticket.submitted
+        self._pause = 0.0
+        self.not_before = 0.0
+
+    def _take(self, name: str, ticket: Ticket) -> None:
+        if name in self.pending and name in self._table.slots:
+            self._ready &= ~(1 << self._table.slots[name])
+        self.pending[name] = ticket
+        self._classify(name, ticket)
+
+    def _classify(self, name: str, ticket: Ticket) -> None:
+        slot = self._table.find(name, ticket.request.description)
+        if slot is None:
+            self.news[name] = ticket
+        else:
+            self.news.pop(name, None)
+            self._ready |= 1 << slot
+
+    def tickets(self) -> list[Ticket]:
+        """Return all that is pending here."""
+        own = [self.join_ticket] if self.join_ticket is not None else []
+        return [*self.pending.values(), *self.unnamed, *own]
+
+    def has_work(self) -> bool:
+        return bool(self.pending or self.unnamed or self.join_ticket is not None)
+
+    # -- the driver --------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Return whether this rank should enter a round now."""
+        if self.stopping:
+            return True
+        if not (self.pending or self.unnamed or self.join_ticket is not None):
+            self.urgent = False
+            return False
+        if not (self.wanted or self.urgent):
+            if self.eager_since is None or time.monotonic() - self.eager_since < self._cycle:
+                return False
+        if self._pause and time.monotonic() < self.not_before:
+            window = self.transport.window
+            return window is not None and self.transport.one_host and window.peer_ahead()
+        return True
+
+    def next_due(self) -> float | None:
+        """Return the time (monotonic) at which a round becomes due by itself, or None."""
+        if not self.has_work():
+            return None
+        if self.wanted or self.urgent:
+            return self.not_before
+        return None if self.eager_since is None else max(self.eager_since + self._cycle, self.not_before)
+
+    def steps(self) -> Steps:
+        """Run until all members have agreed to stop."""
+        while not self.stopped:
+            if not self.due():
+                yield
+                continue
+            self.in_round = True
+            achieved = yield from self._round()
+            with self._lock:
+                self.in_round = False
+                while self._after_round:
+                    ticket, name = self._after_round.pop(0)
+                    self._take(name, ticket)
+                if achieved and self.eager_since is not None:
+                    self.eager_since = time.monotonic() if self.has_work() else None
+            if achieved:
+                self._pause = 0.0
+            else:
+                self._pause = min(max(2 * self._pause, 5e-5), _LONGEST_PAUSE)
+                self.not_before = time.monotonic() + self._pause
+
+    def _compose(self) -> int:
+        """Return this rank's vector. The lock is held."""
+        layout = self._layout
+        vector = layout.all_quiet
+        place = self.transport.rank
+        if self.stopping:
+            vector ^= GO
+        if self.wanted:
+            vector ^= CALM
+        if self.join_ticket is not None and not (self.pending or self.unnamed):
+            self._joined_here = True
+        if self._joined_here:
+            vector ^= 1 << (layout.joined_at + place)
+            return vector | ((1 << len(self._table.entries)) - 1) << layout.ready_at
+        if self.unnamed and self.joined:
+            self._name_unnamed()
+        if self.unnamed:
+            vector ^= layout.unnamed_mask << layout.unnamed_at
+            first = self.unnamed[0]
+            run = 0
+            if len(self.unnamed) >= RUN:
+                run = run_digest([self.unnamed[i].request.description for i in range(RUN)])
+            vector |= layout.unnamed(first.order, first.request.description.digest(), run) << layout.unnamed_at
+        else:
+            vector ^= HEAD
+        if self.news:
+            vector ^= 1 << (layout.news_at + place)
+        return vector | self._ready << layout.ready_at
+
+    def _name_unnamed(self) -> None:
+        """While somebody has joined, unnamed requests are described like named ones: a joined rank knows none."""
+        while self.unnamed:
+            ticket = self.unnamed.popleft()
+            self.pending[ticket.name] = ticket
+            self._classify(ticket.name, ticket)
+
+    def _agree(self, vector: int, width: int) -> Steps:
+        """AND ``vector`` (``width`` bytes) over all members."""
+        window = self.transport.window
+        if window is not None and self.transport.one_host:
+            window.vector_turn ^= 1
+            vectors = window.vectors[window.vector_turn]
+            vectors[window.index][:width] = vector.to_bytes(width, "little")
+            window.signal()
+            while not window.reached():
+                yield
+            for raw in vectors:
+                vector &= int.from_bytes(raw[:width], "little")
+        else:
+            buffer = np.frombuffer(vector.to_bytes(width, "little"), np.uint8).copy()
+            pending = self.transport.allreduce(buffer, "and")
+            while not pending.test():
+                yield
+            vector = int.from_bytes(buffer.tobytes(), "little")
+        self._progress.count += 1
+        return vector
+
+    def _round(self) -> Steps:
+        """One agreement and what follows from it; returns whether it achieved anything."""
+        layout = self._layout
+        with self._lock:
+            vector = self._compose()
+        agreed = yield from self._agree(vector, layout.width(len(self._table.entries)))
+        self.rounds += 1
+        if not agreed & GO:
+            self.calm = bool(agreed & CALM)
+            self.stopped = True
+            return True
+        achieved = self._see_joined(layout.everyone & ~(agreed >> layout.joined_at))
+        if self.joined == layout.everyone:
+            self._all_joined()
+            return True
+        if agreed & HEAD and not self.joined:
+            achieved |= yield from self._run_unnamed(agreed)
+        ready = agreed >> layout.ready_at
+        if ready:
+            yield from self._run_slots(set_bits(ready))
+            achieved = True
+        news = layout.everyone & ~(agreed >> layout.news_at)
+        if news:
+            achieved |= yield from self._hear_news(set_bits(news)[0])
+        return achieved
+
+    def _see_joined(self, joined: int) -> bool:
+        new = joined & ~self.joined
+        self.joined = joined
+        if new:
+            self._last_joined = self.members[set_bits(new)[-1]]
+        return bool(new)
+
+    def _all_joined(self) -> None:
+        with self._lock:
+            ticket, self.join_ticket = self.join_ticket, None
+            self.joined = 0
+            self._joined_here = False
+            again = sorted((t for t in self.pending.values() if t.order >= 0), key=lambda t: t.order)
+            for waiting in again:
+                del self.pending[waiting.name]
+                if self.news.pop(waiting.name, None) is None:
+                    self._ready &= ~(1 << self._table.slots[waiting.name])
+            self.unnamed.extendleft(reversed(again))
+        if ticket is not None:
+            ticket.finish(self._last_joined)
+
+    def _run_unnamed(self, agreed: int) -> Steps:
+        number, first, run = self._layout.read_unnamed(agreed)
+        if not number:
+            return False
+        with self._lock:
+            tickets = [self.unnamed.popleft() for _ in range(RUN if first and run else 1)]
+        works = [Work(ticket.name, ticket.request.description, ticket) for ticket in tickets]
+        if first:
+            yield from self._run(works)
+        else:
+            yield from self._dispute(works[0])
+        return True
+
+    def _run_slots(self, slots: list[int]) -> Steps:
+        """Execute table entries that are ready on all members."""
+        works: list[Work] = []
+        disputes: list[tuple[int, Work]] = []
+        with self._lock:
+            for slot in slots:
+                entry = self._table.entries[slot]
+                if entry is None:
+                    continue  # everybody who is left has joined
+                entry.used = self.rounds
+                self._ready &= ~(1 << slot)
+                ticket = None if self._joined_here else self.pending[entry.name]
+                work = Work(entry.name, entry.description, ticket)
+                if entry.disputed:
+                    disputes.append((slot, work))
+                else:
+                    works.append(work)
+        yield from self._run(works)
+        for slot, work in disputes:
+            yield from self._dispute(work)
+            self._table.remove(slot)
+
+    def _run(self, works: list[Work]) -> Steps:
+        for positions in plan_batches([work.description for work in works], self._threshold):
+            batch = [works[i] for i in positions]
+            began = time.perf_counter()
+            verb = batch[0].description.verb
+            if verb in (Verb.ADD_SET, Verb.REMOVE_SET) and self._change_set is not None:
+                results = yield from self._change_set(batch[0])
+            elif batch[0].ticket is not None and batch[0].ticket.refusal is not None:
+                results = [[] for _ in batch]  # all ranks made the same mistake, and have raised
+            elif error := self._forbidden(batch[0]):
+                results = [error for _ in batch]
+            else:
+                results = yield from execute(self.exchange, self.members, batch)
+            self._recorder.add(
+                "batch",
+                (self.set_id, self.rounds, verb.name, [w.name for w in batch], time.perf_counter() - began),
+            )
+            self._finish(batch, results)
+
+    def _forbidden(self, work: Work) -> MismatchError | None:
+        """Return why an agreed request cannot be executed, the same on all members."""
+        d = work.description
+        if self.joined and d.verb not in (Verb.ALLREDUCE, Verb.BARRIER):
+            who = ", ".join(str(self.transport.identities[i]) for i in set_bits(self.joined))
+            return MismatchError(
+                f"'{work.name}': {d.verb.name.lower()} is not possible while some ranks have joined ({who}); "
+                "only allreduce is. Call join() after the last such operation."
+            )
+        size = self.transport.size
+        if d.operation == Operation.ADASUM and size & (size - 1):
+            return MismatchError(f"'{work.name}': Adasum needs a power of two of ranks, and there are {size}.")
+        return None
+
+    def _finish(self, batch: list[Work], results: list[Any]) -> None:
+        with self._lock:
+            for work in batch:
+                if work.ticket is not None and self.pending.get(work.name) is work.ticket:
+                    del self.pending[work.name]
+        for work, result in zip(batch, results, strict=True):
+            if work.ticket is None:
+                continue
+            if isinstance(result, Exception):
+                work.ticket.finish(error=result)
+            else:
+                work.ticket.finish(result)
+
+    def _dispute(self, work: Work) -> Steps:
+        """All members have submitted the name, but not the same: tell each the same."""
+        own = None if work.ticket is None else (work.ticket.request.description, work.ticket.refusal)
+        everybody = yield from self.exchange.gather_bytes(pickle.dumps(own))
+        submitted = [pickle.loads(payload) for payload in everybody]
+        error = MismatchError(mismatch_message(work.name, self.transport.identities, submitted))
+        self._recorder.add("mismatch", str(error))
+        self._finish([work], [error])
+
+    def _hear_news(self, leader: int) -> Steps:
+        """The lowest rank that has news tells what it has; all enter it in their tables."""
+        items: list[tuple[str, Description]] = []
+        if self.transport.rank == leader:
+            with self._lock:
+                chosen = list(self.news.items())[:_NEWS_AT_ONCE]
+            items = [(name, ticket.request.description) for name, ticket in chosen]
+        payload = yield from self.exchange.broadcast_bytes(pickle.dumps(items), leader)
+        items = pickle.loads(payload)
+        with self._lock:
+            answer = self._answer(items)
+        agreed = yield from self._agree(answer, -(-len(items) // 4))
+        now_ready = []
+        with self._lock:
+            for number, (name, description) in enumerate(items):
+                disputed = not agreed >> 2 * number & 1
+                slot = self._table.install(name, description, self.rounds, disputed)
+                if agreed >> 2 * number & 2:
+                    now_ready.append(slot)
+            self._reclassify()
+        yield from self._run_slots(now_ready)
+        return bool(now_ready)
+
+    def _answer(self, items: list[tuple[str, Description]]) -> int:
+        """Return two bits for each item: no conflict here, and submitted here."""
+        answer = 0
+        for number, (name, description) in enumerate(items):
+            ticket = self.pending.get(name)
+            if self._joined_here or (ticket is not None and ticket.request.description == description):
+                bits = 3
+            else:
+                bits = 1 if ticket is None else 2
+            answer |= bits << 2 * number
+        return answer
+
+    def _reclassify(self) -> None:
+        """Find out anew which pending requests are known: entries have come, changed and gone."""
+        self._ready = 0
+        self.news = {}
+        for name, ticket in self.pending.items():
+            self._classify(name, ticket)

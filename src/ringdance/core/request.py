@@ -1,0 +1,165 @@
+"""What is submitted to the engine, and what the caller holds in return."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Description", "Operation", "Request", "Ticket", "Verb"]
+
+
+class Verb(enum.IntEnum):
+    """What a request asks for."""
+
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    BROADCAST = 2
+    ALLTOALL = 3
+    REDUCESCATTER = 4
+    BARRIER = 5
+    JOIN = 6
+    ADD_SET = 7
+    REMOVE_SET = 8
+
+
+class Operation(enum.IntEnum):
+    """How values of several ranks become one. Numbers: contract section 1.2."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What all ranks must agree on before a request is executed.
+
+    ``shapes`` holds one shape for each tensor of the request; for verbs whose first
+    dimension may differ between ranks (allgather, alltoall) only the rest of it.
+    What differs from call to call (that dimension, splits) travels with the exchange.
+    """
+
+    verb: Verb
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    operation: Operation = Operation.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    detail: tuple[int, ...] = ()
+
+    def digest(self) -> int:
+        """Return a 64-bit number, the same on all ranks for equal descriptions."""
+        return _digest(self)
+
+
+@lru_cache(maxsize=4096)
+def _digest(description: Description) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(description).encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(slots=True)
+class Request:
+    """One collective operation on one or more tensors (several: a group, all or nothing).
+
+    Args:
+        description: what must be equal on all ranks.
+        inputs: C-contiguous NumPy views of the caller's memory, not copied. They must not
+            change until the ticket is done.
+        outputs: where results go, views of the caller's memory (the input's own for an
+            operation in place); ``None`` lets the engine allocate, 64-byte aligned.
+        name: the key that matches this request with those of the other ranks; ``None``
+            matches by order of submission.
+        set_id: the process set, 0 for all ranks.
+        splits: alltoall only, rows for each member, int64, for each tensor of the group.
+    """
+
+    description: Description
+    inputs: tuple[np.ndarray[Any, Any], ...] = ()
+    outputs: tuple[np.ndarray[Any, Any], ...] | None = None
+    name: str | None = None
+    set_id: int = 0
+    splits: tuple[np.ndarray[Any, Any], ...] | None = None
+    nbytes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(view.nbytes for view in self.inputs)
+
+
+class Ticket:
+    """Returned by ``Engine.submit``: tells when a request is done and holds its result.
+
+    Attributes:
+        request: what was submitted.
+        name: the name it runs under (``allreduce.noname.7`` for an unnamed one).
+        result: list of NumPy arrays, one for each tensor, once done. For join and process
+            set verbs: an int.
+        received_splits: alltoall only, rows received from each member, int64.
+        error: the exception that ``wait`` raises, if it failed.
+        order: number of an unnamed request in its process set, else -1.
+        refusal: why this rank's own call was refused, if it was (``Engine.refuse``).
+        submitted: when, in seconds of ``time.monotonic``.
+    """
+
+    __slots__ = (
+        "_done", "_waiter", "error", "name", "order", "received_splits", "refusal", "request", "result", "submitted",
+        "wait_on",
+    )
+
+    def __init__(self, request: Request, name: str, wait_on: Callable[[Ticket, float | None], None]) -> None:
+        self.request = request
+        self.name = name
+        self.order = -1
+        self.result: Any = None
+        self.received_splits: list[np.ndarray[Any, Any]] | None = None
+        self.error: BaseException | None = None
+        self.submitted = time.monotonic()
+        self.refusal: str | None = None
+        self.wait_on = wait_on
+        self._done = False
+        self._waiter: threading.Event | None = None
+
+    def done(self) -> bool:
+        """Return whether the request is complete or has failed. Never blocks."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until done and return ``result``.
+
+        Raises:
+            CollectiveError: the collective failed (its subclass says how).
+            TimeoutError: ``timeout`` seconds passed; the request goes on.
+        """
+        if not self._done:
+            self.wait_on(self, timeout)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Mark as done (engine only)."""
+        self.result = result
+        self.error = error
+        self._done = True
+        if self._waiter is not None:
+            self._waiter.set()
+
+    def waiter(self) -> threading.Event:
+        """Return an event that is set when done (engine only)."""
+        if self._waiter is None:
+            self._waiter = threading.Event()
+        if self._done:
+            self._waiter.set()
+        return self._waiter

@@ -1,0 +1,82 @@
+"""What is said when ranks submit different things under one name (contract 3.3, in its order)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringdance.core.request import Description
+from ringdance.transport.base import Identity
+
+__all__ = ["mismatch_message"]
+
+
+def _words(value: Any) -> str:
+    return getattr(value, "name", None) or str(value)
+
+
+def _shape(description: Description) -> str:
+    free_first = _words(description.verb) in ("ALLGATHER", "ALLTOALL")
+    shown = []
+    for shape in description.shapes:
+        dims = (["*"] if free_first else []) + [str(length) for length in shape]
+        shown.append("(" + ", ".join(dims) + ("," if len(dims) == 1 else "") + ")")
+    return shown[0] if len(shown) == 1 else "[" + ", ".join(shown) + "]"
+
+
+_CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
+    ("element types", lambda d: d.dtypes, lambda d: ", ".join(dict.fromkeys(d.dtypes)) or "none"),
+    ("operations", lambda d: d.verb, lambda d: _words(d.verb).lower()),
+    ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),
+    ("shapes", lambda d: d.shapes, _shape),
+    ("prescale factors", lambda d: d.prescale, lambda d: repr(d.prescale)),
+    ("postscale factors", lambda d: d.postscale, lambda d: repr(d.postscale)),
+    ("reduce operations", lambda d: d.operation, lambda d: _words(d.operation)),
+    ("root ranks", lambda d: d.root, lambda d: str(d.root)),
+    ("ranks of the process set", lambda d: d.detail, lambda d: str(list(d.detail))),
+)
+_ADVICE = {
+    "element types": "Cast to one dtype on all ranks before the call.",
+    "operations": "Call the same operation on all ranks under one name; give different operations different names.",
+    "shapes": "Give the tensor the same shape on all ranks, or gather tensors of unequal length with allgather.",
+    "root ranks": "Pass the same root_rank on all ranks.",
+}
+
+
+def mismatch_message(
+    name: str, who: Sequence[Identity], submitted: Sequence[tuple[Description, str | None] | None]
+) -> str:
+    """Return the message for all members.
+
+    Args:
+        name: the disputed name.
+        who: the members.
+        submitted: for each, what it submitted and why its own call was refused; None if it joined.
+    """
+    for identity, entry in zip(who, submitted, strict=True):
+        if entry is not None and entry[1] is not None:
+            return f"'{name}' failed because the call on {identity} was wrong: {entry[1]}"
+    present = [(identity, entry[0]) for identity, entry in zip(who, submitted, strict=True) if entry is not None]
+    for title, key, text in _CHECKS:
+        groups: dict[Any, list[Identity]] = {}
+        for identity, description in present:
+            groups.setdefault(key(description), []).append(identity)
+        if len(groups) > 1:
+            shown = "; ".join(
+                f"{text(next(d for i, d in present if i is members[0]))} on {_ranks(members)}"
+                for members in groups.values()
+            )
+            advice = _ADVICE.get(title, "Make the call with equal arguments on all ranks.")
+            return f"Mismatched {title} for '{name}': {shown}. {advice}"
+    return f"Ranks submitted different requests for '{name}'."
+
+
+def _ranks(members: Sequence[Identity]) -> str:
+    by_host: dict[str, list[int]] = {}
+    for identity in members:
+        by_host.setdefault(identity.host, []).append(identity.rank)
+    parts = []
+    for host, ranks in by_host.items():
+        shown = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {shown} on host {host}")
+    return " and ".join(parts)

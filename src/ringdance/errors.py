@@ -1,0 +1,77 @@
+"""One tree for everything that Ringdance raises.
+
+::
+
+    RingdanceError
+    ├── SettingError            (ValueError)    a setting has a value that cannot be used
+    ├── ArgumentError           (ValueError)    a call's arguments are wrong; only this rank can see it
+    │   └── DuplicateNameError                  a name is still in flight on this rank
+    ├── LaunchError             (RuntimeError)  a job could not be started, or it failed
+    └── CollectiveError         (RuntimeError)  a collective failed (Horovod: HorovodInternalError)
+        ├── NotInitializedError (ValueError)    init() has not been called, or shutdown() has
+        ├── MismatchError                       ranks submitted different things under one name
+        ├── ProcessSetRemovedError              the process set was removed while work was pending
+        ├── ShutDownError                       a rank shut down or ended while others waited
+        ├── RankLostError                       a rank died
+        ├── StallError                          a rank did not submit in time
+        └── EngineError                         the engine itself failed
+
+The families and which ranks get them: contract section 3.2. After an error of the
+``CollectiveError`` branch marked "engine stays usable" (MismatchError,
+ProcessSetRemovedError) further collectives work; after the others the job is over
+unless it is initialised again.
+"""
+
+from __future__ import annotations
+
+
+class RingdanceError(Exception):
+    """Base of all errors raised by Ringdance."""
+
+
+class SettingError(RingdanceError, ValueError):
+    """A setting has a value that cannot be used; names the setting and where it came from."""
+
+
+class ArgumentError(RingdanceError, ValueError):
+    """A call's arguments are wrong. Raised at once, on the rank that made the call."""
+
+
+class DuplicateNameError(ArgumentError):
+    """The name is already in flight on this rank; wait for the first operation or use another name."""
+
+
+class LaunchError(RingdanceError, RuntimeError):
+    """A job could not be started, or one of its ranks failed."""
+
+
+class CollectiveError(RingdanceError, RuntimeError):
+    """A collective operation failed."""
+
+
+class NotInitializedError(CollectiveError, ValueError):
+    """``init()`` has not been called in this process, or ``shutdown()`` has."""
+
+
+class MismatchError(CollectiveError):
+    """Ranks submitted different things under one name. Raised on all of them; the engine stays usable."""
+
+
+class ProcessSetRemovedError(CollectiveError):
+    """The process set was removed while this operation was pending. The engine stays usable."""
+
+
+class ShutDownError(CollectiveError):
+    """A rank shut down, or its program ended, while this operation was pending."""
+
+
+class RankLostError(CollectiveError):
+    """A rank died; names rank, host and process id."""
+
+
+class StallError(CollectiveError):
+    """A rank did not submit an operation within the stall shutdown time."""
+
+
+class EngineError(CollectiveError):
+    """The engine failed in a step; carries the cause."""

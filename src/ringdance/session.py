@@ -1,0 +1,230 @@
+"""The engine of this process (or, in tests, of this thread), from ``init()`` to the end of Python.
+
+Bindings and the training layer ask ``engine()`` for it; nothing below this module has state
+of its own. n loopback ranks can live in one process: ``bind`` gives a thread its own engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from ringdance import settings as settings_module
+from ringdance.core.engine import Engine, area_bytes, vector_bytes
+from ringdance.errors import LaunchError, NotInitializedError
+from ringdance.settings import Settings
+from ringdance.transport.single import single_transport
+
+__all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "shutdown"]
+
+_log = logging.getLogger("ringdance")
+
+# Begins a line on stderr by which a failing rank tells the launcher why; JSON follows.
+CAUSE_MARK = "::ringdance-cause::"
+# Seconds for the other ranks to see the message and raise their own error, before this process
+# ends and the MPI launcher kills them.
+_GRACE = 1.0
+
+_SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_LAUNCHED_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")
+
+
+class _Process:
+    """What this process has: its engine, and how it got to its end."""
+
+    engine: Engine | None = None
+    pid: int = 0
+    mpi: bool = False
+    clean: bool = True  # every engine so far stopped by agreement
+    hooked: bool = False
+    failed: bool = False  # an uncaught exception is on its way out
+
+
+_process = _Process()
+_lock = threading.Lock()
+_thread = threading.local()
+
+
+def engine() -> Engine:
+    """Return the engine. Raises NotInitializedError before ``init()`` and after ``shutdown()``."""
+    found: Engine | None = getattr(_thread, "engine", None) or _process.engine
+    if found is None:
+        if _process.pid and _process.pid != os.getpid():
+            raise NotInitializedError(
+                f"This process (pid {os.getpid()}) was forked from a rank (pid {_process.pid}) and is not part of "
+                "the job; collectives can be used in the rank itself only, not in DataLoader workers."
+            )
+        raise NotInitializedError("Ringdance has not been initialized; call hvd.init() first.")
+    return found
+
+
+def is_initialized() -> bool:
+    """Return whether ``init()`` has been called, and ``shutdown()`` has not."""
+    return (getattr(_thread, "engine", None) or _process.engine) is not None
+
+
+@contextlib.contextmanager
+def bind(bound: Engine) -> Iterator[Engine]:
+    """Make ``bound`` the engine of this thread (tests on the loopback transport)."""
+    _thread.engine = bound
+    try:
+        yield bound
+    finally:
+        _thread.engine = None
+
+
+def init(comm: Any = None) -> None:
+    """Join the job: all its ranks must call this. Does nothing when already initialised.
+
+    Args:
+        comm: None for all processes that the launcher started, a list of their ranks, or an
+            mpi4py communicator.
+
+    Raises:
+        LaunchError: the launcher and the MPI library do not belong together, or MPI is missing.
+        ArgumentError: ``comm`` is neither, or this process is not in it.
+    """
+    with _lock:
+        if is_initialized():
+            return
+        settings = settings_module.load()
+        _configure_log(settings)
+        _process.pid = os.getpid()
+        _process.engine = _start(comm, settings)
+        if not _process.hooked:
+            _process.hooked = True
+            atexit.register(_at_exit)
+            os.register_at_fork(after_in_child=_after_fork)
+            previous = sys.excepthook
+            sys.excepthook = lambda kind, error, trace: _on_exception(previous, kind, error, trace)
+
+
+def shutdown() -> None:
+    """Leave the job. All ranks stop: what is pending on others fails with ShutDownError."""
+    with _lock:
+        found, _process.engine = _process.engine, None
+    if found is not None:
+        _process.clean &= found.shutdown()
+
+
+def _launched_size() -> int | None:
+    """Return the number of processes that a launcher says it started, None without a launcher."""
+    if not any(name in os.environ for name in _LAUNCHED_NAMES):
+        return None
+    for name in _SIZE_NAMES:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 1
+
+
+def _start(comm: Any, settings: Settings) -> Engine:
+    said = _launched_size()
+    if comm is None and (said is None or (said == 1 and not _mpi_loaded())):
+        return Engine(single_transport(), settings)
+    from ringdance.transport.mpi import library_version, world_transport
+
+    threads = not settings.mpi_threads_disable
+    room = vector_bytes(_world_size(said), settings.cache_capacity)
+    transport = world_transport(
+        comm, window_bytes=area_bytes(settings), vector_bytes=room, patience=settings.init_timeout, threads=threads
+    )
+    _process.mpi = True
+    if comm is None and said and said > 1 and transport.size == 1:
+        raise LaunchError(
+            f"The launcher says it started {said} processes, but MPI sees only this one on host "
+            f"{socket.gethostname()}: mpiexec and the library that mpi4py loads do not belong together "
+            f"({library_version()}). Start the job with the mpiexec of that library, beside {sys.executable}, "
+            "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
+        )
+    return Engine(transport, settings, threaded=threads, report=_log.warning)
+
+
+def _mpi_loaded() -> bool:
+    return "mpi4py.MPI" in sys.modules
+
+
+def _world_size(said: int | None) -> int:
+    """Return an upper bound of the job's size before MPI is up."""
+    if _mpi_loaded():
+        from mpi4py import MPI
+
+        if MPI.Is_initialized():
+            return int(MPI.COMM_WORLD.Get_size())
+    return said or 1
+
+
+def _configure_log(settings: Settings) -> None:
+    if _log.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler()
+    stamp = "" if settings.log_hide_time else "[%(asctime)s] "
+    handler.setFormatter(logging.Formatter(stamp + "%(message)s"))
+    _log.addHandler(handler)
+    _log.propagate = False
+    level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(settings.log_level, settings.log_level.upper())
+    _log.setLevel(level)
+
+
+# -- how it ends -----------------------------------------------------------------------------
+
+
+def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
+    who = found.identity
+    line = json.dumps({
+        "rank": who.rank, "host": who.host, "pid": who.pid, "time": time.time(), "kind": kind,
+        "message": message, "traceback": trace,
+    })
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"\n{CAUSE_MARK} {line}\n")
+        sys.stderr.flush()
+
+
+def _on_exception(
+    previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Report an uncaught exception as the cause, tell the peers, and give them a moment."""
+    previous(kind, error, trace)
+    found = _process.engine
+    _process.failed = True
+    if found is None or _process.pid != os.getpid() or found.size == 1:
+        return
+    text = f"{kind.__name__}: {error}"
+    how = "lost" if found.broken is not None or found.closed else "exception"
+    _cause(found, how, text, "".join(traceback.format_exception(kind, error, trace)))
+    if not found.closed:
+        found.leave(f"{found.identity} ended with {text}")
+        time.sleep(_GRACE)
+
+
+def _at_exit() -> None:
+    found, _process.engine = _process.engine, None
+    if _process.pid != os.getpid():
+        return
+    if found is not None and not _process.failed:
+        _process.clean &= found.shutdown("has ended its program")
+        if found.unclean and found.stopped_first:
+            _cause(found, "exit", f"{found.identity} ended its program while other ranks waited for it.")
+            _process.clean = False
+            time.sleep(_GRACE)
+        _process.clean &= not found.unclean
+    if _process.mpi:
+        from ringdance.transport.mpi import finalize
+
+        finalize(_process.clean and not _process.failed)
+
+
+def _after_fork() -> None:
+    """A forked child (DataLoader worker, subprocess) is not a rank."""
+    _process.engine = None
+    _thread.__dict__.clear()

