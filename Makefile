@@ -4,7 +4,7 @@
 #   make test       lint, types, layers, and all tests that take minutes together
 #   make test-all   also the slow tests, and the rank tests with MPICH and Intel MPI
 #   make lint       ruff, mypy, import-linter
-#   make bench      the benchmarks
+#   make bench      the benchmarks; JSON into the folder results
 #   make clean      remove environments, caches and build results
 #
 # PYTHON=/path/to/python chooses the interpreter. pip's own settings hold, PIP_EXTRA_INDEX_URL among them.
@@ -76,7 +76,7 @@ test-all: lint .venv-mpich/.dev .venv-impi/.dev
 	.venv-impi/bin/python tests/run.py ranks
 
 bench: $(VENV)/.demo
-	@for script in allreduce resnet50_gradients training_step idle; do $(WITH) python benchmarks/$$script.py; done
+	@$(WITH) benchmarks/run_all.sh results
 
 clean:
 	rm -rf .venv .venv-mpich .venv-impi .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist

@@ -1,0 +1,81 @@
+"""README.md tells the truth: its script runs and prints what it says, its commands and files exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    found = [text for name, text in BLOCKS if name == language]
+    assert found, f"no {language} block in README.md"
+    return found
+
+
+def test_python_blocks_compile():
+    for text in blocks("python"):
+        compile(text, "README.md", "exec")
+
+
+def test_the_first_script_prints_what_the_readme_shows(tmp_path):
+    pytest.importorskip("torch")
+    command, *expected = blocks("console")[0].splitlines()
+    words = command.removeprefix("$ ").split()
+    assert words[0] == "ringdance"
+    (tmp_path / words[-1]).write_text(blocks("python")[0])
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=55
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+
+
+def test_shell_commands_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in "".join(blocks("sh")).splitlines():
+        for command in line.split("&&"):
+            match command.split():
+                case ["make", target]:
+                    assert target in targets
+                case ["ringdance", "run", *words]:
+                    options = words[: words.index("python")]
+                    arguments = [*options, *(["--dry-run"] if "--dry-run" not in options else []), "true"]
+                    ringdance("run", *arguments)
+                case ["ringdance", *words]:
+                    ringdance(*words)
+                case ["pip", "install", *_] | ["git", "clone", *_] | ["cd", _] | ["export", _]:
+                    pass
+                case words:
+                    pytest.fail(f"README.md has a command that no test knows: {' '.join(words)}")
+
+
+def ringdance(*words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", *words], capture_output=True, text=True, timeout=55
+    )
+    assert done.returncode == 0, f"ringdance {' '.join(words)}: {done.stderr}"
+
+
+def test_extras_in_the_readme_are_those_of_the_package():
+    import tomllib
+
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    table = README.split("| extra |")[1].split("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == extras
+    for used in re.findall(r"'\.\[([\w,]+)\]'", README):
+        assert set(used.split(",")) <= extras
+
+
+def test_links_lead_to_files():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if "://" not in target:
+            assert (ROOT / target).exists(), target
