@@ -35,7 +35,8 @@ def run(
 
     Args:
         fn: any function that cloudpickle can carry: also a lambda, or one of a notebook.
-        args, kwargs: its arguments, the same on all ranks.
+        args: its positional arguments, the same on all ranks.
+        kwargs: its keyword arguments.
         np: number of ranks.
         hosts: ``"localhost:4"``; default `np` slots on this machine.
         env: variables to set for the ranks.

@@ -23,8 +23,8 @@ class Cause:
         host: name of its machine.
         pid: of the process.
         time: seconds since the epoch.
-        kind: "exception", "exit" (ended early), "code", "signal", "vanished", "launcher", or, telling of
-            another rank's failure, "lost", "stall".
+        kind: "exception", "exit" (ended early), "code", "signal", "ended" (by mpiexec), "early",
+            "vanished", "launcher", or, telling of another rank's failure, "lost", "stall".
         message: one line.
         traceback: several lines, or "".
         code: the job's exit code, for kind "launcher".
@@ -55,6 +55,7 @@ class Ended:
         time: seconds since the epoch.
         last_words: the traceback that stood last on its stderr, or "".
         by_launcher: it ended after the launcher had begun to end the job.
+        by_mpiexec: it ended after mpiexec had ended its wrapper.
     """
 
     rank: int
@@ -64,6 +65,12 @@ class Ended:
     time: float
     last_words: str = ""
     by_launcher: bool = False
+    by_mpiexec: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not complete; a rank whose wrapper mpiexec killed has not, whatever its code."""
+        return self.code != 0 or self.by_mpiexec
 
 
 @dataclass(frozen=True)
@@ -109,11 +116,13 @@ def signal_name(number: int) -> str:
 
 def of_end(ended: Ended) -> Cause | None:
     """The failure that a rank's end is, if it is one."""
-    if ended.code == 0:
+    if not ended.failed:
         return None
     last = ended.last_words.splitlines()
     if ended.code is None:
         kind, message = "vanished", "its wrapper process vanished (killed?), and the rank with it"
+    elif ended.by_mpiexec:
+        kind, message = "ended", "ended by mpiexec"
     elif ended.code < 0:
         kind, message = "signal", f"killed by {signal_name(-ended.code)} (signal {-ended.code})"
         if ended.code == -signal.SIGKILL:
@@ -126,7 +135,10 @@ def of_end(ended: Ended) -> Cause | None:
 
 
 def judge(
-    marks: Sequence[Cause], ended: Mapping[int, Ended], outside: Sequence[Cause] = ()
+    marks: Sequence[Cause],
+    ended: Mapping[int, Ended],
+    outside: Sequence[Cause] = (),
+    mpiexec: int | None = None,
 ) -> Verdict | None:
     """Find the first failure.
 
@@ -134,6 +146,7 @@ def judge(
         marks: what ranks told by marked lines.
         ended: how ranks ended, by rank; those still running are missing.
         outside: failures of mpiexec, the guardian or the launcher.
+        mpiexec: its exit code, if it has ended: used where no rank's own is known.
 
     Returns:
         None if nothing failed.
@@ -153,7 +166,11 @@ def judge(
     candidates = [*found.values(), *outside, *_early(found, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
     others = sorted((cause for cause in found.values() if cause is not first), key=lambda cause: cause.time)
-    return Verdict(first, _code(first, ended, others), tuple(others))
+    if first.kind == "ended":  # no rank ended by itself
+        first = replace(
+            first, message=f"{first.message}: a rank called MPI_Abort, or left without MPI_Finalize"
+        )
+    return Verdict(first, _code(first, ended, others) or abs(mpiexec or 1), tuple(others))
 
 
 def _weight(cause: Cause) -> int:
@@ -162,7 +179,7 @@ def _weight(cause: Cause) -> int:
         return 1
     if cause.kind == "early":
         return 2
-    if cause.kind == "signal" and "SIGTERM" in cause.message:  # so does mpiexec end the others
+    if cause.kind == "ended" or (cause.kind == "signal" and "SIGTERM" in cause.message):  # by mpiexec
         return 3
     return 4 if cause.follows else 0
 
@@ -182,18 +199,19 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
             "ended with exit code 0 while other ranks still ran",
         )
         for end in ended.values()
-        if end.code == 0 and end.time <= first
+        if not end.failed and end.time <= first
     ]
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
+    """The exit code of the first failing rank that has one of its own, or 0."""
     if first.kind == "launcher":
         return first.code
     for cause in (first, *others):
         end = ended.get(cause.rank) if cause.rank is not None else None
-        if end and end.code != 0 and not end.by_launcher:
+        if end and end.code != 0 and not end.by_launcher and not end.by_mpiexec:
             return exit_code(end.code)
-    return 1
+    return 0
 
 
 _WIDTH = 78

@@ -35,11 +35,11 @@ class _Guardian:
     def run(self) -> None:
         open_ = True
         while open_:
-            readable, _, _ = select.select([self._channel.sock, self._wake], [], [])
+            readable, _, _ = select.select([self._channel.sock.fileno(), self._wake], [], [])
             if self._wake in readable:
                 os.read(self._wake, 512)
                 self._reap()
-            if self._channel.sock in readable:
+            if self._channel.sock.fileno() in readable:
                 messages, _, open_ = self._channel.receive()
                 for message in messages:
                     if not self._obey(message):

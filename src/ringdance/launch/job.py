@@ -1,4 +1,4 @@
-"""A running job, seen from the launcher: one loop over the ranks' output, their reports, mpiexec and signals."""
+"""A running job, seen from the launcher: one loop over output, reports of ranks, mpiexec and signals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,8 +25,9 @@ from ringdance.launch.plan import Plan, session_environment
 from ringdance.launch.sweep import Sweep
 from ringdance.launch.wire import Channel, bare_command
 
-_SEE_S = 0.7  # after the first failure the other ranks may say what they see
-_TERM_S = 0.3  # after SIGTERM they may put their things in order
+_SEE_S = 1.0  # after the first failure the other ranks may say what they see
+_SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have told them
+_TERM_S = 0.2  # after SIGTERM they may put their things in order
 _STOP_S = 0.8  # the same, after Ctrl-C
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -145,7 +146,8 @@ class Job:
             raise LaunchError(
                 f"the job's folder cannot be made: {problem}. Set TMPDIR to a folder you can write to"
             )
-        assert self._channel and self._guardian
+        assert self._channel
+        assert self._guardian
         path = os.path.join(self._folder, "s")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
@@ -202,7 +204,7 @@ class Job:
             if "rank" in message:
                 rank = self._welcome(channel, message, descriptors)
             elif "ended" in message and rank:
-                self._ended(rank, message["ended"], message["time"])
+                self._ended(rank, message["ended"], message["time"], message["by_mpiexec"])
         if not alive:
             self._selector.unregister(channel.sock)
             channel.sock.close()
@@ -288,13 +290,13 @@ class Job:
 
     # --- what can happen -----------------------------------------------------------------------
 
-    def _ended(self, rank: _Rank, code: int | None, when: float) -> None:
-        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, by_launcher=self._ending)
+    def _ended(self, rank: _Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
+        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", self._ending, by_mpiexec)
         self._say(f"rank {rank.rank} ended: {code}")
-        if code != 0:
-            self._expect("see", _SEE_S)
+        if rank.ended.failed:
+            self._expect("see", _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
         if len(self._ranks) == self._plan.ranks and all(rank.ended for rank in self._ranks.values()):
-            failed = any(rank.ended and rank.ended.code != 0 for rank in self._ranks.values())
+            failed = any(rank.ended and rank.ended.failed for rank in self._ranks.values())
             if failed or self._ending or self._mpiexec[1] is not None:
                 self._expect("clean", 0.05)
             else:
@@ -441,18 +443,17 @@ class Job:
         for number, rank in self._ranks.items():
             if rank.ended:
                 words = rank.streams[1].last_words()
-                end = rank.ended
-                ended[number] = Ended(end.rank, end.host, end.pid, end.code, end.time, words, end.by_launcher)
+                ended[number] = replace(rank.ended, last_words=words)
         marks = [mark for rank in self._ranks.values() for mark in rank.streams[1].marks]
-        verdict = judge(marks, ended, self._outside)
-        if verdict is None and sum(end.code == 0 for end in ended.values()) < self._plan.ranks:
+        verdict = judge(marks, ended, self._outside, self._mpiexec[1])
+        if verdict is None and sum(not end.failed for end in ended.values()) < self._plan.ranks:
             said = b"".join(self._banner.said).decode(errors="replace").strip()
             self._fail_outside(
-                f"mpiexec ended with code {self._mpiexec[1]}, but only {len(ended)} of {self._plan.ranks} ranks "
-                "reported an end" + (f"; it said:\n{said}" if said and self._banner.quiet else ""),
+                f"mpiexec ended with code {self._mpiexec[1]}, but only {len(ended)} of {self._plan.ranks} "
+                "ranks reported an end" + (f"; it said:\n{said}" if said and self._banner.quiet else ""),
                 abs(self._mpiexec[1] or 1),
             )
-            verdict = judge(marks, ended, self._outside)
+            verdict = judge(marks, ended, self._outside, self._mpiexec[1])
         return verdict
 
     def _show_held(self, verdict: Verdict | None) -> None:

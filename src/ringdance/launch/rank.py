@@ -1,11 +1,13 @@
 """The wrapper that mpiexec starts for each rank: it runs the user's command and reports how it ended.
 
-The rank's stdout and stderr are pipes whose reading ends are handed to the launcher, so the
-launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
+Two processes: the front, which mpiexec knows and may SIGKILL at any moment (Hydra does so as soon as a
+rank aborts), and the supervisor, which outlives it long enough to end the rank and to report.
+The rank's stdout and stderr are pipes whose reading ends are handed to the launcher, so the launcher
+knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
-Wrapper to launcher: ``{"rank", "size", ..., "pid", "host"}`` with two descriptors (stdout, stderr), then
-``{"ended": exit code or -signal, "time": seconds since the epoch}``.
-Launcher to wrapper: ``{"signal": n}`` for the rank; closing the connection ends the rank at once.
+Supervisor to launcher: ``{"rank", "size", ..., "pid", "host"}`` with descriptors of stdout and stderr, then
+``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did the front go first}``.
+Launcher to supervisor: ``{"signal": n}`` for the rank; closing the connection ends the rank at once.
 """
 
 from __future__ import annotations
@@ -78,22 +80,94 @@ def _exec(command: list[str], where: Mapping[str, int], streams: list[int], pare
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _wait(child: int, channel: Channel, wake: int) -> int | None:
-    """Wait for the rank and pass signals on; its exit code, or -signal; None if the launcher is gone."""
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        readable, _, _ = select.select([channel.sock, wake], [], [])
-        if wake in readable:
-            os.read(wake, 512)
-        if channel.sock in readable:
-            messages, _, alive = channel.receive()
-            for message in messages:
-                os.kill(child, message["signal"])
-            if not alive:
-                os.killpg(child, signal.SIGKILL)
+class _Supervisor:
+    """Parent of the rank, out of mpiexec's reach.
+
+    Args:
+        channel: to the launcher.
+        front: reading end of a pipe that closes when the front is gone.
+    """
+
+    def __init__(self, channel: Channel, front: int) -> None:
+        self._channel, self._front = channel, front
+        self._wake = _wake_on_signals()
+        self._child = 0
+        self._front_gone = False
+
+    def run(self, command: list[str]) -> int:
+        """Run the rank to its end; its exit code as a shell tells it."""
+        try:
+            where = place(os.environ)
+        except LookupError as error:
+            sys.exit(f"ringdance: {error}")
+        out, err = os.pipe(), os.pipe()
+        parent = os.getpid()
+        self._child = os.fork()
+        if self._child == 0:
+            _exec(command, where, [out[1], err[1]], parent)
+        try:
+            os.setpgid(
+                self._child, self._child
+            )  # here too, for a kill of the group before the child has done it
+        except OSError:
+            pass
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, _: self._pass_on(number))
+        try:
+            hello = {name.lower(): value for name, value in where.items()}
+            self._channel.send_with(
+                {**hello, "pid": self._child, "host": os.uname().nodename}, [out[0], err[0]]
+            )
+        except OSError:
+            self._kill()
+            return 1
+        for descriptor in (*out, *err):
+            os.close(descriptor)
+        code = self._wait()
+        if code is None:
+            return 1
+        self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": self._front_gone})
+        if code and not self._front_gone:
+            # mpiexec ends the others when it sees a failure: give them a moment to say what they saw.
+            select.select([self._channel.sock.fileno(), self._front], [], [], _AFTER_FAILURE_S)
+        return code if code >= 0 else 128 - code
+
+    def _pass_on(self, number: int) -> None:
+        try:
+            os.kill(self._child, number)
+        except ProcessLookupError:
+            pass
+
+    def _kill(self) -> None:
+        try:
+            os.killpg(self._child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _wait(self) -> int | None:
+        """Wait for the rank and pass signals on; its exit code, or -signal; None if the launcher is gone."""
+        watched = [self._channel.sock.fileno(), self._wake, self._front]
+        while True:
+            pid, status = os.waitpid(self._child, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            readable, _, _ = select.select(watched, [], [])
+            if self._wake in readable:
+                os.read(self._wake, 512)
+            if self._front in readable:
+                # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
+                watched.remove(self._front)
+                self._front_gone = True
+                self._kill()
+            if self._channel.sock.fileno() in readable and not self._obey():
+                self._kill()
                 return None
+
+    def _obey(self) -> bool:
+        messages, _, alive = self._channel.receive()
+        for message in messages:
+            self._pass_on(message["signal"])
+        return alive
 
 
 def _wake_on_signals() -> int:
@@ -104,54 +178,30 @@ def _wake_on_signals() -> int:
     return wake
 
 
-def _connect(path: str, guardian: int) -> Channel:
-    linux.die_with_parent()
-    if os.getppid() in (1, guardian):  # mpiexec died before we could ask to die with it
-        sys.exit(1)
+def _connect(path: str) -> Channel:
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(path)
     except OSError:  # the launcher is gone, and its guardian is about to end us
-        sys.exit(1)
+        os._exit(1)
     return Channel(sock)
 
 
 def main(arguments: list[str]) -> None:
     """`arguments`: the launcher's socket, the guardian's pid, then the command."""
-    channel, command = _connect(arguments[0], int(arguments[1])), arguments[2:]
-    try:
-        where = place(os.environ)
-    except LookupError as error:
-        sys.exit(f"ringdance: {error}")
-    out, err = os.pipe(), os.pipe()
-    wake, parent = _wake_on_signals(), os.getpid()
-    child = os.fork()
-    if child == 0:
-        _exec(command, where, [out[1], err[1]], parent)
-    try:
-        os.setpgid(child, child)  # here too, for a kill of the group that comes before the child has done it
-    except OSError:
-        pass
+    path, guardian, command = arguments[0], int(arguments[1]), arguments[2:]
+    linux.die_with_parent()
+    if os.getppid() in (1, guardian):  # mpiexec died before we could ask to die with it
+        os._exit(1)
+    read, write = os.pipe()
+    supervisor = os.fork()
+    if supervisor == 0:
+        os.setpgid(0, 0)
+        os.close(write)
+        os._exit(_Supervisor(_connect(path), read).run(command))
+    os.close(read)
     for number in _FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    try:
-        hello = {
-            **{name.lower(): value for name, value in where.items()},
-            "pid": child,
-            "host": os.uname().nodename,
-        }
-        channel.send_with(hello, [out[0], err[0]])
-    except OSError:
-        os.killpg(child, signal.SIGKILL)
-        sys.exit(1)
-    for descriptor in (*out, *err):
-        os.close(descriptor)
-    code = _wait(child, channel, wake)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if code is None:
-        sys.exit(1)
-    channel.send({"ended": code, "time": time.time()})
-    if code:
-        # mpiexec ends the others when it sees a failure: give them a moment to say what they saw.
-        select.select([channel.sock], [], [], _AFTER_FAILURE_S)
+        signal.signal(number, lambda number, _: os.kill(supervisor, number))
+    _, status = os.waitpid(supervisor, 0)
+    code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)

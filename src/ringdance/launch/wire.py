@@ -1,4 +1,4 @@
-"""How launcher, guardian and wrappers talk: JSON objects, one a line, over unix sockets. Standard library only."""
+"""How launcher, guardian and wrappers talk: JSON objects, one a line, over unix sockets; stdlib only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BOOT = "import sys;sys.path.append(sys.argv[1]);from launch.{0} import main;mai
 
 
 def bare_command(module: str, *arguments: str) -> list[str]:
-    """Command line that runs ``launch.<module>.main`` without ``site``, the package, or the user's PYTHON* settings.
+    """Command line that runs ``launch.<module>.main`` without ``site``, the package or PYTHON* settings.
 
     Starts in some 20 ms instead of the time that all imports of the package and its ``.pth`` files take.
     """
