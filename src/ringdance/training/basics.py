@@ -1,0 +1,139 @@
+"""Start, stop, and where this process stands in the job. Contract 1.3 to 1.5."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from ringdance import session
+from ringdance.errors import ArgumentError
+from ringdance.training import handles
+from ringdance.training import process_sets as sets_module
+from ringdance.training.process_sets import ProcessSet
+
+__all__ = [
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size",
+]
+
+
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+    """Join the job; returns when all ranks have. Does nothing but bind the sets if already joined.
+
+    Args:
+        comm: ``None`` for the whole job, ranks of MPI_COMM_WORLD, or an mpi4py communicator.
+        process_sets: sets that exist from the start; they get the ids 1, 2, ... in this order.
+            ``"dynamic"`` is accepted: sets can always be added later here.
+
+    Raises:
+        ArgumentError: sets are equal to one another or to the global set, or differ between ranks.
+    """
+    again = session.is_initialized()
+    session.init(comm)
+    if not again:
+        handles.clear()
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ArgumentError(f"process_sets={process_sets!r}: give a list of ProcessSet, or the word 'dynamic'.")
+    elif process_sets is not None:
+        # After a first init whose list was refused there are no sets yet: a better list is taken then.
+        first = not again or len(session.engine().process_sets()) == 1
+        (sets_module.register_static if first else sets_module.bind)(list(process_sets))
+
+
+def shutdown() -> None:
+    """Leave the job. Work that other ranks still wait for with this one fails there."""
+    session.shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined a job."""
+    return session.is_initialized()
+
+
+def rank() -> int:
+    """Return this process's number in the job, 0 to size - 1."""
+    return session.engine().rank
+
+
+def size() -> int:
+    """Return the number of processes in the job."""
+    return session.engine().size
+
+
+def local_rank() -> int:
+    """Return this process's number among those on its host."""
+    return session.engine().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this host."""
+    return session.engine().local_size
+
+
+def cross_rank() -> int:
+    """Return this host's number among those that have a process with this local rank."""
+    return session.engine().cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a process with this local rank."""
+    return session.engine().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether every host runs the same number of processes."""
+    return len(set(Counter(session.engine().hosts).values())) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether several threads may submit at once: always, MPI is called by one at a time."""
+    session.engine()
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return whether this process is in a job (ranks are processes of MPI)."""
+    return session.is_initialized()
+
+
+def mpi_built() -> bool:
+    """Return True: MPI is the transport between processes."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return False: gloo is not used; MPI and shared memory do its work."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: gloo is not used; MPI and shared memory do its work."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 0: tensors on a GPU go through pinned memory for now. An integer, as scripts compare it."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False: nothing here is compiled for CUDA."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False."""
+    return False

@@ -1,0 +1,56 @@
+"""Numbers for operations in flight, as Horovod's asynchronous functions return them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from ringdance.core.request import Ticket
+from ringdance.errors import ArgumentError
+
+__all__ = ["clear", "hold", "poll", "synchronize"]
+
+Finish = Callable[[Ticket], Any]
+
+# Shared by all loopback ranks of a process: numbers are unique, and handles are local to a rank.
+_pending: dict[int, tuple[Ticket, Finish]] = {}
+_numbers = itertools.count()
+
+
+def hold(ticket: Ticket, finish: Finish) -> int:
+    """Keep a ticket, and with it its memory, until ``synchronize``; ``finish`` makes the result of it."""
+    handle = next(_numbers)
+    _pending[handle] = (ticket, finish)
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Return whether the operation is complete, without waiting.
+
+    Raises:
+        ArgumentError: the handle is unknown or has been synchronised.
+    """
+    try:
+        return _pending[handle][0].done()
+    except (KeyError, TypeError):
+        raise ArgumentError(f"{handle!r} is not a handle of an operation that is still to be synchronised.") from None
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for the operation and return its result; ``None`` for an unknown or already used handle.
+
+    Raises:
+        CollectiveError: the operation failed.
+    """
+    entry = _pending.pop(handle, None)
+    if entry is None:
+        return None
+    ticket, finish = entry
+    ticket.wait()
+    return finish(ticket)
+
+
+def clear() -> None:
+    """Forget all handles (a new job begins)."""
+    _pending.clear()

@@ -1,0 +1,426 @@
+"""The gradients of a step, exchanged as the framework computes them: one implementation for all bindings.
+
+A binding tells ``GradientExchange`` which gradients have been computed (``computed``) and when a backward
+pass ends (``pass_done``), and lends it the gradients as NumPy views (``GradientSource``). The rules:
+
+**A backward pass is a meeting.** At the end of every ``passes``-th backward pass all ranks exchange what
+any of them has computed, and only then does the pass return. So whatever the script does next (clipping,
+unscaling, looking at norms) sees reduced gradients, on all ranks alike. A rank that ends no such pass in a
+step meets the others in ``settle()``, called by the optimizer's step.
+
+**Ranks may compute different gradients.** Along with its gradients each rank sends a mask of what it
+has computed. What is set anywhere is reduced everywhere, with zeros where it is missing; what no rank has
+computed is left alone, so that the optimizer skips it as it does in one process. To need no second round
+trip, a bucket of gradients is sent along with the mask when this rank has exactly what was agreed
+to be *expected* (last time's outcome). This is sound: if anybody sent the expected request, then all of it is
+in the union of the masks, and everybody sends it; if it is not in the union, nobody has.
+
+**All ranks end the same number of passes** that touch this optimizer's parameters in a step, or none. The mask
+carries the number of the step; where numbers differ, all ranks raise the same error.
+
+**A gradient may be computed again after it was reduced** (two losses, one optimizer). With Average this is right as
+it stands: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
+
+**Driven or overlapped.** Without spare cores everything is sent and driven at the end of the pass, in one
+request. With spare cores on all ranks (agreed through the mask) gradients go out in buckets while others are
+still being computed. Buckets and their order are fixed by the order of the parameters, never by time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ringdance import session
+from ringdance.core.request import Operation, Ticket
+from ringdance.errors import ArgumentError, MismatchError
+from ringdance.training import verbs
+
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+
+__all__ = ["GradientExchange", "GradientSource", "check_groups", "scales_of", "spare_cores"]
+
+Array = np.ndarray[Any, Any]
+
+# Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros
+# that a joined rank contributes, and their maxima tell whether all ranks are in one step.
+STEPS = 251
+# Kinds in the mask: 0 nothing, d sparse with d sparse dimensions, DENSE. The mask holds the maximum over
+# the ranks, so a gradient that is dense anywhere is reduced as dense; then a sent bucket stays valid.
+DENSE = 255
+
+
+class GradientSource(Protocol):
+    """How a binding lends gradients, addressed by the parameter's index."""
+
+    def kinds(self, computed: bytearray) -> bytearray:
+        """Return for each parameter what this rank has: 0, the number of sparse dimensions, or DENSE.
+
+        May mark gradients in ``computed`` that were set without a hook having seen it.
+        """
+
+    def take(self, indices: Sequence[int], zeros: bytearray) -> tuple[Array, ...]:
+        """Return contiguous views, to be reduced in place; zeros for a gradient that is missing here.
+
+        Where ``zeros[index]`` is set, the gradient counts as zero whatever is there. A sparse one is
+        made dense.
+        """
+
+    def put(self, indices: Sequence[int]) -> None:
+        """The views of these now hold the result: make it the gradient, if it is not already."""
+
+    def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
+        """Return indices, int64 (entries, sparse_dims), and values (entries, ...); no entries if missing here."""
+
+    def put_sparse(self, index: int, indices: Array, values: Array) -> None:
+        """Set the gradient to these entries of all ranks; equal indices are to be summed."""
+
+    def nbytes(self, index: int) -> int:
+        """Return the size of the gradient in bytes."""
+
+
+@dataclass
+class Bucket:
+    """Gradients that are sent in one request."""
+
+    number: int
+    members: tuple[int, ...]
+    expected: tuple[int, ...]  # agreed: what was reduced last time
+    missing: int = 0  # of the expected ones, not computed yet
+    surprises: int = 0  # computed, though not expected
+    ticket: Ticket | None = None
+
+
+@dataclass
+class _State:
+    """What happened since the last step or zero_grad."""
+
+    passes: int = 0
+    exchanged_at: int = -1  # value of passes at the last exchange; -1: none yet
+    computed: bytearray = field(default_factory=bytearray)  # since the last exchange
+    reduced: bytearray = field(default_factory=bytearray)  # in this step
+
+
+def spare_cores(local_size: int, threads: int) -> bool:
+    """Return whether this rank's share of the usable cores is more than the threads that compute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores // local_size > threads
+
+
+def scales_of(operation: Operation, predivide: float) -> tuple[float, float]:
+    """Return pre- and postscale for ``gradient_predivide_factor``: divide before and multiply after the sum."""
+    if predivide == 1.0:
+        return 1.0, 1.0
+    if operation is not Operation.AVERAGE:
+        raise ArgumentError("gradient_predivide_factor needs op=Average.")
+    return 1.0 / predivide, predivide
+
+
+def check_groups(groups: Any, order: Sequence[int], index_of: Callable[[Any], int | None]) -> list[tuple[int, ...]]:
+    """Return groups of parameter indices from Horovod's ``groups``: a number of groups, or lists of parameters.
+
+    Args:
+        groups: ``None``, a positive number, or lists of parameters.
+        order: indices of the parameters that are trained.
+        index_of: the index of a parameter, ``None`` for what is not one of the optimizer's.
+
+    Raises:
+        ArgumentError: anything else, or a parameter twice.
+    """
+    if groups is None or groups == 0:
+        return []
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return [tuple(part.tolist()) for part in np.array_split(np.array(order, int), groups) if len(part)]
+    if not isinstance(groups, (list, tuple)):
+        raise ArgumentError(f"groups must be a positive number or a list of lists of parameters, got {groups!r}.")
+    found: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for group in groups:
+        indices = [index_of(parameter) for parameter in group]
+        if None in indices:
+            raise ArgumentError("groups: every element must be one of the parameters that the optimizer has.")
+        members = tuple(index for index in indices if index is not None)
+        if len(set(members)) != len(members) or seen.intersection(members):
+            raise ArgumentError("groups: a parameter may be in one group only, and once.")
+        seen.update(members)
+        if members:
+            found.append(members)
+    return found
+
+
+# How many exchanges of the same parameter names an engine has seen: makes their names unique.
+_seen: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class GradientExchange:
+    """Reduces the gradients of one optimizer. Members of the process set make it alike and in the same order.
+
+    Args:
+        source: lends the gradients.
+        names: one for each parameter, the same and in the same order on all ranks.
+        operation: Average, Sum, Min, Max or Product.
+        passes: backward passes between two exchanges; their gradients are summed by the framework.
+        predivide: divides before and multiplies after the sum (Average only).
+        groups: parameter indices to be reduced together.
+        set_id: process set.
+        early: exchange at the end of a backward pass; False: only in ``settle()``.
+        overlap: this rank would like to exchange while it computes; done if all want it.
+    """
+
+    def __init__(
+        self, source: GradientSource, names: Sequence[str], *, operation: Operation = Operation.AVERAGE,
+        passes: int = 1, predivide: float = 1.0, groups: Sequence[tuple[int, ...]] = (), set_id: int = 0,
+        early: bool = True, overlap: bool = False,
+    ) -> None:
+        if passes <= 0:
+            raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
+        self.engine: Engine = session.engine()
+        self.source = source
+        self.names = list(names)
+        self.operation = operation
+        self.prescale, self.postscale = scales_of(operation, predivide)
+        self.passes = passes
+        self.set_id = set_id
+        self.early = early
+        self.wants_overlap = overlap and early
+        self.overlap = False  # not before all ranks have agreed, with the first mask
+        self.step = 0
+        self.groups = [tuple(group) for group in groups]
+        digest = hashlib.blake2b("\0".join(self.names).encode(), digest_size=4).hexdigest()
+        counter = _seen.setdefault(self.engine, Counter())
+        self.name = f"gradients.{digest}.{counter[digest]}"
+        counter[digest] += 1
+        self.buckets: list[Bucket] = []
+        self._bucket_of: list[Bucket] = []
+        self._plan()
+        self.reset()
+
+    def _plan(self) -> None:
+        """Cut the parameters into buckets: the groups, then the rest, in parts if computation overlaps."""
+        grouped = {index for group in self.groups for index in group}
+        rest = [index for index in range(len(self.names)) if index not in grouped]
+        parts: list[list[int]] = [list(group) for group in self.groups]
+        if self.overlap:
+            parts += self._parts(rest)
+        elif rest:
+            parts.append(rest)
+        expected = {index for bucket in self.buckets for index in bucket.expected}
+        first = not self.buckets
+        self.buckets = [
+            Bucket(number, tuple(part), tuple(index for index in part if first or index in expected))
+            for number, part in enumerate(parts)
+        ]
+        by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
+        self._bucket_of = [by_index[index] for index in range(len(self.names))]
+
+    def _parts(self, rest: list[int]) -> list[list[int]]:
+        """Parts of an eighth of the whole, from 1 to 32 MB; last parameters first, as backward yields them."""
+        limit = min(max(sum(map(self.source.nbytes, rest)) // 8, 1 << 20), 32 << 20)
+        parts: list[list[int]] = []
+        filled = limit
+        for index in reversed(rest):
+            if filled >= limit:
+                parts.append([])
+                filled = 0
+            parts[-1].append(index)
+            filled += self.source.nbytes(index)
+        return [part[::-1] for part in parts]
+
+    # What the binding calls.
+
+    def reset(self) -> None:
+        """Forget what was computed and reduced (zero_grad, or after an error)."""
+        count = len(self.names)
+        self.state = _State(computed=bytearray(count), reduced=bytearray(count))
+        for bucket in self.buckets:
+            if bucket.ticket is not None and not bucket.ticket.done():
+                bucket.ticket.wait()  # its memory is still being read
+            bucket.ticket = None
+            bucket.missing, bucket.surprises = len(bucket.expected), 0
+
+    def computed(self, index: int) -> None:
+        """Note that a gradient has been computed; with overlap, send its bucket when that is complete.
+
+        Raises:
+            AssertionError: it was reduced in this step already, and the operation is not Average.
+        """
+        state = self.state
+        if state.reduced[index] and self.operation is not Operation.AVERAGE:
+            raise AssertionError(
+                f"The gradient of {self.names[index]} was computed again after it had been reduced, which only "
+                "op=Average can add up. Call optimizer.step() or optimizer.zero_grad() after each "
+                f"{self.passes} backward passes, or set backward_passes_per_step to the number you make."
+            )
+        if not state.computed[index]:
+            state.computed[index] = 1
+            if self.overlap:
+                self._count(index)
+        elif self.overlap and self._bucket_of[index].ticket is not None:
+            raise AssertionError(
+                f"The gradient of {self.names[index]} was computed twice in one backward pass while it was being "
+                "reduced: set RINGDANCE_OVERLAP=off, or use checkpointing with use_reentrant=False."
+            )
+
+    def _count(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        if index in bucket.expected:
+            bucket.missing -= 1
+        else:
+            bucket.surprises += 1
+        last = (self.state.passes + 1) % self.passes == 0
+        if last and bucket.missing == 0 and bucket.surprises == 0 and bucket.ticket is None:
+            kinds = self.source.kinds(self.state.computed)
+            if all(kinds[member] == DENSE for member in bucket.expected):
+                bucket.ticket = self._send(bucket, bucket.expected, bytearray(len(self.names)), wake=True)
+
+    def pass_done(self) -> None:
+        """A backward pass that computed some of the gradients is complete; meet the others if it is time."""
+        self.state.passes += 1
+        if self.early and self.state.passes % self.passes == 0:
+            self._exchange()
+
+    def settle(self) -> None:
+        """Before the gradients are used: meet the others unless that has been done since the last pass."""
+        if self.state.exchanged_at != self.state.passes:
+            self._exchange()
+
+    def step_done(self) -> None:
+        """The optimizer has made its step."""
+        self.step = (self.step + 1) % STEPS
+        self.reset()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the gradients are reduced, as far as computed."""
+        return self.state.exchanged_at == self.state.passes
+
+    # The exchange.
+
+    def _exchange(self) -> None:
+        state, count = self.state, len(self.names)
+        kinds = self.source.kinds(state.computed)
+        mask = np.zeros(count + 3, np.uint8)
+        mask[:count] = kinds
+        mask[count:] = self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1
+        try:
+            sent = verbs.allreduce(
+                self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=Operation.MAX,
+                set_id=self.set_id, wake=False,
+            )
+            # Where operation is not Average, a leftover that was not computed now must not count again.
+            zeros = bytearray(count)
+            if self.operation is not Operation.AVERAGE:
+                zeros = bytearray(0 if kind else 1 for kind in kinds)
+            for bucket in self.buckets:
+                if bucket.ticket is None and bucket.expected and self._complete(bucket, kinds):
+                    bucket.ticket = self._send(bucket, bucket.expected, zeros)
+            sent.wait()
+            self._check_step(int(mask[count]) - 1, STEPS - int(mask[count + 1]))
+            union = mask[:count].tobytes()
+            self._reduce(union, zeros)
+        except BaseException:
+            self._abandon()
+            raise
+        for index, kind in enumerate(union):
+            if kind:
+                state.reduced[index] = 1
+        state.computed = bytearray(count)
+        state.exchanged_at = state.passes
+        overlap = not mask[count + 2]
+        if overlap != self.overlap:
+            self.overlap = overlap
+            self._plan()
+        for bucket in self.buckets:
+            bucket.ticket = None
+            bucket.missing, bucket.surprises = len(bucket.expected), 0
+
+    @staticmethod
+    def _complete(bucket: Bucket, kinds: bytearray) -> bool:
+        """Whether this rank has exactly the bucket's expected gradients, all of them dense."""
+        have = [kinds[index] for index in bucket.members]
+        if len(bucket.expected) == len(bucket.members):
+            return have.count(DENSE) == len(have)
+        return bytes(have) == bytes(DENSE if index in bucket.expected else 0 for index in bucket.members)
+
+    def _reduce(self, union: bytes, zeros: bytearray) -> None:
+        """Send what is still to be sent of the union, wait for all, and hand over the results."""
+        tickets: list[tuple[Ticket, tuple[int, ...]]] = []
+        for bucket in self.buckets:
+            dense = tuple(index for index in bucket.members if union[index] == DENSE)
+            expected = bucket.expected
+            extra = dense
+            if expected and (dense == expected or set(expected).issubset(dense)):
+                if bucket.ticket is None:
+                    bucket.ticket = self._send(bucket, expected, zeros)
+                tickets.append((bucket.ticket, expected))
+                extra = tuple(sorted(set(dense).difference(expected)))
+            if extra:
+                tickets.append((self._send(bucket, extra, zeros), extra))
+            bucket.expected = dense
+        sparse = [index for index, kind in enumerate(union) if 0 < kind < DENSE]
+        gathered = self._send_sparse(sparse, union) if sparse else None
+        for ticket, indices in tickets:
+            ticket.wait()
+            self.source.put(indices)
+        if gathered is not None:
+            self._put_sparse(sparse, union, gathered.wait())
+
+    def _send(self, bucket: Bucket, indices: tuple[int, ...], zeros: bytearray, wake: bool = False) -> Ticket:
+        views = self.source.take(indices, zeros)
+        name = f"{self.name}.{bucket.number}"
+        if len(indices) != len(bucket.members):
+            chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
+            name = f"{name}.{chosen}"
+        return verbs.allreduce(
+            self.engine, views, views, name=name, operation=self.operation, prescale=self.prescale,
+            postscale=self.postscale, set_id=self.set_id, grouped=True, wake=wake,
+        )
+
+    def _send_sparse(self, sparse: list[int], union: bytes) -> Ticket:
+        parts: list[Array] = []
+        for index in sparse:
+            parts += self.source.take_sparse(index, union[index])
+        chosen = hashlib.blake2b(repr(sparse).encode(), digest_size=4).hexdigest()
+        return verbs.allgather(
+            self.engine, tuple(parts), name=f"{self.name}.sparse.{chosen}", set_id=self.set_id, grouped=True,
+            wake=False,
+        )
+
+    def _put_sparse(self, sparse: list[int], union: bytes, gathered: list[Array]) -> None:
+        size = len(self.engine.members(self.set_id))
+        for place, index in enumerate(sparse):
+            indices, values = gathered[2 * place], gathered[2 * place + 1]
+            if self.operation is Operation.AVERAGE:
+                values = values / values.dtype.type(size)
+            self.source.put_sparse(index, indices, values)
+
+    # What can go wrong.
+
+    def _abandon(self) -> None:
+        """After an error: wait for what is in flight here, since it uses the gradients' memory, and start anew."""
+        for bucket in self.buckets:
+            ticket, bucket.ticket = bucket.ticket, None
+            if ticket is not None:
+                try:
+                    ticket.wait(1.0)
+                except Exception:
+                    pass  # the error that brought us here is the one to be seen
+        self.reset()
+
+    def _check_step(self, latest: int, earliest: int) -> None:
+        if latest == earliest:
+            return
+        raise MismatchError(
+            f"Gradients of different steps met ({self.name}, this rank {self.engine.rank} is in step {self.step} of "
+            f"{STEPS} counted round; the ranks are in steps {earliest} to {latest}): some ranks made more backward "
+            "passes than others before optimizer.step(). Make the same number on all ranks (a pass may leave "
+            "parameters out), or set reduce_in_backward=False, which exchanges once, in step()."
+        )

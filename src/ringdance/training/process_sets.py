@@ -1,0 +1,227 @@
+"""Subsets of the ranks with an agreement of their own. Contract 1.6, its defects mended.
+
+Sets can be added and removed at any time. Ranks that are out of range or repeated raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ringdance import session
+from ringdance.errors import ArgumentError, MismatchError, NotInitializedError
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
+
+class ProcessSet:
+    """Some of the ranks.
+
+    Args:
+        ranks_or_comm: global ranks in any order, or an mpi4py communicator whose members are meant.
+
+    Attributes:
+        process_set_id: a small number once registered, else ``None``.
+        ranks: sorted global ranks, ``None`` while unknown.
+        mpi_comm: the communicator it was made from, or ``None``.
+
+    Raises:
+        ArgumentError: a rank is not an integer, negative, or given twice.
+    """
+
+    process_set_id: int | None = None
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self.mpi_comm: Any = None
+        self.ranks: list[int] | None = None
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+            return
+        members = list(ranks_or_comm)
+        if not all(isinstance(rank, int) or hasattr(rank, "__index__") for rank in members):
+            raise ArgumentError(f"ProcessSet needs ranks as integers, got {members!r}.")
+        self.ranks = sorted(int(rank) for rank in members)
+        if len(set(self.ranks)) != len(self.ranks) or (self.ranks and self.ranks[0] < 0):
+            raise ArgumentError(f"ProcessSet({members!r}): every rank once, and none below 0.")
+
+    def size(self) -> int | None:
+        """Return the number of members; ``None`` while not registered."""
+        return None if self.process_set_id is None else len(session.engine().members(self.process_set_id))
+
+    def rank(self) -> int | None:
+        """Return this process's place in the set; ``None`` while not registered.
+
+        Raises:
+            ArgumentError: this process is not a member.
+        """
+        if self.process_set_id is None:
+            return None
+        engine = session.engine()
+        members = engine.members(self.process_set_id)
+        if engine.rank not in members:
+            raise ArgumentError(f"Rank {engine.rank} is not in the process set {list(members)}.")
+        return members.index(engine.rank)
+
+    def included(self) -> bool | None:
+        """Return whether this process is a member; ``None`` while the ranks are unknown."""
+        rank = session.engine().rank
+        return None if self.ranks is None else rank in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
+
+    __repr__ = __str__
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks: id 0. One object for all bindings; scripts test for its identity."""
+
+    process_set_id = 0
+
+    def __init__(self) -> None:
+        self.mpi_comm = None
+
+    @property  # type: ignore[override]
+    def ranks(self) -> list[int] | None:
+        return list(range(session.engine().size)) if session.is_initialized() else None
+
+    def included(self) -> bool:
+        session.engine()
+        return True
+
+    def size(self) -> int | None:
+        return session.engine().size
+
+    def rank(self) -> int | None:
+        return session.engine().rank
+
+
+global_process_set: ProcessSet = _GlobalProcessSet()
+
+
+def set_id(process_set: ProcessSet) -> int:
+    """Return the id of a registered set.
+
+    Raises:
+        ArgumentError: it has not been registered, or has been removed.
+    """
+    number = process_set.process_set_id
+    if number is None:
+        raise ArgumentError(
+            f"{process_set} is not registered: pass it to init(process_sets=[...]) or to add_process_set()."
+        )
+    return number
+
+
+def _check_range(ranks: Iterable[int], size: int) -> None:
+    wrong = [rank for rank in ranks if rank >= size]
+    if wrong:
+        raise ArgumentError(f"Process set with ranks {wrong}: this job has the ranks 0 to {size - 1}.")
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a set. All ranks of the job call this, members or not, with the same ranks; blocks.
+
+    Raises:
+        ArgumentError: a rank is out of range, or a set of these ranks exists.
+        NotImplementedError: the set was made from a communicator (give those to ``init``).
+        MismatchError: ranks named different members; raised on all.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if process_set.mpi_comm is not None:
+        raise NotImplementedError("A set made from a communicator has to be given to init(process_sets=...).")
+    engine = session.engine()
+    ranks = process_set.ranks or []
+    _check_range(ranks, engine.size)
+    for number, members in engine.process_sets().items():
+        if list(members) == ranks:
+            raise ArgumentError(f"A process set with the ranks {ranks} exists already: id {number}.")
+    process_set.process_set_id = engine.add_process_set(ranks)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a set. All ranks of the job call this; blocks. Work pending on the set fails.
+
+    Returns:
+        ``False`` for the global set and for an object that is not registered, else ``True``.
+    """
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    engine = session.engine()
+    if number not in engine.process_sets():
+        process_set.process_set_id = None
+        return False
+    engine.remove_process_set(number)
+    process_set.process_set_id = None
+    return True
+
+
+def _ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
+    """Global ranks; those of a communicator are looked up in MPI_COMM_WORLD."""
+    if process_set.mpi_comm is not None:
+        from mpi4py import MPI
+
+        group = process_set.mpi_comm.Get_group()
+        ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), MPI.COMM_WORLD.Get_group())
+        process_set.ranks = sorted(ranks)
+    return tuple(process_set.ranks or ())
+
+
+def register_static(process_sets: list[ProcessSet]) -> None:
+    """Register the sets given to ``init``: ids 1, 2, ... in their order. Collective over all ranks.
+
+    Sets made from communicators may be different ones on each rank (as from ``Split``); they
+    come after the others, ordered by their ranks.
+
+    Raises:
+        ArgumentError: sets are equal to one another or to the global set, or out of range.
+        MismatchError: (a ``NotInitializedError`` too, hence a ValueError) lists differ between ranks.
+    """
+    from ringdance.training.objects import allgather_object
+
+    engine = session.engine()
+    given = [_ranks_of(one) for one in process_sets]
+    listed = [ranks for ranks, one in zip(given, process_sets, strict=True) if one.mpi_comm is None]
+    derived = sorted({ranks for ranks, one in zip(given, process_sets, strict=True) if one.mpi_comm is not None})
+    everywhere = allgather_object((listed, derived), name="init.process_sets")
+    for other, (theirs, _) in enumerate(everywhere):
+        if theirs != everywhere[0][0]:
+            raise SetsDifferError(
+                f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
+                f"{everywhere[0][0]}, rank {other} ({engine.hosts[other]}) has {theirs}. Give all ranks the same."
+            )
+    wanted = listed + sorted({ranks for _, extra in everywhere for ranks in extra} - set(listed))
+    for index, ranks in enumerate(wanted):
+        _check_range(ranks, engine.size)
+        if ranks in wanted[:index] or ranks == tuple(range(engine.size)):
+            for one in process_sets:
+                one.process_set_id = None
+            raise ArgumentError(f"Process sets have to differ from each other and from the global one: {ranks}.")
+    existing = {members: number for number, members in engine.process_sets().items()}
+    for ranks in wanted:
+        existing[ranks] = existing[ranks] if ranks in existing else engine.add_process_set(ranks)
+    for one, ranks in zip(process_sets, given, strict=True):
+        one.process_set_id = existing[ranks]
+
+
+class SetsDifferError(MismatchError, NotInitializedError):
+    """The process sets given to ``init`` differ between ranks; a ValueError, as init's others are."""
+
+
+def bind(process_sets: list[ProcessSet]) -> None:
+    """Give the objects the ids of the registered sets with their ranks; local.
+
+    Raises:
+        KeyError: no set with these ranks is registered.
+    """
+    known = {members: number for number, members in session.engine().process_sets().items()}
+    for one in process_sets:
+        ranks = _ranks_of(one)
+        if ranks not in known:
+            raise KeyError(f"No process set with the ranks {list(ranks)} is registered: use add_process_set().")
+        one.process_set_id = known[ranks]

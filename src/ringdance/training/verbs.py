@@ -1,0 +1,274 @@
+"""Every verb on NumPy views: checks the arguments, builds the request, submits it.
+
+Each function takes the engine, contiguous views (a tuple; several make a group, all or nothing) and
+returns a ticket whose result is a list of arrays, one for each view. ``outputs=None`` lets the engine
+allocate; giving the inputs again works in place. ``wake=False`` is for callers that wait at once.
+
+Names are ``<verb>.<name>`` and ``grouped_<verb>.<name>`` (contract 3.7); ``None`` matches by order.
+An argument error that only this rank can see is raised here at once, and the ranks that wait for
+the same name are told through ``Engine.refuse`` instead of being left waiting.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.errors import ArgumentError, CollectiveError
+
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+
+__all__ = [
+    "Operation", "UnsupportedOperationError", "allgather", "allreduce", "alltoall", "barrier", "broadcast",
+    "join", "pick_operation", "reducescatter",
+]
+
+Array = np.ndarray[Any, Any]
+Arrays = tuple[Array, ...]
+
+# dtype.name is computed anew at each access (2 µs); a lookup takes 0.1.
+DTYPE_NAMES: dict[np.dtype[Any], str] = {
+    np.dtype(kind): np.dtype(kind).name
+    for kind in (
+        "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+        "float16", "float32", "float64", "bool", ml_dtypes.bfloat16,
+    )
+}
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_OPERATIONS = {int(operation): operation for operation in Operation}
+
+
+class UnsupportedOperationError(ArgumentError, CollectiveError, NotImplementedError):
+    """A reduction that this verb, data type or number of ranks does not allow. Raised locally, at once.
+
+    Of all three kinds because Horovod raises one or the other, by case.
+    """
+
+
+def pick_operation(average: bool | None, op: int | None) -> Operation:
+    """Return the operation meant by Horovod's pair of arguments; Average if both are ``None``.
+
+    Raises:
+        ArgumentError: both are given, or ``op`` is not a known number.
+    """
+    if average is not None:
+        if op is not None:
+            raise ArgumentError("Give either average or op, not both: op=hvd.Average or op=hvd.Sum says it alone.")
+        warnings.warn("average= is old: say op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
+        return Operation.AVERAGE if average else Operation.SUM
+    if op is None:
+        return Operation.AVERAGE
+    try:
+        return _OPERATIONS[op]
+    except (KeyError, TypeError):
+        raise ArgumentError(f"op={op!r} is not one of Average, Sum, Adasum, Min, Max, Product.") from None
+
+
+@lru_cache(maxsize=8192)
+def _describe(
+    verb: Verb, dtypes: tuple[np.dtype[Any], ...], shapes: tuple[tuple[int, ...], ...],
+    operation: Operation = Operation.SUM, prescale: float = 1.0, postscale: float = 1.0, root: int = -1,
+) -> Description:
+    """Return the description of a request; checked once for each signature, then remembered."""
+    for dtype in dtypes:
+        if dtype not in DTYPE_NAMES:
+            known = ", ".join(DTYPE_NAMES.values())
+            raise ArgumentError(f"Elements of type {dtype} cannot be exchanged; known are {known}.")
+    names = tuple(DTYPE_NAMES[dtype] for dtype in dtypes)
+    _check_operation(verb, names, operation)
+    detail: tuple[int, ...] = ()
+    if verb in (Verb.ALLGATHER, Verb.ALLTOALL, Verb.REDUCESCATTER) and not all(shapes):
+        detail = (-1,)  # a tensor without dimensions: the engine refuses it, on all members alike
+    if verb in (Verb.ALLGATHER, Verb.ALLTOALL):
+        shapes = tuple(shape[1:] for shape in shapes)
+    return Description(verb, names, shapes, operation, float(prescale), float(postscale), root, detail)
+
+
+def _check_operation(verb: Verb, names: tuple[str, ...], operation: Operation) -> None:
+    if verb is Verb.REDUCESCATTER and operation not in (Operation.SUM, Operation.AVERAGE):
+        raise UnsupportedOperationError(f"reducescatter knows Sum and Average, not {operation.name.title()}.")
+    if operation is Operation.ADASUM and not _FLOATS.issuperset(names):
+        raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
+    if operation is Operation.AVERAGE and "bool" in names and verb is not Verb.BROADCAST:
+        raise UnsupportedOperationError("Booleans have no average: use Max (any), Min (all), or another type.")
+
+
+def _dtypes_and_shapes(views: Arrays) -> tuple[tuple[np.dtype[Any], ...], tuple[tuple[int, ...], ...]]:
+    if len(views) == 1:
+        view = views[0]
+        return (view.dtype,), (view.shape,)
+    if not views:
+        raise ArgumentError("A group needs at least one tensor.")
+    return tuple([view.dtype for view in views]), tuple([view.shape for view in views])
+
+
+def _full_name(verb: str, name: str | None, grouped: bool) -> str | None:
+    if name is None:
+        return None
+    return f"grouped_{verb}.{name}" if grouped else f"{verb}.{name}"
+
+
+def _refuse(engine: Engine, request: Request, error: ArgumentError) -> NoReturn:
+    engine.refuse(request, str(error))
+    raise error
+
+
+def _members(engine: Engine, set_id: int) -> tuple[int, ...]:
+    """Return the ranks of the set; raise if this process is not one of them."""
+    members = engine.members(set_id)
+    if engine.rank not in members:
+        raise ArgumentError(
+            f"Rank {engine.rank} ({engine.hosts[engine.rank]}) is not a member of process set {set_id} with the "
+            f"ranks {list(members)}: only members may submit to it (test with process_set.included())."
+        )
+    return members
+
+
+def allreduce(
+    engine: Engine, inputs: Arrays, outputs: Arrays | None, *, name: str | None = None,
+    operation: Operation = Operation.AVERAGE, prescale: float = 1.0, postscale: float = 1.0, set_id: int = 0,
+    grouped: bool = False, wake: bool = True,
+) -> Ticket:
+    """Reduce element by element over the members; shapes and types equal on all. Any shape, 0-dim too.
+
+    Raises:
+        ArgumentError: type or operation not possible, not a member, empty group, name in flight.
+    """
+    if set_id:
+        _members(engine, set_id)
+    description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(inputs), operation, prescale, postscale)
+    if operation is Operation.ADASUM:
+        _check_adasum(len(engine.members(set_id)))
+    return engine.submit(
+        Request(description, inputs, outputs, _full_name("allreduce", name, grouped), set_id), wake=wake
+    )
+
+
+def _check_adasum(size: int) -> None:
+    if size & (size - 1):
+        raise UnsupportedOperationError(
+            f"Adasum combines ranks in pairs and needs 2, 4, 8, ... of them; there are {size}. "
+            "Start another number, or use op=hvd.Average."
+        )
+
+
+def allgather(
+    engine: Engine, inputs: Arrays, *, name: str | None = None, set_id: int = 0, grouped: bool = False,
+    wake: bool = True,
+) -> Ticket:
+    """Join the members' tensors along dimension 0, which may differ; the other dimensions are equal."""
+    if set_id:
+        _members(engine, set_id)
+    description = _describe(Verb.ALLGATHER, *_dtypes_and_shapes(inputs))
+    return engine.submit(
+        Request(description, inputs, None, _full_name("allgather", name, grouped), set_id), wake=wake
+    )
+
+
+def broadcast(
+    engine: Engine, inputs: Arrays, outputs: Arrays | None, root: int, *, name: str | None = None,
+    set_id: int = 0, grouped: bool = False, wake: bool = True,
+) -> Ticket:
+    """Give all members the root's values. ``root`` is a global rank, also within a process set.
+
+    Raises:
+        ArgumentError: the root is not a member; peers get the same message.
+    """
+    members = _members(engine, set_id)
+    if not isinstance(root, int):
+        root = int(root)
+    description = _describe(Verb.BROADCAST, *_dtypes_and_shapes(inputs), Operation.SUM, 1.0, 1.0, root)
+    request = Request(description, inputs, outputs, _full_name("broadcast", name, grouped), set_id)
+    if root not in members:
+        _refuse(engine, request, ArgumentError(
+            f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with the "
+            f"ranks {list(members)}; the root is given as a global rank."
+        ))
+    return engine.submit(request, wake=wake)
+
+
+def alltoall(
+    engine: Engine, inputs: Arrays, splits: Sequence[Array | None], *, name: str | None = None, set_id: int = 0,
+    grouped: bool = False, wake: bool = True,
+) -> Ticket:
+    """Send slice j of each tensor (``splits[j]`` rows) to member j; receive theirs, in member order.
+
+    Args:
+        engine: the engine.
+        inputs: tensors of at least one dimension; the others are equal on all members.
+        splits: for each tensor integers, one for each member, or ``None`` for equal slices.
+        name: key that matches the ranks' requests.
+        set_id: process set.
+        grouped: whether this is a group of tensors.
+        wake: whether the engine thread starts it.
+
+    Raises:
+        ArgumentError: splits do not fit; peers that wait for this name get the same message.
+    """
+    members = _members(engine, set_id)
+    description = _describe(Verb.ALLTOALL, *_dtypes_and_shapes(inputs))
+    full = _full_name("alltoall", name, grouped)
+    checked: list[Array] = []
+    for view, rows in zip(inputs, splits, strict=True):
+        try:
+            checked.append(_splits(view, rows, len(members), full or "alltoall", engine))
+        except ArgumentError as error:
+            _refuse(engine, Request(description, inputs, None, full, set_id), error)
+    return engine.submit(Request(description, inputs, None, full, set_id, tuple(checked)), wake=wake)
+
+
+def _splits(view: Array, splits: Array | None, size: int, name: str, engine: Engine) -> Array:
+    """Return rows for each member as int64, checked against the tensor."""
+    where = f"{name} on rank {engine.rank} ({engine.hosts[engine.rank]})"
+    rows = view.shape[0] if view.ndim else 0
+    if splits is None:
+        if rows % size:
+            raise ArgumentError(f"{where}: {rows} rows cannot be shared out equally to {size} ranks; give splits.")
+        return np.full(size, rows // size, np.int64)
+    splits = np.asarray(splits)
+    if splits.ndim != 1 or (splits.dtype.kind not in "iu" and splits.size):
+        raise ArgumentError(f"{where}: splits must be a list of integers, got {splits.dtype} {splits.shape}.")
+    if len(splits) != size:
+        raise ArgumentError(f"{where}: {len(splits)} splits for {size} ranks; give one for each.")
+    if (splits < 0).any() or int(splits.sum()) > rows:
+        raise ArgumentError(
+            f"{where}: splits {splits.tolist()} must not be negative, and their sum {int(splits.sum())} not more "
+            f"than the {rows} rows of the tensor."
+        )
+    return np.ascontiguousarray(splits, np.int64)
+
+
+def reducescatter(
+    engine: Engine, inputs: Arrays, *, name: str | None = None, operation: Operation = Operation.AVERAGE,
+    prescale: float = 1.0, postscale: float = 1.0, set_id: int = 0, grouped: bool = False, wake: bool = True,
+) -> Ticket:
+    """Reduce (Sum or Average) and give each member its rows: d // n of them, the first d % n one more."""
+    if set_id:
+        _members(engine, set_id)
+    description = _describe(Verb.REDUCESCATTER, *_dtypes_and_shapes(inputs), operation, prescale, postscale)
+    return engine.submit(
+        Request(description, inputs, None, _full_name("reducescatter", name, grouped), set_id), wake=wake
+    )
+
+
+_BARRIER = Description(Verb.BARRIER)
+_JOIN = Description(Verb.JOIN)
+
+
+def barrier(engine: Engine, set_id: int = 0) -> None:
+    """Return after all members have entered."""
+    _members(engine, set_id)
+    engine.submit(Request(_BARRIER, set_id=set_id), wake=False).wait()
+
+
+def join(engine: Engine) -> int:
+    """Help the other ranks with zeros until all have joined; return the rank that came last."""
+    last: int = engine.submit(Request(_JOIN), wake=False).wait()
+    return last
