@@ -1,0 +1,96 @@
+"""Helpers of the fault tests: start a job, find its processes by a marker of the test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+MARKER = "FAULT_TEST"
+SHARED = Path("/dev/shm")
+
+
+@dataclass
+class Job:
+    """A `ringdance run` with a TMPDIR of its own, whose processes all carry one marker."""
+
+    process: subprocess.Popen[bytes]
+    marker: str
+    temporary: Path
+    started: float = field(default_factory=time.monotonic)
+    ids: set[str] = field(default_factory=set)
+
+    def processes(self) -> list[psutil.Process]:
+        """All living ones, the launcher's included; notes the job's id on the way."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environ = process.environ()
+                if environ.get(MARKER) == self.marker and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+                    if "RINGDANCE_JOB" in environ:
+                        self.ids.add(environ["RINGDANCE_JOB"])
+            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                continue
+        return found
+
+    def leftovers(self) -> list[str]:
+        """What is still there, in words."""
+        left = [f"process {process.pid}: {describe(process)}" for process in self.processes()]
+        left += [f"file {path}" for path in self.temporary.rglob("*") if path.name != "segments"]
+        names = [line for line in segments(self.temporary) if (SHARED / line).exists()]
+        names += [path.name for path in SHARED.glob("ringdance-*") if self.owns(path.name)]
+        return left + [f"shared memory {name}" for name in names]
+
+    def owns(self, name: str) -> bool:
+        """Whether that folder in shared memory belongs to this job."""
+        return any(name == f"ringdance-{id_[:12]}" for id_ in self.ids)
+
+
+def segments(temporary: Path) -> list[str]:
+    """Names of the shared memory segments that the job's ranks and workers have noted."""
+    path = temporary.parent / "segments"
+    return path.read_text().split() if path.exists() else []
+
+
+def describe(process: psutil.Process) -> str:
+    """Its command line, or what is left of it."""
+    try:
+        return " ".join(process.cmdline())[-200:]
+    except psutil.Error:
+        return "(gone)"
+
+
+def start(folder: Path, *command: str, **options: object) -> Job:
+    """Start ``ringdance run`` with `command`; its TMPDIR is ``folder/tmp``."""
+    marker = uuid.uuid4().hex
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True)
+    environ = {**os.environ, MARKER: marker, "TMPDIR": str(temporary), "SEGMENTS": str(folder / "segments")}
+    line = [sys.executable, "-m", "ringdance", "run", *command]
+    return Job(subprocess.Popen(line, env=environ, **options), marker, temporary)  # type: ignore[call-overload]
+
+
+def script(folder: Path, text: str) -> str:
+    """Write a program for the ranks; gives its path."""
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
+    """Seconds until it holds, or None if it did not within `seconds`."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            return None
+        time.sleep(0.01)
+    return time.monotonic() - began

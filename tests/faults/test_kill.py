@@ -1,0 +1,147 @@
+"""SIGKILL to any one process of a job, at random times: nothing may be left, and the exit code is never 0."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import Job, script, start, wait_until
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+# Ranks with forked workers that ignore SIGTERM, as loader workers deep in native code do, an
+# MPI window, and a segment of shared memory in each process.
+PROGRAM = """
+    import multiprocessing, os, signal, time
+    from multiprocessing.shared_memory import SharedMemory
+
+    def segment():
+        memory = SharedMemory(create=True, size=1 << 16)
+        with open(os.environ["SEGMENTS"], "a") as file:
+            file.write(memory.name + chr(10))
+        return memory
+
+    def work():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        memory = segment()
+        time.sleep(600)
+
+    workers = [multiprocessing.get_context("fork").Process(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    memory = segment()
+    import mpi4py
+    mpi4py.rc.threads = True
+    from mpi4py import MPI
+    host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    window = MPI.Win.Allocate_shared(1 << 20, 1, comm=host)
+    if MPI.COMM_WORLD.rank == 0:
+        time.sleep(600)
+    MPI.COMM_WORLD.Barrier()
+"""
+# The same with the loader that people use; slow to import.
+LOADER_PROGRAM = """
+    import time, torch
+    from mpi4py import MPI
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1 << 20
+        def __getitem__(self, index):
+            return torch.full((1000,), float(index))
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    for batch in torch.utils.data.DataLoader(Data(), batch_size=8, num_workers=2):
+        time.sleep(0.001)
+"""
+VICTIMS = ("rank", "launcher", "mpiexec")
+OTHERS = ("guardian", "front", "supervisor")
+
+
+def role(process: psutil.Process) -> str:
+    """What a process of the job is."""
+    line = process.cmdline()
+    text, name = " ".join(line), os.path.basename(line[0]) if line else ""
+    if name in ("prterun", "mpiexec", "mpirun", "mpiexec.hydra"):
+        return "mpiexec"
+    if "hydra" in name:
+        return "proxy"
+    if "launch.guardian" in text:
+        return "guardian"
+    parent = process.parent()
+    above = parent.cmdline() if parent else []
+    if "launch.rank" in text:
+        return "supervisor" if above == line else "front"
+    if "program.py" not in text:
+        return "other"
+    # mpiexec's own command line holds the wrapper's too.
+    return "rank" if "launch.rank" in " ".join(above[:5]) else "worker"
+
+
+def find(job: Job, wanted: str, seconds: float = 20.0) -> psutil.Process | None:
+    """The first process of that role to appear."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        for process in job.processes():
+            try:
+                if process.pid != job.process.pid and role(process) == wanted:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return bool(found) or job.process.poll() is not None
+
+    wait_until(look, seconds)
+    return found[0] if found else None
+
+
+def trial(folder: Path, seed: int, victims: tuple[str, ...], program: str = PROGRAM) -> tuple[str, float]:
+    """Start a job, kill one of its processes, and wait until nothing is left; who it was, and the seconds."""
+    chance = random.Random(seed)
+    wanted = chance.choice(victims)
+    # Half of the kills come within the first instants, the others anywhere in start and run.
+    delay = chance.choice((chance.uniform(0, 0.1), chance.uniform(0, 2.0)))
+    folder.mkdir()
+    with open(folder / "output", "wb") as output:
+        program = script(folder, program)
+        job = start(folder, "-np", "2", "python", program, stdout=output, stderr=output)
+    victim = psutil.Process(job.process.pid) if wanted == "launcher" else find(job, wanted)
+    assert victim, f"no {wanted}: {(folder / 'output').read_text()}"
+    time.sleep(delay)
+    job.processes()
+    victim.send_signal(signal.SIGKILL)
+    seconds = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
+    said = (folder / "output").read_text()
+    what = f"seed {seed}: {wanted} killed {delay:.3f} s after it appeared"
+    print(f"{what}: gone after {seconds} s, exit code {job.process.poll()}")
+    left = job.leftovers()
+    for process in job.processes():
+        process.kill()
+    assert seconds is not None, f"{what}: 5 s later there are still {left}\n{said}"
+    assert job.process.returncode != 0, f"{what}: exit code 0\n{said}"
+    assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause told\n{said}"
+    return wanted, seconds
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("victim", [*VICTIMS, *OTHERS])
+def test_kill_one(tmp_path: Path, victim: str) -> None:
+    trial(tmp_path / "trial", random.SystemRandom().randrange(1 << 30), (victim,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "trials"), [(PROGRAM, 50), (LOADER_PROGRAM, 10)], ids=["mpi", "loader"])
+def test_kill_at_random_times(tmp_path: Path, program: str, trials: int) -> None:
+    first = int(os.environ.get("KILL_SEED") or random.SystemRandom().randrange(1 << 30))
+    victims = (*VICTIMS, "worker") if program == LOADER_PROGRAM else VICTIMS
+    took = [trial(tmp_path / str(n), first + n, victims, program) for n in range(trials)]
+    slow = [(who, round(seconds, 2)) for who, seconds in took if seconds > 2.0]
+    print(f"KILL_SEED={first}: {trials - len(slow)} of {trials} gone within 2 s; others: {slow}")
+    # 19 of 20 within 2 s, all within 5 s.
+    assert len(slow) * 20 <= trials, slow
