@@ -130,6 +130,10 @@ class Settings:
         (), CORES, "Core for the engine's thread of each local rank (Linux); empty: not pinned.",
         legacy="THREAD_AFFINITY",
     )
+    mpi_threads_disable: bool = _switch(
+        False, "Ask MPI for its single-thread level; collectives then run only while the main thread waits.",
+        legacy="MPI_THREADS_DISABLE",
+    )
     init_timeout: float = _knob(
         120.0, number(above=True), "How long init() waits for all ranks before it names the missing ones.",
         unit="s",
@@ -208,10 +212,6 @@ class Settings:
     torus_allreduce: bool = _switch(
         False, "All-reduce on a two-dimensional grid of GPUs.", legacy="TORUS_ALLREDUCE", own=False,
         no_effect=_NO_NCCL,
-    )
-    mpi_threads_disable: bool = _switch(
-        False, "Ask MPI for its single-thread level.", legacy="MPI_THREADS_DISABLE", own=False,
-        no_effect="whoever waits drives the exchange, the main thread included, so MPI must allow threads",
     )
     num_nccl_streams: int = _knob(
         1, integer(1), "Parallel NCCL streams.", unit="streams", legacy="NUM_NCCL_STREAMS", own=False,
