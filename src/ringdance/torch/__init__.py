@@ -1,0 +1,78 @@
+"""Ringdance for PyTorch: ``import ringdance.torch as hvd``.
+
+Names, signatures and results are those of Horovod's torch module; see the functions.
+"""
+
+from ringdance.errors import CollectiveError
+from ringdance.torch.batch_norm import SyncBatchNorm
+from ringdance.torch.compression import Compression, Compressor
+from ringdance.torch.operations import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+    synchronize,
+)
+from ringdance.torch.optimizer import DistributedOptimizer
+from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
+from ringdance.training.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from ringdance.training.objects import allgather_object, broadcast_object
+from ringdance.training.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+
+HorovodInternalError = CollectiveError
+
+__all__ = [name for name in dir() if not name.startswith("_")]

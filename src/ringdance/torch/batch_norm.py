@@ -1,0 +1,127 @@
+"""Batch normalisation over the batches of all ranks, on CPU and GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ringdance import session
+from ringdance.errors import ArgumentError
+from ringdance.torch import operations as ops
+
+__all__ = ["SyncBatchNorm"]
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalises with mean and variance over all ranks' elements of each channel.
+
+    Each rank sends count, mean and squared deviation of its own batch, which join without loss of
+    precision also where ranks have batches of different sizes, or none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        axes = [axis for axis in range(input.dim()) if axis != 1]
+        channels = input.shape[1]
+        wide = input if input.dtype is torch.float64 else input.float()
+        count = wide.numel() // channels
+        if count:
+            variance, mean = torch.var_mean(wide, axes, correction=0)
+        else:
+            variance = mean = wide.new_zeros(channels)
+        own = torch.cat([wide.new_full((1,), float(count)), mean, variance * count])
+        every = ops.allgather(own.unsqueeze(0), "sync_batch_norm.statistics").double()
+        counts, means, deviations = every[:, :1], every[:, 1 : channels + 1], every[:, channels + 1 :]
+        total = counts.sum()
+        joined = (counts * means).sum(0) / total
+        spread = (deviations.sum(0) + (counts * (means - joined) ** 2).sum(0)) / total
+        mean, variance = joined.to(wide.dtype), spread.to(wide.dtype)
+        scale = torch.rsqrt(variance + eps)
+        normal = (wide - _per_channel(mean, input)) * _per_channel(scale, input)
+        output = normal
+        if weight is not None:
+            output = output * _per_channel(weight, input)
+        if bias is not None:
+            output = output + _per_channel(bias, input)
+        ctx.save_for_backward(normal, scale, weight)
+        ctx.total = float(total)
+        ctx.mark_non_differentiable(mean, variance)
+        return output.to(input.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        normal, scale, weight = ctx.saved_tensors
+        given = gradients[0]
+        axes = [axis for axis in range(given.dim()) if axis != 1]
+        wide = given.to(normal.dtype)
+        of_bias, of_weight = wide.sum(axes), (wide * normal).sum(axes)
+        sums = torch.stack([of_bias, of_weight])
+        sums = ops.allreduce(sums, name="sync_batch_norm.gradients", op=ops.Sum) / ctx.total
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            inner = wide - _per_channel(sums[0], given) - normal * _per_channel(sums[1], given)
+            factor = scale if weight is None else scale * weight
+            of_input = (inner * _per_channel(factor, given)).to(given.dtype)
+        return of_input, *(
+            gradient.to(weight.dtype) if wanted and weight is not None else None
+            for gradient, wanted in zip((of_weight, of_bias), ctx.needs_input_grad[1:3], strict=True)
+        ), None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose statistics are those of the batches of all ranks together.
+
+    A stand-in for ``BatchNorm1d``, ``2d`` and ``3d`` with input (N, C), (N, C, L), ... up to five dimensions; N may
+    differ between ranks. With one rank, and in evaluation with tracked statistics, it is plain batch norm.
+    Gradients of weight and bias are those of this rank's elements; DistributedOptimizer averages them.
+
+    Args:
+        num_features: channels C.
+        eps: added to the variance.
+        momentum: weight of the new statistics in the running ones; ``None`` for their plain average.
+        affine: whether there are weight and bias.
+        track_running_stats: whether running statistics are kept.
+
+    Raises:
+        ArgumentError: the input has less than two dimensions.
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ArgumentError(f"SyncBatchNorm needs at least 2 dimensions (N, C, ...), got {tuple(input.shape)}.")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, in its shape and type."""
+        self._check_input_dim(input)
+        own = self.training or self.running_mean is None
+        if not own or session.engine().size == 1:
+            return super().forward(input)
+        output, mean, variance, total = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        if self.training and self.track_running_stats and self.running_mean is not None:
+            self._track(mean, variance, float(total))
+        result: Tensor = output
+        return result
+
+    def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            unbiased = variance * (total / max(total - 1.0, 1.0))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)

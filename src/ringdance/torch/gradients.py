@@ -1,0 +1,205 @@
+"""Lends the gradients of a torch optimizer's parameters to ``training.optimizer.GradientExchange``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from ringdance.torch.compression import Compression
+from ringdance.torch.memory import Array, from_array, host_tensor, view_of
+from ringdance.training.optimizer import DENSE
+
+__all__ = ["Gradients", "Hooks", "fill_from_host", "host_copies"]
+
+_NESTED = CheckpointFunction.backward.__code__
+
+
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return pinned CPU copies of tensors on a GPU: all copies start before the first is waited for."""
+    staged = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        for tensor in tensors
+    ]
+    for device in {tensor.device for tensor in tensors}:
+        torch.cuda.current_stream(device).synchronize()
+    return staged
+
+
+def fill_from_host(target: Tensor, source: Tensor) -> None:
+    """Copy a reduced tensor over the gradient; type and device may differ."""
+    target.detach().copy_(source)
+
+
+class Gradients:
+    """The gradients of ``parameters``, by index. See ``training.optimizer.GradientSource``.
+
+    A dense contiguous gradient on the CPU is lent as it is and reduced in place. Others (on a GPU, with
+    compression, not contiguous as with channels_last) go through a copy that ``put`` writes back.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], compression: Any, sparse_as_dense: bool) -> None:
+        self.parameters = list(parameters)
+        self.compression = compression
+        self.sparse_as_dense = sparse_as_dense
+        self._copies: dict[int, tuple[Tensor, Any]] = {}
+        self._was_sparse: dict[int, int] = {}  # made dense on the way: sparse dimensions to restore
+
+    def nbytes(self, index: int) -> int:
+        """Return the size of the gradient in bytes."""
+        parameter = self.parameters[index]
+        return parameter.numel() * parameter.element_size()
+
+    def kinds(self, computed: bytearray) -> bytearray:
+        """Return for each parameter 0, the number of sparse dimensions, or DENSE."""
+        kinds = bytearray(len(computed))
+        for index, parameter in enumerate(self.parameters):
+            if not computed[index]:
+                continue
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse and not self.sparse_as_dense:
+                kinds[index] = gradient.sparse_dim()
+            else:
+                kinds[index] = DENSE
+        return kinds
+
+    def take(self, indices: Sequence[int], zeros: bytearray) -> tuple[Array, ...]:
+        """Return contiguous views of the gradients to be reduced in place; missing ones are made, as zeros."""
+        gradients = []
+        for index in indices:
+            parameter = self.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            elif gradient.is_sparse:
+                if self.sparse_as_dense:
+                    self._was_sparse[index] = gradient.sparse_dim()
+                gradient = parameter.grad = gradient.to_dense()
+            if zeros[index]:
+                gradient.zero_()
+            gradients.append(gradient.detach())
+        if self.compression is Compression.none and all([g.is_cpu and g.is_contiguous() for g in gradients]):
+            return tuple([view_of(gradient) for gradient in gradients])
+        return tuple(self._copied(indices, gradients))
+
+    def _copied(self, indices: Sequence[int], gradients: list[Tensor]) -> list[Array]:
+        packed = [self.compression.compress(gradient) for gradient in gradients]
+        on_gpu = [small for small, _ in packed if not small.is_cpu]
+        staged = iter(host_copies(on_gpu)) if on_gpu else iter(())
+        views = []
+        for index, gradient, (small, context) in zip(indices, gradients, packed, strict=True):
+            wire = next(staged) if not small.is_cpu else host_tensor(small)
+            if wire is not gradient:
+                self._copies[index] = (wire, context)
+            views.append(view_of(wire))
+        return views
+
+    def put(self, indices: Sequence[int]) -> None:
+        """Write results back that were reduced in a copy; make gradients sparse again that were."""
+        if self._copies:
+            for index in indices:
+                copied = self._copies.pop(index, None)
+                gradient = self.parameters[index].grad
+                if copied is not None and gradient is not None:
+                    fill_from_host(gradient, self.compression.decompress(*copied))
+        if self._was_sparse:
+            for index in indices:
+                gradient = self.parameters[index].grad
+                if index in self._was_sparse and gradient is not None:
+                    self.parameters[index].grad = gradient.to_sparse(self._was_sparse[index])
+
+    def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
+        """Return indices (entries, sparse_dims), int64, and values (entries, ...) of a sparse gradient."""
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            rows = torch.empty((0, sparse_dims), dtype=torch.int64)
+            values = torch.empty((0, *parameter.shape[sparse_dims:]), dtype=parameter.dtype)
+        else:
+            if not gradient.is_sparse:
+                gradient = gradient.to_sparse(sparse_dims)
+            # _indices: entries as they are, merged or not
+            rows, values = gradient.detach()._indices().t().contiguous(), gradient.detach()._values()
+        return view_of(host_tensor(rows)), view_of(host_tensor(values))
+
+    def put_sparse(self, index: int, indices: Array, values: Array) -> None:
+        """Set the gradient to the entries of all ranks, equal indices summed."""
+        parameter = self.parameters[index]
+        joined = torch.sparse_coo_tensor(from_array(indices).t(), from_array(values), parameter.shape)
+        parameter.grad = joined.coalesce().to(parameter.device)
+
+
+def _in_nested_pass() -> bool:
+    """Whether this backward pass runs within another (checkpointing with use_reentrant=True)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _NESTED:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+class Hooks:
+    """Tells about each gradient that backward has accumulated, and about the end of the pass.
+
+    Args:
+        parameters: what to watch; those that need no gradient are looked at again in ``late``.
+        computed: called with the parameter's index.
+        pass_done: called at the end of a backward pass that computed at least one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], computed: Callable[[int], None], pass_done: Callable[[], None]
+    ) -> None:
+        self._parameters = parameters
+        self._computed = computed
+        self._pass_done = pass_done
+        self._task = -1  # the pass whose end we have asked to be told
+        self._late: list[int] = []
+        self._handles: list[Any] = []
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                self._watch(index)
+            else:
+                self._late.append(index)
+
+    def _watch(self, index: int) -> None:
+        computed = self._computed
+        current_task = torch._C._current_graph_task_id
+
+        def hook(_: Tensor) -> None:
+            computed(index)
+            if current_task() != self._task:
+                self._task = current_task()
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+        self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
+
+    def _end(self) -> None:
+        self._task = -1
+        if not _in_nested_pass():
+            self._pass_done()
+
+    def late(self) -> list[int]:
+        """Return parameters that have begun to need a gradient, have one, and were not watched so far."""
+        if not self._late:
+            return []
+        begun = [index for index in self._late if self._parameters[index].requires_grad]
+        for index in begun:
+            self._watch(index)
+            self._late.remove(index)
+        return [index for index in begun if self._parameters[index].grad is not None]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,71 @@
+"""Torch tensors as NumPy views, and back, without copying where that is possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ringdance.errors import ArgumentError
+
+__all__ = ["check_in_place", "from_array", "host_tensor", "view_of"]
+
+Array = np.ndarray[Any, Any]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous CPU tensor with these values, without gradient: itself if it is one.
+
+    What is not contiguous is copied (Horovod refuses it); what lies on a GPU goes to pinned memory.
+
+    Raises:
+        ArgumentError: not a dense tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"Expected a torch.Tensor, got {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"A tensor with layout {tensor.layout} ({tensor.type()}) cannot be exchanged as it is; "
+            "use sparse_allreduce_async or to_dense()."
+        )
+    plain = tensor.detach()
+    if not plain.is_cpu:
+        staged = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
+        return staged.copy_(plain)
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain if plain.is_contiguous() else plain.contiguous()
+
+
+def view_of(tensor: torch.Tensor) -> Array:
+    """Return a NumPy view of a contiguous CPU tensor that needs no gradient; bfloat16 by ml_dtypes.
+
+    Raises:
+        ArgumentError: NumPy has no such type.
+    """
+    try:
+        if tensor.dtype is torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(_BFLOAT16)
+        return tensor.numpy()
+    except TypeError:
+        raise ArgumentError(f"Tensors of type {tensor.dtype} ({tensor.type()}) cannot be exchanged.") from None
+
+
+def from_array(array: Array) -> torch.Tensor:
+    """Return a tensor that shares the array's memory."""
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def check_in_place(tensor: torch.Tensor) -> None:
+    """Raise ArgumentError for a tensor whose memory cannot be written to as one block."""
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            f"An operation in place needs a contiguous tensor, got strides {tensor.stride()} for shape "
+            f"{tuple(tensor.shape)}: use tensor.contiguous(), or the form without underscore."
+        )

@@ -1,0 +1,153 @@
+"""Parameters, optimizer state and objects from one rank to all. Contract 2.1.3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringdance import session
+from ringdance.errors import ArgumentError
+from ringdance.torch import operations as ops
+from ringdance.torch.memory import check_in_place
+from ringdance.training.objects import broadcast_object
+from ringdance.training.process_sets import global_process_set
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def _pairs(params: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(params, dict):
+        return [(str(key), value) for key, value in sorted(params.items())]
+    if isinstance(params, (str, bytes, Tensor)) or not isinstance(params, Iterable):
+        raise ArgumentError(
+            f"broadcast_parameters needs a dict such as model.state_dict(), or tensors, or (name, tensor) pairs; "
+            f"got {type(params).__name__}."
+        )
+    listed = [entry if isinstance(entry, tuple) else (str(index), entry) for index, entry in enumerate(params)]
+    if any(len(entry) != 2 for entry in listed):
+        raise ArgumentError("broadcast_parameters: a list must hold tensors or (name, tensor) pairs.")
+    return [(str(name), tensor) for name, tensor in listed]
+
+
+def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
+    """Overwrite all tensors with the root's: all are submitted before the first is waited for."""
+    engine = session.engine()
+    if engine.size == 1:
+        return
+    pending = []
+    for name, tensor in named:
+        # Memory that is not one block (channels_last) goes through a copy.
+        wire = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+        check_in_place(wire)
+        ticket = ops.submit_broadcast(wire, root_rank, name, global_process_set, in_place=True, wake=False)
+        pending.append((tensor, wire, ticket))
+    engine.flush()
+    for tensor, wire, ticket in pending:
+        ticket.wait()
+        ops._land((wire,), ticket)
+        if wire.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(wire)
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite parameters on all ranks with those of global rank ``root_rank``.
+
+    Args:
+        params: ``model.state_dict()``, or tensors, or (name, tensor) pairs. Names match tensors between
+            ranks (without names, places do). Entries that are no tensors are left out.
+        root_rank: global rank.
+
+    Raises:
+        ArgumentError: something else was given.
+    """
+    _broadcast_all([(name, value) for name, value in _pairs(params) if isinstance(value, Tensor)], root_rank)
+
+
+class _Place:
+    """Stands for a tensor in a structure that is sent as an object."""
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        self.number = number
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.on_cpu = tensor.is_cpu
+
+
+def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the structure with each tensor replaced by its place, and collect the tensors."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(value, len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _taken_out(one, tensors) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_taken_out(one, tensors) for one in value)
+    return value
+
+
+def _put_back(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
+    """Return the structure with tensors again: zeros that are then broadcast over, listed in ``tensors``."""
+    if isinstance(value, _Place):
+        made = torch.zeros(value.shape, dtype=value.dtype, device="cpu" if value.on_cpu else device)
+        tensors.append(made)
+        return made
+    if isinstance(value, dict):
+        return {key: _put_back(one, tensors, device) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_put_back(one, tensors, device) for one in value)
+    return value
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Give all ranks the optimizer state and options of global rank ``root_rank``.
+
+    The optimizer makes no step for it: what the root has is told to the others, which make room, and tensors
+    are then broadcast in place. Works for every optimizer, with or without state so far. ``model`` is
+    accepted and not needed.
+
+    Raises:
+        ArgumentError: this rank's optimizer has other numbers of parameters than the root's.
+    """
+    engine = session.engine()
+    if engine.size == 1:
+        return
+    parameters = _parameters(optimizer)
+    number = {id(parameter): index for index, parameter in enumerate(parameters)}
+    is_root = engine.rank == root_rank
+    tensors: list[Tensor] = []
+    structure = None
+    if is_root:
+        state = {number[id(key)]: value for key, value in optimizer.state.items() if id(key) in number}
+        options = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        structure = sizes, _taken_out(state, tensors), _taken_out(options, tensors)
+    sizes, state, options = broadcast_object(structure, root_rank, name="optimizer_state")
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    if not is_root:
+        device = {index: parameters[index].device for index in state} if sizes == mine else {}
+        default = parameters[0].device if parameters else torch.device("cpu")
+        made = {key: _put_back(value, tensors, device.get(key, default)) for key, value in state.items()}
+        groups = [_put_back(one, tensors, default) for one in options]
+    _broadcast_all([(f"optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
+    if is_root:
+        return
+    if sizes != mine:
+        raise ArgumentError(
+            f"broadcast_optimizer_state: the optimizer of rank {root_rank} has {sizes} parameters in its groups, that "
+            f"of rank {engine.rank} has {mine}; build the same model and optimizer on all ranks."
+        )
+    for key in [key for key in optimizer.state if id(key) in number]:
+        del optimizer.state[key]
+    for index, value in made.items():
+        optimizer.state[parameters[index]] = value
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update(values)
