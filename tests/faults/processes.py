@@ -45,10 +45,18 @@ class Job:
     def leftovers(self) -> list[str]:
         """What is still there, in words."""
         left = [f"process {process.pid}: {describe(process)}" for process in self.processes()]
-        left += [f"file {path}" for path in self.temporary.rglob("*") if path.name != "segments"]
+        left += [f"file {place}" for place, _, _ in os.walk(self.temporary) if place != str(self.temporary)]
         names = [line for line in segments(self.temporary) if (SHARED / line).exists()]
         names += [path.name for path in SHARED.glob("ringdance-*") if self.owns(path.name)]
         return left + [f"shared memory {name}" for name in names]
+
+    def end(self) -> None:
+        """Whatever a failed test has left of it."""
+        self.process.kill()
+        self.process.wait()
+        if wait_until(lambda: not self.processes(), 5.0) is None:
+            for process in self.processes():
+                process.kill()
 
     def owns(self, name: str) -> bool:
         """Whether that folder in shared memory belongs to this job."""

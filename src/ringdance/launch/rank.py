@@ -105,12 +105,6 @@ class _Supervisor:
         self._child = os.fork()
         if self._child == 0:
             _exec(command, where, [out[1], err[1]], parent)
-        try:
-            os.setpgid(
-                self._child, self._child
-            )  # here too, for a kill of the group before the child has done it
-        except OSError:
-            pass
         for number in _FORWARDED:
             signal.signal(number, lambda number, _: self._pass_on(number))
         try:
@@ -139,8 +133,9 @@ class _Supervisor:
             pass
 
     def _kill(self) -> None:
+        # Not its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
         try:
-            os.killpg(self._child, signal.SIGKILL)
+            os.kill(self._child, signal.SIGKILL)
         except ProcessLookupError:
             pass
 

@@ -1,0 +1,117 @@
+"""The first failure, told from those that follow from it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ringdance.launch.cause import Cause, Ended, Verdict, judge, parse_mark, render
+
+
+def ended(rank: int, code: int | None, time: float = 1.0, **more: object) -> Ended:
+    return Ended(rank, "h", 100 + rank, code, time, **more)  # type: ignore[arg-type]
+
+
+def mark(rank: int, time: float, message: str = "ValueError: x", kind: str = "exception") -> Cause:
+    return Cause(rank, "h", 100 + rank, time, kind, message, "Traceback ...\n" + message)
+
+
+def verdict(marks: list[Cause], *ends: Ended, **more: object) -> Verdict:
+    """Judge in a random order of reports: it must not matter."""
+    chance = random.Random(1)
+    ends_, marks_ = list(ends), list(marks)
+    chance.shuffle(ends_)
+    chance.shuffle(marks_)
+    found = judge(marks_, {end.rank: end for end in ends_}, **more)  # type: ignore[arg-type]
+    assert found
+    return found
+
+
+def test_nothing_failed() -> None:
+    assert judge([], {0: ended(0, 0), 1: ended(1, 0)}) is None
+
+
+def test_the_first_by_time() -> None:
+    found = verdict([mark(0, 2.0, "KeyError: k"), mark(1, 1.0)], ended(0, 1, 3.0), ended(1, 7, 2.5))
+    assert (found.cause.rank, found.code) == (1, 7)
+    assert [cause.rank for cause in found.others] == [0]
+
+
+def test_errors_about_other_ranks_come_second_whenever_they_came() -> None:
+    lost = mark(0, 1.0, "ringdance.errors.RankLostError: rank 1 died")
+    found = verdict([lost], ended(0, 1, 1.1), ended(1, -9, 1.5))
+    assert (found.cause.rank, found.code) == (1, 137)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    found = verdict([], ended(0, -15, 2.0), ended(1, -11, 1.0))
+    assert found.code == 139
+    assert "SIGSEGV" in found.cause.message
+
+
+def test_a_traceback_without_a_mark_is_the_cause() -> None:
+    words = "Traceback (most recent call last):\n  File x\nValueError: boom"
+    found = verdict([], ended(0, 0), ended(1, 1, last_words=words))
+    assert found.cause.message == "ValueError: boom"
+    assert found.cause.traceback == words
+
+
+def test_a_rank_that_left_early_is_the_cause_of_others_failing() -> None:
+    found = verdict([mark(0, 2.0, "ShutDownError: rank 1 ended")], ended(1, 0, 1.0), ended(0, 1, 2.1))
+    assert found.cause.rank == 1
+    assert "exit code 0 while other ranks still ran" in found.cause.message
+    assert found.code == 1
+
+
+def test_a_rank_that_finished_earlier_is_not_blamed_for_anothers_exception() -> None:
+    found = verdict([mark(0, 2.0)], ended(1, 0, 1.0), ended(0, 1, 2.1))
+    assert found.cause.rank == 0
+
+
+def test_ends_that_the_launcher_brought_about_do_not_count() -> None:
+    found = verdict([], ended(0, -15, 0.5, by_launcher=True), ended(1, 3, 1.0))
+    assert (found.cause.rank, found.code, found.others) == (1, 3, ())
+
+
+def test_ranks_that_mpiexec_killed_take_its_code() -> None:
+    found = verdict([], ended(0, 0, by_mpiexec=True), ended(1, -9, by_mpiexec=True), mpiexec=5)
+    assert found.code == 5
+    assert "MPI_Abort" in found.cause.message
+
+
+def test_a_killed_mpiexec_comes_before_what_follows() -> None:
+    outside = Cause(None, "h", 1, 2.0, "launcher", "mpiexec was killed", code=137)
+    found = verdict([], ended(0, None, 1.0), ended(1, -9, 1.0, by_mpiexec=True), outside=[outside])
+    assert found.cause is outside
+    assert found.code == 137
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_zero(seed: int) -> None:
+    chance = random.Random(seed)
+    ends = {
+        rank: ended(
+            rank, chance.choice([0, 0, 1, -9, None]), chance.random(), by_mpiexec=chance.random() < 0.3
+        )
+        for rank in range(4)
+    }
+    found = judge([], ends, mpiexec=0)
+    assert (found is None) == (not any(end.failed for end in ends.values()))
+    assert found is None or found.code != 0
+
+
+def test_the_frame_shows_the_cause_once() -> None:
+    found = verdict([mark(1, 1.0), mark(0, 2.0)], ended(0, 1, 3.0), ended(1, 1, 3.0))
+    text = render(found, 2, "logs")
+    assert text.count("Traceback") == 1
+    assert "first failure: rank 1 of 2 on h, pid 101: ValueError: x" in text
+    assert "then rank 0 on h, pid 100: the same error" in text
+    assert "logs" in text
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"::ringdance-cause:: {", b"::ringdance-cause:: []", b'::ringdance-cause:: {"rank": 1}']
+)
+def test_what_is_not_a_mark(line: bytes) -> None:
+    assert parse_mark(line) is None
