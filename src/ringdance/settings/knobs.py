@@ -96,7 +96,8 @@ class Settings:
         unit="tensors", legacy="CACHE_CAPACITY", unusable=0,
     )
     disable_group_fusion: bool = _switch(
-        False, "Do not exchange an explicit group together with other tensors.", legacy="DISABLE_GROUP_FUSION",
+        False, "Do not exchange an explicit group together with other tensors.",
+        legacy="DISABLE_GROUP_FUSION",
         no_effect="a group and its neighbours may share a batch; their results do not depend on it",
     )
     deterministic: bool = _switch(
