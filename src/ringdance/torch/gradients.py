@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ringdance.torch.compression import Compression
 from ringdance.torch.memory import Array, from_array, host_tensor, view_of
-from ringdance.training.optimizer import DENSE
+from ringdance.training.optimizer import AS_DENSE, DENSE
 
 __all__ = ["Gradients", "Hooks", "fill_from_host", "host_copies"]
 
@@ -47,7 +47,6 @@ class Gradients:
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self._copies: dict[int, tuple[Tensor, Any]] = {}
-        self._was_sparse: dict[int, int] = {}  # made dense on the way: sparse dimensions to restore
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
@@ -55,7 +54,7 @@ class Gradients:
         return parameter.numel() * parameter.element_size()
 
     def kinds(self, computed: bytearray) -> bytearray:
-        """Return for each parameter 0, the number of sparse dimensions, or DENSE."""
+        """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""
         kinds = bytearray(len(computed))
         for index, parameter in enumerate(self.parameters):
             if not computed[index]:
@@ -63,10 +62,9 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.is_sparse and not self.sparse_as_dense:
-                kinds[index] = gradient.sparse_dim()
-            else:
-                kinds[index] = DENSE
+            kinds[index] = DENSE
+            if gradient.is_sparse:
+                kinds[index] = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
         return kinds
 
     def take(self, indices: Sequence[int], zeros: bytearray) -> tuple[Array, ...]:
@@ -78,8 +76,6 @@ class Gradients:
             if gradient is None:
                 gradient = parameter.grad = torch.zeros_like(parameter)
             elif gradient.is_sparse:
-                if self.sparse_as_dense:
-                    self._was_sparse[index] = gradient.sparse_dim()
                 gradient = parameter.grad = gradient.to_dense()
             if zeros[index]:
                 gradient.zero_()
@@ -100,7 +96,7 @@ class Gradients:
             views.append(view_of(wire))
         return views
 
-    def put(self, indices: Sequence[int]) -> None:
+    def put(self, indices: Sequence[int], union: bytes) -> None:
         """Write results back that were reduced in a copy; make gradients sparse again that were."""
         if self._copies:
             for index in indices:
@@ -108,11 +104,10 @@ class Gradients:
                 gradient = self.parameters[index].grad
                 if copied is not None and gradient is not None:
                     fill_from_host(gradient, self.compression.decompress(*copied))
-        if self._was_sparse:
-            for index in indices:
-                gradient = self.parameters[index].grad
-                if index in self._was_sparse and gradient is not None:
-                    self.parameters[index].grad = gradient.to_sparse(self._was_sparse[index])
+        for index in indices:
+            gradient = self.parameters[index].grad
+            if union[index] < DENSE and gradient is not None:
+                self.parameters[index].grad = gradient.to_sparse(union[index] - AS_DENSE)
 
     def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
         """Return indices (entries, sparse_dims), int64, and values (entries, ...) of a sparse gradient."""
@@ -131,7 +126,9 @@ class Gradients:
     def put_sparse(self, index: int, indices: Array, values: Array) -> None:
         """Set the gradient to the entries of all ranks, equal indices summed."""
         parameter = self.parameters[index]
-        joined = torch.sparse_coo_tensor(from_array(indices).t(), from_array(values), parameter.shape)
+        joined = torch.sparse_coo_tensor(
+            from_array(indices).t(), from_array(values), parameter.shape, check_invariants=False
+        )
         parameter.grad = joined.coalesce().to(parameter.device)
 
 
@@ -162,7 +159,7 @@ class Hooks:
         self._parameters = parameters
         self._computed = computed
         self._pass_done = pass_done
-        self._task = -1  # the pass whose end we have asked to be told
+        self._tasks: set[int] = set()  # passes whose end we have asked to be told; several if nested
         self._late: list[int] = []
         self._handles: list[Any] = []
         for index, parameter in enumerate(parameters):
@@ -177,15 +174,15 @@ class Hooks:
 
         def hook(_: Tensor) -> None:
             computed(index)
-            if current_task() != self._task:
-                self._task = current_task()
+            if current_task() not in self._tasks:
+                self._tasks.add(current_task())
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
         self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
 
     def _end(self) -> None:
-        self._task = -1
         if not _in_nested_pass():
+            self._tasks.clear()
             self._pass_done()
 
     def late(self) -> list[int]:

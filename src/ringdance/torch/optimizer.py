@@ -250,9 +250,16 @@ def _subclassed(optimizer: torch.optim.Optimizer, front: type, **state: Any) -> 
     base = type(optimizer)
     if issubclass(base, (_Distributed, AdasumOptimizer)):
         raise ArgumentError("This optimizer is a DistributedOptimizer already.")
-    # A scheduler made before puts its wrapper of the plain step there, which would hide ours.
-    optimizer.__dict__.pop("step", None)
+    # A learning rate scheduler made before has put its wrapper of the plain step there, which would hide ours.
+    wrapper = optimizer.__dict__.pop("step", None)
     result = object.__new__(type(base.__name__, (front, base), {"__module__": __name__}))
     result.__dict__ = optimizer.__dict__
     result.__dict__.update(state)
+    if wrapper is not None:
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return type(result).step(result, *args, **kwargs)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what the scheduler looks for
+        result.step = step
     return result

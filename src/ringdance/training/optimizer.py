@@ -53,8 +53,10 @@ Array = np.ndarray[Any, Any]
 # Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros
 # that a joined rank contributes, and their maxima tell whether all ranks are in one step.
 STEPS = 251
-# Kinds in the mask: 0 nothing, d sparse with d sparse dimensions, DENSE. The mask holds the maximum over
-# the ranks, so a gradient that is dense anywhere is reduced as dense; then a sent bucket stays valid.
+# Kinds in the mask: 0 nothing; d sparse with d sparse dimensions; AS_DENSE + d the same, but to be reduced as
+# a dense one and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient
+# that is dense anywhere is reduced as dense; then a bucket that was sent stays valid.
+AS_DENSE = 128
 DENSE = 255
 
 
@@ -62,10 +64,7 @@ class GradientSource(Protocol):
     """How a binding lends gradients, addressed by the parameter's index."""
 
     def kinds(self, computed: bytearray) -> bytearray:
-        """Return for each parameter what this rank has: 0, the number of sparse dimensions, or DENSE.
-
-        May mark gradients in ``computed`` that were set without a hook having seen it.
-        """
+        """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
 
     def take(self, indices: Sequence[int], zeros: bytearray) -> tuple[Array, ...]:
         """Return contiguous views, to be reduced in place; zeros for a gradient that is missing here.
@@ -74,8 +73,8 @@ class GradientSource(Protocol):
         made dense.
         """
 
-    def put(self, indices: Sequence[int]) -> None:
-        """The views of these now hold the result: make it the gradient, if it is not already."""
+    def put(self, indices: Sequence[int], union: bytes) -> None:
+        """The views of these now hold the result: make it the gradient, of the kind in ``union``."""
 
     def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
         """Return indices, int64 (entries, sparse_dims), and values (entries, ...); no entries if missing here."""
@@ -156,8 +155,8 @@ def check_groups(groups: Any, order: Sequence[int], index_of: Callable[[Any], in
     return found
 
 
-# How many exchanges of the same parameter names an engine has seen: makes their names unique.
-_seen: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+# How many exchanges of the same parameter names among the same ranks there were: makes names unique.
+_seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
 class GradientExchange:
@@ -196,8 +195,9 @@ class GradientExchange:
         self.groups = [tuple(group) for group in groups]
         digest = hashlib.blake2b("\0".join(self.names).encode(), digest_size=4).hexdigest()
         counter = _seen.setdefault(self.engine, Counter())
-        self.name = f"gradients.{digest}.{counter[digest]}"
-        counter[digest] += 1
+        key = digest, self.engine.members(set_id)
+        self.name = f"gradients.{digest}.{counter[key]}"
+        counter[key] += 1
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
         self._plan()
@@ -278,7 +278,7 @@ class GradientExchange:
         last = (self.state.passes + 1) % self.passes == 0
         if last and bucket.missing == 0 and bucket.surprises == 0 and bucket.ticket is None:
             kinds = self.source.kinds(self.state.computed)
-            if all(kinds[member] == DENSE for member in bucket.expected):
+            if all(kinds[member] >= AS_DENSE for member in bucket.expected):
                 bucket.ticket = self._send(bucket, bucket.expected, bytearray(len(self.names)), wake=True)
 
     def pass_done(self) -> None:
@@ -345,16 +345,14 @@ class GradientExchange:
     @staticmethod
     def _complete(bucket: Bucket, kinds: bytearray) -> bool:
         """Whether this rank has exactly the bucket's expected gradients, all of them dense."""
-        have = [kinds[index] for index in bucket.members]
-        if len(bucket.expected) == len(bucket.members):
-            return have.count(DENSE) == len(have)
-        return bytes(have) == bytes(DENSE if index in bucket.expected else 0 for index in bucket.members)
+        have = [index for index in bucket.members if kinds[index]]
+        return tuple(have) == bucket.expected and min([kinds[index] for index in have]) >= AS_DENSE
 
     def _reduce(self, union: bytes, zeros: bytearray) -> None:
         """Send what is still to be sent of the union, wait for all, and hand over the results."""
         tickets: list[tuple[Ticket, tuple[int, ...]]] = []
         for bucket in self.buckets:
-            dense = tuple(index for index in bucket.members if union[index] == DENSE)
+            dense = tuple(index for index in bucket.members if union[index] >= AS_DENSE)
             expected = bucket.expected
             extra = dense
             if expected and (dense == expected or set(expected).issubset(dense)):
@@ -365,11 +363,11 @@ class GradientExchange:
             if extra:
                 tickets.append((self._send(bucket, extra, zeros), extra))
             bucket.expected = dense
-        sparse = [index for index, kind in enumerate(union) if 0 < kind < DENSE]
+        sparse = [index for index, kind in enumerate(union) if 0 < kind < AS_DENSE]
         gathered = self._send_sparse(sparse, union) if sparse else None
         for ticket, indices in tickets:
             ticket.wait()
-            self.source.put(indices)
+            self.source.put(indices, union)
         if gathered is not None:
             self._put_sparse(sparse, union, gathered.wait())
 
