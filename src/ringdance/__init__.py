@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringdance.launch import run
+    from ringdance.launch.api import run
 
 __version__ = "0.1.0.dev0"
 
@@ -22,7 +22,7 @@ __all__ = ["__version__", "run"]
 def __getattr__(name: str) -> object:
     # PEP 562: the launcher is imported when somebody asks for it, not by those who only train.
     if name == "run":
-        from ringdance.launch import run
+        from ringdance.launch.api import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
