@@ -100,7 +100,7 @@ def launch_line(ranks: int, command: Sequence[str], launcher: str = "auto") -> l
         SystemExit: no launcher was found; says what to install.
     """
     if launcher == "ringdance" or (launcher == "auto" and _ringdance_run_works()):
-        return [sys.executable, "-m", "ringdance", "run", "-np", str(ranks), *command]
+        return [sys.executable, "-m", "ringdance", "run", "--no-prefix", "-np", str(ranks), *command]
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
