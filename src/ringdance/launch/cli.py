@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -139,8 +138,8 @@ def _run(plan: Plan, arguments: argparse.Namespace) -> int:
         folder=folder,
         start_timeout=arguments.start_timeout,
         verbose=arguments.verbose,
-        # mpiexec runs in a session of its own, which cannot read from this terminal.
-        stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else 0,
+        # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
+        stdin=-1 if sys.stdin is None or sys.stdin.isatty() else 0,
     )
     outcome = Job(plan, options).run()
     if isinstance(outcome, Verdict):

@@ -5,7 +5,7 @@ says so or is gone, however it went. Started by :mod:`ringdance.launch.job` with
 socket pair. Standard library only.
 
 Launcher to guardian: ``{"job", "folders", "began"}``, then ``{"start": argv, "env", "cwd"}``,
-``{"pid": n}`` for each rank, ``{"clean": true}``.
+``{"pid": n}`` for each rank, ``{"clean": true, "failed": bool}``.
 Guardian to launcher: ``{"ready"}``, ``{"mpiexec": pid}``, ``{"ended": wait status}``, ``{"cleaned": bool}``.
 """
 
@@ -55,7 +55,7 @@ class _Guardian:
         elif "pid" in message and self._sweep:
             self._sweep.note(message["pid"])
         elif "clean" in message and self._sweep:
-            self._channel.send({"cleaned": self._sweep.run()})
+            self._channel.send({"cleaned": self._sweep.run(message["failed"])})
             return False
         return True
 

@@ -44,7 +44,7 @@ class Options:
         start_timeout: seconds until all ranks must have started.
         verbose: tell what is done, and show what mpiexec says in full.
         out, err: where the ranks' output goes.
-        stdin: what rank 0 reads: a file descriptor, or ``subprocess.DEVNULL``.
+        stdin: file descriptor of what rank 0 reads; -1 for nothing.
         folder_argument: whether the command gets the job's folder as its last argument.
         prepare: called with the job's folder before the ranks start, and `collect` before it is removed.
     """
@@ -55,7 +55,7 @@ class Options:
     folder: Path | None = None
     start_timeout: float = 60.0
     verbose: bool = False
-    stdin: int = subprocess.DEVNULL
+    stdin: int = -1
     folder_argument: bool = False
     prepare: Callable[[str], None] = lambda folder: None
     collect: Callable[[str], None] = lambda folder: None
@@ -118,7 +118,7 @@ class Job:
         out, err = os.pipe(), os.pipe()
         self._guardian = subprocess.Popen(
             bare_command("guardian", str(theirs.fileno())),
-            stdin=self._options.stdin,
+            stdin=subprocess.DEVNULL,
             stdout=out[1],
             stderr=err[1],
             pass_fds=[theirs.fileno()],
@@ -203,6 +203,8 @@ class Job:
         for message in messages:
             if "rank" in message:
                 rank = self._welcome(channel, message, descriptors)
+            elif "pid" in message and rank:
+                self._started(rank, message["pid"])
             elif "ended" in message and rank:
                 self._ended(rank, message["ended"], message["time"], message["by_mpiexec"])
         if not alive:
@@ -221,7 +223,7 @@ class Job:
             Stream(self._options.out, prefix, out_file),
             Stream(self._options.err, prefix, err_file, holds=True),
         )
-        rank = _Rank(channel, number, str(hello["host"]), int(hello["pid"]), streams, open=set(descriptors))
+        rank = _Rank(channel, number, str(hello["host"]), 0, streams, open=set(descriptors))
         if int(hello["size"]) != ranks or number in self._ranks:
             self._fail_outside(
                 f"{self._plan.mpi.mpiexec} started a world of {hello['size']} ranks instead of {ranks}: "
@@ -235,12 +237,22 @@ class Job:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, lambda d=descriptor, s=stream: self._from_stream(rank, d, s)
             )
-        if self._channel:
-            self._channel.send({"pid": rank.pid})
-        self._say(f"rank {number} runs on {rank.host}, pid {rank.pid}")
-        if len(self._ranks) == ranks:
-            self._deadlines.pop("start", None)
+        # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
+        stdin = os.dup(self._options.stdin) if number == 0 and self._options.stdin >= 0 else _nothing()
+        try:
+            channel.send_with({"go": True}, [stdin])
+        except OSError:
+            pass  # that it is gone will be seen by reading
+        os.close(stdin)
         return rank
+
+    def _started(self, rank: _Rank, pid: int) -> None:
+        rank.pid = pid
+        if self._channel:
+            self._channel.send({"pid": pid})
+        self._say(f"rank {rank.rank} runs on {rank.host}, pid {pid}")
+        if all(rank.pid for rank in self._ranks.values()) and len(self._ranks) == self._plan.ranks:
+            self._deadlines.pop("start", None)
 
     def _from_stream(self, rank: _Rank, descriptor: int, stream: Stream) -> bool:
         """Read once; True if there was something."""
@@ -350,7 +362,7 @@ class Job:
         if not self._ending:
             self._ending = self._banner.quiet = True
             for rank in self._ranks.values():
-                if not rank.ended:
+                if rank.pid and not rank.ended:
                     rank.channel.send({"signal": int(signal.SIGTERM)})
             running = any(not rank.ended for rank in self._ranks.values())
             self._expect("clean", seconds if running else 0.0)
@@ -360,9 +372,13 @@ class Job:
         self._deadlines.clear()
         self._cleaning = self._ending = self._banner.quiet = True
         self._options.collect(self._folder)
-        if not (self._channel and self._channel.send({"clean": True})):
+        if not (self._channel and self._channel.send({"clean": True, "failed": not self._completed()})):
             return  # the guardian's end will be noticed by the loop
         self._deadlines["stuck"] = time.monotonic() + 6.0
+
+    def _completed(self) -> bool:
+        ends = [rank.ended for rank in self._ranks.values()]
+        return len(ends) == self._plan.ranks and all(end and not end.failed for end in ends)
 
     def _on_stuck(self) -> None:
         if self._guardian:
@@ -410,7 +426,7 @@ class Job:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in _PASSED_ON:
             for rank in self._ranks.values():
-                if not rank.ended:
+                if rank.pid and not rank.ended:
                     rank.channel.send({"signal": number})
         elif self._signal:
             self._expect("clean", 0.0)
@@ -470,6 +486,10 @@ class Job:
                 stream.drop(cause.traceback)
             else:
                 stream.release()
+
+
+def _nothing() -> int:
+    return os.open(os.devnull, os.O_RDONLY)
 
 
 def _short_folder() -> str:

@@ -132,6 +132,17 @@ def shared_files(pid: int) -> set[str]:
     return found
 
 
+def sees_all_users_of_shared_memory() -> bool:
+    """Whether no other container can share this /dev/shm unseen: the first pid namespace sees everybody, and
+    an IPC namespace of its own comes with a /dev/shm of its own.
+    """
+    try:
+        first_pid = os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"
+        return first_pid or os.readlink("/proc/self/ns/ipc") != "ipc:[4026531839]"
+    except OSError:
+        return False
+
+
 def usable_cores() -> int:
     """Cores this process may use: its affinity mask, cut by the CPU quota of its cgroups."""
     try:

@@ -5,9 +5,10 @@ rank aborts), and the supervisor, which outlives it long enough to end the rank 
 The rank's stdout and stderr are pipes whose reading ends are handed to the launcher, so the launcher
 knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
-Supervisor to launcher: ``{"rank", "size", ..., "pid", "host"}`` with descriptors of stdout and stderr, then
+Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with descriptors of stdout and stderr, ``{"pid"}``, then
 ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did the front go first}``.
-Launcher to supervisor: ``{"signal": n}`` for the rank; closing the connection ends the rank at once.
+Launcher to supervisor: ``{"go"}`` with a descriptor of what the rank reads; then ``{"signal": n}`` for the
+rank; closing the connection ends the rank at once.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _exec(command: list[str], where: Mapping[str, int], streams: list[int], pare
     linux.die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    for descriptor, stream in zip((1, 2), streams, strict=True):
+    for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
     signal.set_wakeup_fd(-1)
     for number in (*_FORWARDED, signal.SIGPIPE):
@@ -101,22 +102,18 @@ class _Supervisor:
         except LookupError as error:
             sys.exit(f"ringdance: {error}")
         out, err = os.pipe(), os.pipe()
+        stdin = self._announce(where, [out[0], err[0]])
+        if stdin is None:
+            return 1
         parent = os.getpid()
         self._child = os.fork()
         if self._child == 0:
-            _exec(command, where, [out[1], err[1]], parent)
+            _exec(command, where, [stdin, out[1], err[1]], parent)
         for number in _FORWARDED:
             signal.signal(number, lambda number, _: self._pass_on(number))
-        try:
-            hello = {name.lower(): value for name, value in where.items()}
-            self._channel.send_with(
-                {**hello, "pid": self._child, "host": os.uname().nodename}, [out[0], err[0]]
-            )
-        except OSError:
-            self._kill()
-            return 1
-        for descriptor in (*out, *err):
+        for descriptor in (stdin, *out, *err):
             os.close(descriptor)
+        self._channel.send({"pid": self._child})
         code = self._wait()
         if code is None:
             return 1
@@ -125,6 +122,18 @@ class _Supervisor:
             # mpiexec ends the others when it sees a failure: give them a moment to say what they saw.
             select.select([self._channel.sock.fileno(), self._front], [], [], _AFTER_FAILURE_S)
         return code if code >= 0 else 128 - code
+
+    def _announce(self, where: Mapping[str, int], streams: list[int]) -> int | None:
+        """Hand over the streams' reading ends; gives what the rank shall read, None without a launcher."""
+        hello = {name.lower(): value for name, value in where.items()}
+        try:
+            self._channel.send_with({**hello, "host": os.uname().nodename}, streams)
+        except OSError:
+            return None
+        alive, descriptors = True, list[int]()
+        while alive and not descriptors:
+            _, descriptors, alive = self._channel.receive()
+        return descriptors[0] if descriptors else None
 
     def _pass_on(self, number: int) -> None:
         try:

