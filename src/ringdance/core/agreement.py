@@ -58,6 +58,9 @@ class VectorLayout:
         self.unnamed_at = 3 + 2 * size
         self.ready_at = self.unnamed_at + 64 + 128 + 128
         self.unnamed_mask = (1 << 320) - 1
+        # What a round looks like in which nobody has anything but known tensors, and the bits that show it.
+        self.plain = GO | self.everyone << self.news_at | self.everyone << self.joined_at
+        self.plain_mask = self.plain | HEAD
         self.all_quiet = (1 << self.ready_at) - 1  # every header field neutral
 
     def width(self, entries: int) -> int:
@@ -113,7 +116,10 @@ class KnownTensors:
             return None
         entry = self.entries[slot]
         assert entry is not None
-        if entry.description is description or entry.disputed or entry.description == description:
+        if entry.description is description or entry.disputed:
+            return slot
+        if entry.description == description:
+            entry.description = description  # the caller's own object: the next look is one comparison
             return slot
         return None
 

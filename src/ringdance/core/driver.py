@@ -29,6 +29,7 @@ class Driven(Protocol):
     """What a driver needs of its engine."""
 
     closed: bool
+    callers: int  # threads that wait for tickets
 
     def step(self) -> bool: ...
     def look(self) -> None: ...
@@ -55,8 +56,6 @@ class Driver:
         self._doorbell = doorbell
         self._place = threading.Lock()
         self._chief = threading.Lock()
-        self._callers = 0
-        self._count = threading.Lock()
         self._bench: list[Ticket] = []
         self._wake = threading.Event()
         self._asleep = False
@@ -78,8 +77,6 @@ class Driver:
     def wait(self, ticket: Ticket, timeout: float | None) -> None:
         """Block until ``ticket`` is done, driving the engine. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._count:
-            self._callers += 1
         try:
             while not ticket.done():
                 if self._chief.acquire(blocking=False):
@@ -87,13 +84,12 @@ class Driver:
                         self._drive(ticket, deadline)
                     finally:
                         self._chief.release()
-                        self._hand_over()
+                        if self._bench:
+                            self._hand_over()
                 else:
                     self._sit_out(ticket, deadline)
         finally:
-            with self._count:
-                self._callers -= 1
-            if not self._callers and self._engine.next_due() is not None:
+            if self._asleep and not self._engine.callers and self._engine.next_due() is not None:
                 self.wake()
 
     def _drive(self, ticket: Ticket, deadline: float | None) -> None:
@@ -173,7 +169,7 @@ class Driver:
         nap = 5e-5
         while not self._engine.closed:
             now = time.monotonic()
-            due = None if self._callers else self._engine.next_due()
+            due = None if self._engine.callers else self._engine.next_due()
             if due is None or due > now:
                 self._rest(_IDLE if due is None else min(_IDLE, due - now))
                 spin_until = 0.0
@@ -193,14 +189,14 @@ class Driver:
 
     def _rest(self, seconds: float) -> None:
         self._asleep = True
-        if not self._callers and self._engine.next_due() is None:
+        if not self._engine.callers and self._engine.next_due() is None:
             self._wake.wait(seconds)
         elif seconds > 0:
             self._wake.wait(seconds)
         self._asleep = False
         self._wake.clear()
         now = time.monotonic()
-        if not self._callers and now - self._looked >= 0.9 * _LOOK_EVERY:
+        if not self._engine.callers and now - self._looked >= 0.9 * _LOOK_EVERY:
             self.look(now)
 
     def join(self) -> None:

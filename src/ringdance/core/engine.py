@@ -91,6 +91,7 @@ class Engine:
         self.identity = transport.identities[self.rank]
         self._set_local_places()
         self.closed = False
+        self.callers = 0
         self.broken: CollectiveError | None = None
         self.unclean = False
         self.stopped_first = False
@@ -339,16 +340,17 @@ class Engine:
         known = self._sets.get(ticket.request.set_id)
         state = None if known is None else known.state
         assert self._driver is not None
-        if state is None:  # its set is being removed: the ticket is about to fail
-            self._driver.wait(ticket, timeout)
-            return
         with self._lock:
-            state.wanted += 1
+            self.callers += 1
+            if state is not None:
+                state.wanted += 1
         try:
             self._driver.wait(ticket, timeout)
         finally:
             with self._lock:
-                state.wanted -= 1
+                self.callers -= 1
+                if state is not None:
+                    state.wanted -= 1
 
     # -- driven --------------------------------------------------------------------------------
 

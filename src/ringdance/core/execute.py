@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from ringdance.core.adasum import adasum
-from ringdance.core.arithmetic import dtype_named, reduction
+from ringdance.core.arithmetic import Reduction, dtype_named, reduction
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
 from ringdance.core.exchange.base import as_bytes
 from ringdance.core.pieces import even_rows
 from ringdance.core.request import Description, Operation, Request, Ticket, Verb
 from ringdance.errors import MismatchError
 
-__all__ = ["Work", "execute", "execute_alone"]
+__all__ = ["Work", "allreduce_flat", "execute", "execute_alone"]
 
 Array = np.ndarray[Any, Any]
 
@@ -74,6 +74,21 @@ def _zero_dim_error(work: Work) -> MismatchError:
         f"'{work.name}': {verb} needs tensors with at least one dimension, and got a scalar on all ranks. "
         "Reshape it to one element first."
     )
+
+
+def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reduction) -> Steps:
+    """Reduce requests of one dtype; return the outputs of each."""
+    if len(requests) == 1 and len(requests[0].inputs) == 1:
+        source = requests[0].inputs[0]
+        given = requests[0].outputs
+        target = aligned_empty(source.shape, source.dtype) if given is None else given[0]
+        yield from exchange.allreduce((source.reshape(-1),), (target.reshape(-1),), how)
+        return [[target]]
+    outputs = [_outputs(request) for request in requests]
+    inputs = [view.reshape(-1) for request in requests for view in request.inputs]
+    targets = [view.reshape(-1) for group in outputs for view in group]
+    yield from exchange.allreduce(inputs, targets, how)
+    return outputs
 
 
 def _allreduce(exchange: Exchange, requests: Sequence[Request]) -> Steps:

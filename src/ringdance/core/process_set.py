@@ -17,20 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.core.agreement import CALM, GO, HEAD, RUN, KnownTensors, VectorLayout, run_digest, set_bits
+from ringdance.core.agreement import CALM, GO, HEAD, RUN, Entry, KnownTensors, VectorLayout, run_digest, set_bits
+from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import plan_batches
 from ringdance.core.exchange import Exchange, Progress, Steps
-from ringdance.core.execute import Work, execute
+from ringdance.core.execute import Work, allreduce_flat, execute
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Description, Operation, Ticket, Verb
 from ringdance.core.verdict import mismatch_message
 from ringdance.errors import DuplicateNameError, MismatchError
 from ringdance.transport.base import Transport
+from ringdance.transport.window import Window
 
 __all__ = ["ProcessSetState"]
 
 _NEWS_AT_ONCE = 256
 _LONGEST_PAUSE = 0.010
+_MOST_PLANS = 256
 
 
 class ProcessSetState:
@@ -84,6 +87,10 @@ class ProcessSetState:
         self.not_before = 0.0  # rounds are put off until then (monotonic)
         self._table = KnownTensors(capacity)
         self._layout = VectorLayout(transport.size)
+        self._plans: dict[int, list[tuple[list[Entry], tuple[str, ...], Reduction]] | None] = {}
+        self._window = transport.window if transport.one_host else None
+        self._width = -1
+        self._views: list[tuple[memoryview, list[memoryview]]] = []
         self._threshold = threshold
         self._cycle = cycle_seconds
         self._lock = lock
@@ -156,8 +163,7 @@ class ProcessSetState:
             if self.eager_since is None or time.monotonic() - self.eager_since < self._cycle:
                 return False
         if self._pause and time.monotonic() < self.not_before:
-            window = self.transport.window
-            return window is not None and self.transport.one_host and window.peer_ahead()
+            return self._window is not None and self._window.peer_ahead()
         return True
 
     def next_due(self) -> float | None:
@@ -227,16 +233,18 @@ class ProcessSetState:
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
-        window = self.transport.window
-        if window is not None and self.transport.one_host:
+        window = self._window
+        if window is not None:
+            if width != self._width:
+                self._set_width(window, width)
             window.vector_turn ^= 1
-            vectors = window.vectors[window.vector_turn]
-            vectors[window.index][:width] = vector.to_bytes(width, "little")
+            mine, others = self._views[window.vector_turn]
+            mine[:] = vector.to_bytes(width, "little")
             window.signal()
             while not window.reached():
                 yield
-            for raw in vectors:
-                vector &= int.from_bytes(raw[:width], "little")
+            for raw in others:
+                vector &= int.from_bytes(raw, "little")
         else:
             buffer = np.frombuffer(vector.to_bytes(width, "little"), np.uint8).copy()
             pending = self.transport.allreduce(buffer, "and")
@@ -246,6 +254,13 @@ class ProcessSetState:
         self._progress.count += 1
         return vector
 
+    def _set_width(self, window: Window, width: int) -> None:
+        self._width = width
+        self._views = []
+        for vectors in window.vectors:
+            cut = [vector[:width] for vector in vectors]
+            self._views.append((cut.pop(window.index), cut))
+
     def _round(self) -> Steps:
         """One agreement and what follows from it; returns whether it achieved anything."""
         layout = self._layout
@@ -253,6 +268,11 @@ class ProcessSetState:
             vector = self._compose()
         agreed = yield from self._agree(vector, layout.width(len(self._table.entries)))
         self.rounds += 1
+        if agreed & layout.plain_mask == layout.plain and not self.joined:  # only known tensors: the usual case
+            ready = agreed >> layout.ready_at
+            if ready:
+                yield from self._run_ready(ready)
+            return ready != 0
         if not agreed & GO:
             self.calm = bool(agreed & CALM)
             self.stopped = True
@@ -265,12 +285,59 @@ class ProcessSetState:
             achieved |= yield from self._run_unnamed(agreed)
         ready = agreed >> layout.ready_at
         if ready:
-            yield from self._run_slots(set_bits(ready))
+            yield from self._run_ready(ready)
             achieved = True
         news = layout.everyone & ~(agreed >> layout.news_at)
         if news:
             achieved |= yield from self._hear_news(set_bits(news)[0])
         return achieved
+
+    def _run_ready(self, ready: int) -> Steps:
+        """Execute what is ready everywhere; the plan of a set of all-reduces is remembered."""
+        if self.joined:
+            yield from self._run_slots(set_bits(ready))
+            return
+        if ready in self._plans:
+            plan = self._plans[ready]
+        else:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[ready] = self._plan(set_bits(ready))
+        if plan is None:
+            yield from self._run_slots(set_bits(ready))
+            return
+        pending = self.pending
+        with self._lock:
+            self._ready &= ~ready
+        for entries, names, how in plan:
+            began = time.monotonic()
+            tickets = [pending[name] for name in names]
+            for entry in entries:
+                entry.used = self.rounds
+            outputs = yield from allreduce_flat(self.exchange, [ticket.request for ticket in tickets], how)
+            self._recorder.add("batch", (self.set_id, self.rounds, "ALLREDUCE", names, time.monotonic() - began))
+            with self._lock:
+                for name in names:
+                    del pending[name]
+            for ticket, output in zip(tickets, outputs, strict=True):
+                ticket.finish(output)
+
+    def _plan(self, slots: list[int]) -> list[tuple[list[Entry], tuple[str, ...], Reduction]] | None:
+        """Return the batches of these entries if all are plain all-reduces of one dtype each, else None."""
+        entries = [entry for entry in (self._table.entries[slot] for slot in slots) if entry is not None]
+        for entry in entries:
+            d = entry.description
+            if d.verb != Verb.ALLREDUCE or d.operation == Operation.ADASUM or d.detail or entry.disputed:
+                return None
+            if len(set(d.dtypes)) != 1:
+                return None
+        plan = []
+        for positions in plan_batches([entry.description for entry in entries], self._threshold):
+            batch = [entries[i] for i in positions]
+            d = batch[0].description
+            how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
+            plan.append((batch, tuple(entry.name for entry in batch), how))
+        return plan
 
     def _see_joined(self, joined: int) -> bool:
         new = joined & ~self.joined
@@ -327,6 +394,7 @@ class ProcessSetState:
         for slot, work in disputes:
             yield from self._dispute(work)
             self._table.remove(slot)
+            self._plans.clear()
 
     def _run(self, works: list[Work]) -> Steps:
         for positions in plan_batches([work.description for work in works], self._threshold):
@@ -400,6 +468,7 @@ class ProcessSetState:
             for number, (name, description) in enumerate(items):
                 disputed = not agreed >> 2 * number & 1
                 slot = self._table.install(name, description, self.rounds, disputed)
+                self._plans.clear()
                 if agreed >> 2 * number & 2:
                     now_ready.append(slot)
             self._reclassify()

@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +92,6 @@ class Request:
     name: str | None = None
     set_id: int = 0
     splits: tuple[np.ndarray[Any, Any], ...] | None = None
-    nbytes: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(view.nbytes for view in self.inputs)
 
 
 class Ticket:
@@ -113,23 +109,20 @@ class Ticket:
         submitted: when, in seconds of ``time.monotonic``.
     """
 
-    __slots__ = (
-        "_done", "_waiter", "error", "name", "order", "received_splits", "refusal", "request", "result", "submitted",
-        "wait_on",
-    )
+    # Defaults live on the class: a ticket is made for every call, and most keep most of them.
+    order: int = -1
+    result: Any = None
+    received_splits: list[np.ndarray[Any, Any]] | None = None
+    error: BaseException | None = None
+    refusal: str | None = None
+    _done: bool = False
+    _waiter: threading.Event | None = None
 
     def __init__(self, request: Request, name: str, wait_on: Callable[[Ticket, float | None], None]) -> None:
         self.request = request
         self.name = name
-        self.order = -1
-        self.result: Any = None
-        self.received_splits: list[np.ndarray[Any, Any]] | None = None
-        self.error: BaseException | None = None
-        self.submitted = time.monotonic()
-        self.refusal: str | None = None
         self.wait_on = wait_on
-        self._done = False
-        self._waiter: threading.Event | None = None
+        self.submitted = time.monotonic()
 
     def done(self) -> bool:
         """Return whether the request is complete or has failed. Never blocks."""

@@ -60,34 +60,38 @@ class WindowExchange(Exchange):
         self.progress.count += 1
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        sizes = tuple([view.size for view in inputs])
-        if sum(sizes) * how.dtype.itemsize <= self._small and self._across is None:
-            return self._small_allreduce(sizes, inputs, outputs, how)
-        return self._large_allreduce(sizes, inputs, outputs, how)
+        if self._across is None:
+            if len(inputs) == 1:
+                if inputs[0].nbytes <= self._small:
+                    return self._lone_allreduce(inputs[0], outputs[0], how)
+            elif sum([view.nbytes for view in inputs]) <= self._small:
+                return self._small_allreduce(inputs, outputs, how)
+        return self._large_allreduce(tuple([view.size for view in inputs]), inputs, outputs, how)
 
-    def _small_allreduce(
-        self, sizes: tuple[int, ...], inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction
-    ) -> Steps:
-        areas = self._areas(how.dtype)
-        mine = areas[self._window.index]
-        at = 0
-        for view, size in zip(inputs, sizes, strict=True):
-            how.prepare(view, mine[at : at + size])
-            at += size
+    def _lone_allreduce(self, source: Array, target: Array, how: Reduction) -> Steps:
+        size = source.size
+        areas = [area[:size] for area in self._areas(how.dtype)]
         window = self._window
+        how.prepare(source, areas[window.index])
         window.signal()
         while not window.reached():
             yield
         self.progress.count += 1
-        if len(sizes) == 1 and not how.late:
-            how.combine([area[:at] for area in areas], outputs[0])
-            return
-        total = np.empty(at, how.dtype)
-        how.combine([area[:at] for area in areas], total)
-        at = 0
-        for view, size in zip(outputs, sizes, strict=True):
-            how.deliver(total[at : at + size], view)
-            at += size
+        how.combine(areas, target)
+        if how.late:
+            how.deliver(target, target)
+
+    def _small_allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
+        areas = self._areas(how.dtype)
+        mine = areas[self._window.index]
+        bounds = self.bounds(inputs)
+        for view, at in zip(inputs, bounds, strict=False):
+            how.prepare(view, mine[at : at + view.size])
+        yield from self._meet()
+        total = np.empty(bounds[-1], how.dtype)
+        how.combine([area[: bounds[-1]] for area in areas], total)
+        for view, at in zip(outputs, bounds, strict=False):
+            how.deliver(total[at : at + view.size], view)
 
     def _large_allreduce(
         self, sizes: tuple[int, ...], inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction
