@@ -184,7 +184,7 @@ def test_a_window_makes_no_noise(program: Callable[[str], str]) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> None:
-    """Ranks that ignore SIGTERM are ended too; the signal goes to the launcher only, as mpiexec is elsewhere."""
+    """Ranks that ignore SIGTERM are ended too; the launcher alone gets the signal, mpiexec is elsewhere."""
     path = script(
         tmp_path,
         """

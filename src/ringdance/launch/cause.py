@@ -175,6 +175,8 @@ def judge(
 
 def _weight(cause: Cause) -> int:
     """Less is likelier to be the first failure; causes of equal weight go by time."""
+    if cause.kind == "launcher":  # ranks that lose mpiexec may be quicker to fail than its end is to be told
+        return -1
     if cause.kind == "vanished":  # so do all wrappers when mpiexec is killed
         return 1
     if cause.kind == "early":

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.job import Job, Options, write_all
+from ringdance.launch.job import Job, Options
 from ringdance.launch.linux import usable_cores
 from ringdance.launch.mpi import find_mpi
 from ringdance.launch.plan import Plan, build_plan, parse_hosts
+from ringdance.launch.running import write_all
 
 _EPILOG = """\
 examples:
@@ -97,6 +98,8 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as error:
         print(f"ringdance run: {error}", file=sys.stderr)
         return getattr(error, "code", 2)
+    except KeyboardInterrupt:  # before the job's own handling
+        return 130
     except BrokenPipeError:  # whoever read our output has gone, as in `ringdance run ... | head`
         # Else the interpreter complains when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

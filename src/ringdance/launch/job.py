@@ -7,21 +7,20 @@ import selectors
 import signal
 import socket
 import subprocess
-import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch import linux
-from ringdance.launch.cause import Cause, Ended, Verdict, judge, signal_name
-from ringdance.launch.output import HELD_S, Banner, Sink, Stream, open_files
+from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
+from ringdance.launch.output import HELD_S, Banner, Sink
 from ringdance.launch.plan import Plan, session_environment
+from ringdance.launch.running import Rank, conclude, make_streams, nothing, short_folder, show_held
+from ringdance.launch.signals import PASSED_ON, Signals
 from ringdance.launch.sweep import Sweep
 from ringdance.launch.wire import Channel, bare_command
 
@@ -30,8 +29,6 @@ _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it cou
 _TERM_S = 0.2  # after SIGTERM they may put their things in order
 _STOP_S = 0.8  # the same, after Ctrl-C
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -61,17 +58,6 @@ class Options:
     collect: Callable[[str], None] = lambda folder: None
 
 
-@dataclass
-class _Rank:
-    channel: Channel
-    rank: int
-    host: str
-    pid: int
-    streams: tuple[Stream, Stream]
-    ended: Ended | None = None
-    open: set[int] = field(default_factory=set)
-
-
 class Job:
     """Runs a plan once.
 
@@ -83,11 +69,11 @@ class Job:
         self._plan, self._options = plan, options
         self.id = uuid.uuid4().hex
         self._began = time.time()
-        self._folder = os.path.join(_short_folder(), f"ringdance-{self.id[:12]}")
+        self._folder = os.path.join(short_folder(), f"ringdance-{self.id[:12]}")
         self._shared = f"/dev/shm/ringdance-{self.id[:12]}" if os.access("/dev/shm", os.W_OK) else ""
         self._folders = [self._folder, *([self._shared] if self._shared else [])]
         self._selector = selectors.DefaultSelector()
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, Rank] = {}
         self._outside: list[Cause] = []
         self._deadlines: dict[str, float] = {}
         self._mpiexec: tuple[int, int | None] = (0, None)  # pid, how it ended
@@ -95,14 +81,17 @@ class Job:
         self._channel: Channel | None = None
         self._banner = Banner(options.err)
         self._signal = 0
+        self._signals = Signals()
+        self._pipes: set[int] = set()
         self._ending = self._cleaning = self._done = False
 
     # --- start ---------------------------------------------------------------------------------
 
     def run(self) -> Verdict | int:
         """Run to the end: 0, or 128 + the signal that stopped the launcher, or why the job failed."""
-        restore = self._watch_signals()
         try:
+            if self._signals.wakes:
+                self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._obey_signals)
             self._start()
             while not self._done:
                 self._step()
@@ -111,7 +100,7 @@ class Job:
             self._abandon()
             raise
         finally:
-            restore()
+            self._close()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -129,6 +118,7 @@ class Job:
         for read, write in (out, err):
             os.close(write)
             os.set_blocking(read, False)
+            self._pipes.add(read)
             self._selector.register(read, selectors.EVENT_READ, lambda read=read: self._from_mpiexec(read))
         self._channel = Channel(ours)
         self._channel.send({"job": self.id, "folders": self._folders, "began": self._began})
@@ -167,7 +157,8 @@ class Job:
         waiting += [since + HELD_S for since in self._held_since()]
         timeout = max(0.0, min(waiting) - now) if waiting else None
         for key, _ in self._selector.select(timeout):
-            if key.fd in self._selector.get_map():
+            # What came before in this round may have closed it.
+            if self._selector.get_map().get(key.fd) is key:
                 key.data()
         now = time.monotonic()
         for rank in self._ranks.values():
@@ -175,8 +166,8 @@ class Job:
             if since is not None and now >= since + HELD_S and not rank.ended and not self._deadlines:
                 rank.streams[1].release()
         for name in [name for name, at in self._deadlines.items() if at <= now]:
-            del self._deadlines[name]
-            getattr(self, f"_on_{name}")()
+            if self._deadlines.pop(name, None) is not None:  # one may have called off another
+                getattr(self, f"_on_{name}")()
 
     def _held_since(self) -> list[float]:
         if self._deadlines or self._cleaning:
@@ -213,17 +204,16 @@ class Job:
             if rank and not rank.ended:
                 self._ended(rank, None, time.time())
 
-    def _welcome(self, channel: Channel, hello: Mapping[str, Any], descriptors: list[int]) -> _Rank:
+    def _welcome(self, channel: Channel, hello: Mapping[str, Any], descriptors: list[int]) -> Rank:
         number, ranks = int(hello["rank"]), self._plan.ranks
-        out_file, err_file = (None, None)
-        if self._options.folder:
-            out_file, err_file = open_files(self._options.folder, number, ranks)
-        prefix = f"[{number}] ".encode() if self._options.prefix else b""
-        streams = (
-            Stream(self._options.out, prefix, out_file),
-            Stream(self._options.err, prefix, err_file, holds=True),
+        options = self._options
+        try:
+            streams = make_streams(number, ranks, options.out, options.err, options.prefix, options.folder)
+        except OSError as error:
+            raise LaunchError(f"--output-filename {options.folder}: {error}") from None
+        rank = Rank(
+            channel, number, str(hello["host"]), streams, dict(zip(descriptors, streams, strict=True))
         )
-        rank = _Rank(channel, number, str(hello["host"]), 0, streams, open=set(descriptors))
         if int(hello["size"]) != ranks or number in self._ranks:
             self._fail_outside(
                 f"{self._plan.mpi.mpiexec} started a world of {hello['size']} ranks instead of {ranks}: "
@@ -232,13 +222,13 @@ class Job:
             )
             return rank
         self._ranks[number] = rank
-        for descriptor, stream in zip(descriptors, streams, strict=True):
+        for descriptor in descriptors:
             os.set_blocking(descriptor, False)
             self._selector.register(
-                descriptor, selectors.EVENT_READ, lambda d=descriptor, s=stream: self._from_stream(rank, d, s)
+                descriptor, selectors.EVENT_READ, lambda d=descriptor: self._from_stream(rank, d)
             )
         # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
-        stdin = os.dup(self._options.stdin) if number == 0 and self._options.stdin >= 0 else _nothing()
+        stdin = os.dup(self._options.stdin) if number == 0 and self._options.stdin >= 0 else nothing()
         try:
             channel.send_with({"go": True}, [stdin])
         except OSError:
@@ -246,7 +236,7 @@ class Job:
         os.close(stdin)
         return rank
 
-    def _started(self, rank: _Rank, pid: int) -> None:
+    def _started(self, rank: Rank, pid: int) -> None:
         rank.pid = pid
         if self._channel:
             self._channel.send({"pid": pid})
@@ -254,20 +244,9 @@ class Job:
         if all(rank.pid for rank in self._ranks.values()) and len(self._ranks) == self._plan.ranks:
             self._deadlines.pop("start", None)
 
-    def _from_stream(self, rank: _Rank, descriptor: int, stream: Stream) -> bool:
-        """Read once; True if there was something."""
-        try:
-            data = os.read(descriptor, 65536)
-        except BlockingIOError:
-            return False
-        if data:
-            stream.feed(data)
-            return True
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
-        rank.open.discard(descriptor)
-        stream.end()
-        return False
+    def _from_stream(self, rank: Rank, descriptor: int) -> None:
+        if rank.read(descriptor) is None:
+            self._selector.unregister(descriptor)
 
     def _from_mpiexec(self, descriptor: int) -> None:
         try:
@@ -280,6 +259,7 @@ class Job:
                 self._options.err(data)
         else:
             self._selector.unregister(descriptor)
+            self._pipes.remove(descriptor)
             os.close(descriptor)
 
     def _from_guardian(self) -> None:
@@ -302,7 +282,7 @@ class Job:
 
     # --- what can happen -----------------------------------------------------------------------
 
-    def _ended(self, rank: _Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
+    def _ended(self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
         rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", self._ending, by_mpiexec)
         self._say(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
@@ -362,7 +342,7 @@ class Job:
         if not self._ending:
             self._ending = self._banner.quiet = True
             for rank in self._ranks.values():
-                if rank.pid and not rank.ended:
+                if rank.running:
                     rank.channel.send({"signal": int(signal.SIGTERM)})
             running = any(not rank.ended for rank in self._ranks.values())
             self._expect("clean", seconds if running else 0.0)
@@ -401,109 +381,50 @@ class Job:
                 self._guardian.kill()
                 self._sweep()
 
-    # --- signals -------------------------------------------------------------------------------
-
-    def _watch_signals(self) -> Callable[[], None]:
-        """Handle signals in the loop; gives what restores the former handling."""
-        if threading.current_thread() is not threading.main_thread():
-            return lambda: None
-        read, write = socket.socketpair()
-        for end in (read, write):
-            end.setblocking(False)
-        former = {number: signal.signal(number, self._on_signal) for number in (*_STOPPING, *_PASSED_ON)}
-        descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
-        self._selector.register(read, selectors.EVENT_READ, lambda: read.recv(4096))
-
-        def restore() -> None:
-            signal.set_wakeup_fd(descriptor)
-            for number, handler in former.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-            read.close()
-            write.close()
-
-        return restore
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number in _PASSED_ON:
-            for rank in self._ranks.values():
-                if rank.pid and not rank.ended:
-                    rank.channel.send({"signal": number})
-        elif self._signal:
-            self._expect("clean", 0.0)
-        else:
-            self._signal = number
-            self._deadlines.pop("see", None)
-            self._terminate(_STOP_S)
+    def _obey_signals(self) -> None:
+        for number in self._signals.take():
+            if number in PASSED_ON:
+                for rank in self._ranks.values():
+                    if rank.running:
+                        rank.channel.send({"signal": number})
+            elif self._signal:
+                self._expect("clean", 0.0)
+            else:
+                self._signal = number
+                self._deadlines.pop("see", None)
+                self._terminate(_STOP_S)
 
     # --- result --------------------------------------------------------------------------------
 
     def _result(self) -> Verdict | int:
         """All processes are gone: show the rest of the output, then judge."""
-        assert self._guardian
-        for rank in self._ranks.values():
-            for descriptor, stream in zip(sorted(rank.open), rank.streams, strict=False):
-                while self._from_stream(rank, descriptor, stream):
-                    pass
-            for stream in rank.streams:
-                stream.end()
+        ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.finish()
         self._banner.end()
-        self._guardian.wait()
-        verdict = self._judge()
-        self._show_held(verdict)
+        code = self._mpiexec[1]
+        verdict, completed = conclude(ranks, self._outside, code)
+        if verdict is None and completed < self._plan.ranks:
+            said = b"".join(self._banner.said).decode(errors="replace").strip()
+            self._fail_outside(
+                f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
+                "their end" + (f"; it said:\n{said}" if said and self._banner.quiet else ""),
+                abs(code or 1),
+            )
+            verdict, _ = conclude(ranks, self._outside, code)
+        show_held(ranks, verdict)
         if verdict and self._signal:
             return 128 + self._signal
         return verdict or 0
 
-    def _judge(self) -> Verdict | None:
-        ended = {}
-        for number, rank in self._ranks.items():
-            if rank.ended:
-                words = rank.streams[1].last_words()
-                ended[number] = replace(rank.ended, last_words=words)
-        marks = [mark for rank in self._ranks.values() for mark in rank.streams[1].marks]
-        verdict = judge(marks, ended, self._outside, self._mpiexec[1])
-        if verdict is None and sum(not end.failed for end in ended.values()) < self._plan.ranks:
-            said = b"".join(self._banner.said).decode(errors="replace").strip()
-            self._fail_outside(
-                f"mpiexec ended with code {self._mpiexec[1]}, but only {len(ended)} of {self._plan.ranks} "
-                "ranks reported an end" + (f"; it said:\n{said}" if said and self._banner.quiet else ""),
-                abs(self._mpiexec[1] or 1),
-            )
-            verdict = judge(marks, ended, self._outside, self._mpiexec[1])
-        return verdict
-
-    def _show_held(self, verdict: Verdict | None) -> None:
-        """Tracebacks told in the frame, or that follow from its, are not shown a second time."""
-        told = {cause.rank: cause for cause in (verdict.cause, *verdict.others)} if verdict else {}
-        for number, rank in self._ranks.items():
-            cause, stream = told.get(number), rank.streams[1]
-            assert verdict or not cause
-            if (
-                cause
-                and verdict
-                and (cause is verdict.cause or cause.follows or cause.message == verdict.cause.message)
-            ):
-                stream.drop(cause.traceback)
-            else:
-                stream.release()
-
-
-def _nothing() -> int:
-    return os.open(os.devnull, os.O_RDONLY)
-
-
-def _short_folder() -> str:
-    """A folder for temporary files whose path leaves room in a socket's address (108 bytes; macOS 104)."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder.encode()) < 70 else "/tmp"
-
-
-def write_all(descriptor: int) -> Sink:
-    """A sink that writes to a file descriptor, whole."""
-
-    def write(data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-
-    return write
+    def _close(self) -> None:
+        """Close everything: a notebook may run many jobs."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        for descriptor in self._pipes:
+            os.close(descriptor)
+        self._selector.close()
+        self._signals.restore()
+        if self._guardian:
+            self._guardian.wait()

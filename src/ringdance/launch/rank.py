@@ -5,7 +5,7 @@ rank aborts), and the supervisor, which outlives it long enough to end the rank 
 The rank's stdout and stderr are pipes whose reading ends are handed to the launcher, so the launcher
 knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
-Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with descriptors of stdout and stderr, ``{"pid"}``, then
+Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, ``{"pid"}``, then
 ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did the front go first}``.
 Launcher to supervisor: ``{"go"}`` with a descriptor of what the rank reads; then ``{"signal": n}`` for the
 rank; closing the connection ends the rank at once.
