@@ -3,8 +3,9 @@
 What: the module's ``DistributedOptimizer`` as people use it (broadcast, wrap, backward, step), torch's
 DistributedDataParallel over gloo, and no communication at all. The perceptron is 784-512-512-10 with a
 batch of 64 for each rank (0.67 M parameters, a step of a few ms: the exchange dominates); the net has
-three convolutions on 3x32x32, batch 32 (0.32 M parameters, a step of about 100 ms on one core: the exchange
-has time to hide). All start from the same weights; before measuring, module and DDP do the same steps
+three convolutions on 3x32x32 and, as nets of that kind do, most of its 8.5 M parameters (34 MB) in the first
+dense layer, batch 32 (a step of about 100 ms on one core: computation dominates).
+All start from the same weights; before measuring, module and DDP do the same steps
 on the same data and their weights must agree within 1e-5, on all ranks.
 
 Why: this is what the user gets. "of none" is the share of the speed without communication that is left,
@@ -56,10 +57,10 @@ def small_net() -> Any:
     from torch import nn
 
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
-        nn.Flatten(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 10),
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(4096, 2048), nn.ReLU(), nn.Linear(2048, 10),
     )  # fmt: skip
 
 
