@@ -46,6 +46,10 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
+def _copy(source: Array, out: Array) -> None:
+    out[...] = source
+
+
 def _truncating_divide(total: Array, divisor: int, out: Array) -> None:
     quotient = total // divisor
     if np.issubdtype(total.dtype, np.signedinteger):
@@ -62,6 +66,8 @@ class Reduction:
 
     Attributes:
         identity: the exchange need not touch inputs before the sum (prescale is 1).
+        deliver: copies what ``combine`` made to the caller's memory, scaling if ``late``.
+        simple: reducing two parts is one call of ``ufunc``.
         late: scaling happens while the result is copied out (float32, float64), else the one
             who reduces a slice also finishes it.
         wire: name of the equal MPI operation, or None where MPI has none for this dtype.
@@ -79,22 +85,25 @@ class Reduction:
         self._integer = np.issubdtype(dtype, np.integer)
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
+        self.simple = self.identity and not self.wide and (self.late or self.plain)
+        # Bound here so that a copy is one call: up to a thousand of them make a step.
+        self.deliver: Callable[[Array, Array], Any] = self._finish if self.late else _copy
 
     def _set_finish(self, divisor: int, postscale: float) -> None:
         kind = np.float32 if self.wide else self.dtype.type
         self._finish: Callable[[Array, Array], Any]
         if self.plain:
-            self._finish = lambda source, out: np.copyto(out, source, casting="unsafe")
+            self._finish = _copy
         elif self._integer and postscale == 1.0:
             self._finish = lambda source, out: _truncating_divide(source, divisor, out)
         elif self._integer:
             self._finish = lambda source, out: _scale_integers(source, postscale / divisor, out)
-        elif postscale == 1.0:
+        elif postscale == 1.0 and divisor & (divisor - 1):
             number = kind(divisor)
-            self._finish = lambda source, out: np.divide(source, number, out=out, casting="unsafe")
-        else:
+            self._finish = lambda source, out: np.divide(source, number, out)
+        else:  # for a power of two the reciprocal is exact, and multiplying several times as fast
             factor = kind(postscale / divisor)
-            self._finish = lambda source, out: np.multiply(source, factor, out=out, casting="unsafe")
+            self._finish = lambda source, out: np.multiply(source, factor, out)
 
     def prepare(self, source: Array, out: Array) -> None:
         """Copy ``source`` to ``out`` (same dtype), multiplied by prescale."""
@@ -132,13 +141,6 @@ class Reduction:
         """Scale a sum in place as ``combine`` does."""
         if not self.late and not self.plain:
             self._finish(total, total)
-
-    def deliver(self, source: Array, out: Array) -> None:
-        """Copy what ``combine`` made to the caller's memory, scaling if ``late``."""
-        if self.late:
-            self._finish(source, out)
-        else:
-            out[...] = source
 
     def finish(self, source: Array, out: Array) -> None:
         """Scale a sum that was made elsewhere (MPI); ``source`` and ``out`` may be the same."""

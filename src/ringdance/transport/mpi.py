@@ -122,6 +122,7 @@ class MpiTransport(Transport):
             memory[:] = 0
         node.Barrier()
         bells = None
+        self._borrowed_bell = parent is not None and parent.doorbell is not None
         if parent is not None and parent.doorbell is not None:
             group = [parent.identities[i].rank for i in parent.host_group]
             bells = (parent.doorbell, [group.index(self.identities[i].rank) for i in self.host_group])
@@ -208,6 +209,8 @@ class MpiTransport(Transport):
             self._owners.close(True)
         if self._memory is not None:
             # Views of the window may outlive it in somebody's hands; from here on they must not be used.
+            if self.doorbell is not None and not self._borrowed_bell:
+                self.doorbell.close()
             self.window = self.doorbell = None
             self._memory.Free()
         self.messages()
