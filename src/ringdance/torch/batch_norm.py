@@ -52,7 +52,7 @@ class _Normalise(torch.autograd.Function):
             output = output + _per_channel(bias, input)
         ctx.save_for_backward(normal, scale, weight)
         ctx.total = float(total)
-        ctx.mark_non_differentiable(mean, variance)
+        ctx.mark_non_differentiable(mean, variance, total)
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
