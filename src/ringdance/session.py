@@ -62,8 +62,8 @@ def engine() -> Engine:
     if found is None:
         if _process.pid and _process.pid != os.getpid():
             raise NotInitializedError(
-                f"This process (pid {os.getpid()}) was forked from a rank (pid {_process.pid}) and is not part of "
-                "the job; collectives can be used in the rank itself only, not in DataLoader workers."
+                f"This process (pid {os.getpid()}) was forked from a rank (pid {_process.pid}) and is not "
+                "part of the job; collectives can be used in the rank itself only, not in DataLoader workers."
             )
         raise NotInitializedError("Ringdance has not been initialized; call hvd.init() first.")
     return found
@@ -137,14 +137,18 @@ def _start(comm: Any, settings: Settings) -> Engine:
     threads = not settings.mpi_threads_disable
     room = vector_bytes(_world_size(said), settings.cache_capacity)
     transport = world_transport(
-        comm, window_bytes=area_bytes(settings), vector_bytes=room, patience=settings.init_timeout, threads=threads
+        comm,
+        window_bytes=area_bytes(settings),
+        vector_bytes=room,
+        patience=settings.init_timeout,
+        threads=threads,
     )
     _process.mpi = True
     if comm is None and said and said > 1 and transport.size == 1:
         raise LaunchError(
             f"The launcher says it started {said} processes, but MPI sees only this one on host "
             f"{socket.gethostname()}: mpiexec and the library that mpi4py loads do not belong together "
-            f"({library_version()}). Start the job with the mpiexec of that library, beside {sys.executable}, "
+            f"({library_version()}). Start the job with that library's mpiexec, beside {sys.executable}, "
             "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
         )
     return Engine(transport, settings, threaded=threads, report=_log.warning)
@@ -181,10 +185,17 @@ def _configure_log(settings: Settings) -> None:
 
 def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
     who = found.identity
-    line = json.dumps({
-        "rank": who.rank, "host": who.host, "pid": who.pid, "time": time.time(), "kind": kind,
-        "message": message, "traceback": trace,
-    })
+    line = json.dumps(
+        {
+            "rank": who.rank,
+            "host": who.host,
+            "pid": who.pid,
+            "time": time.time(),
+            "kind": kind,
+            "message": message,
+            "traceback": trace,
+        }
+    )
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"\n{CAUSE_MARK} {line}\n")
         sys.stderr.flush()

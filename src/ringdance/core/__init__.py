@@ -1,1 +1,1 @@
-"""The engine: submit → agree → batch → exchange → done. Knows no framework, launcher or environment variable."""
+"""The engine: submit → agree → batch → exchange → done. Knows no framework and no environment."""

@@ -32,15 +32,16 @@ def combine_pair(a: Array, b: Array) -> Array:
     dot, norm_a, norm_b = _dot(a, b), _dot(a, a), _dot(b, b)
     share_a = 1.0 - dot / (2.0 * norm_a) if norm_a > 0.0 else 1.0
     share_b = 1.0 - dot / (2.0 * norm_b) if norm_b > 0.0 else 1.0
-    return a * a.dtype.type(share_a) + b * b.dtype.type(share_b)
+    combined: Array = a * a.dtype.type(share_a)
+    combined += b * b.dtype.type(share_b)
+    return combined
 
 
 def adasum(exchange: Exchange, source: Array, out: Array, prescale: float, postscale: float) -> Steps:
     """Reduce flat ``source`` (a floating dtype) over all members, whose number is a power of two."""
-    kind = np.float64 if source.dtype == np.float64 else np.float32
-    own = source.astype(kind)
+    own: Array = source.astype(np.float64 if source.dtype == np.float64 else np.float32)
     if prescale != 1.0:
-        own *= kind(prescale)
+        np.multiply(own, own.dtype.type(prescale), own)
     distance = 1
     while distance < exchange.size:
         partner = exchange.rank ^ distance
@@ -49,4 +50,4 @@ def adasum(exchange: Exchange, source: Array, out: Array, prescale: float, posts
         # The lower member's vector comes first on both, so that both round alike.
         own = combine_pair(own, other) if exchange.rank < partner else combine_pair(other, own)
         distance *= 2
-    out[...] = own * kind(postscale) if postscale != 1.0 else own
+    out[...] = own * own.dtype.type(postscale) if postscale != 1.0 else own

@@ -27,6 +27,7 @@ Array = np.ndarray[Any, Any]
 _UFUNC: dict[Operation, Any] = {
     Operation.AVERAGE: np.add,
     Operation.SUM: np.add,
+    Operation.ADASUM: np.add,  # of one rank only: nothing is combined (see adasum for more)
     Operation.MIN: np.minimum,
     Operation.MAX: np.maximum,
     Operation.PRODUCT: np.multiply,
@@ -73,7 +74,9 @@ class Reduction:
         wire: name of the equal MPI operation, or None where MPI has none for this dtype.
     """
 
-    def __init__(self, dtype: np.dtype[Any], operation: Operation, prescale: float, postscale: float, size: int):
+    def __init__(
+        self, dtype: np.dtype[Any], operation: Operation, prescale: float, postscale: float, size: int
+    ):
         self.dtype = dtype
         self.wide = dtype.itemsize == 2 and not np.issubdtype(dtype, np.integer)
         self.prescale = prescale

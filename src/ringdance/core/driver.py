@@ -48,7 +48,12 @@ class Driver:
     """
 
     def __init__(
-        self, engine: Driven, spin_seconds: float, doorbell: Callable[[], Doorbell | None], name: str, thread: bool,
+        self,
+        engine: Driven,
+        spin_seconds: float,
+        doorbell: Callable[[], Doorbell | None],
+        name: str,
+        thread: bool,
         on_start: Callable[[], None],
     ) -> None:
         self._engine = engine
@@ -189,9 +194,7 @@ class Driver:
 
     def _rest(self, seconds: float) -> None:
         self._asleep = True
-        if not self._engine.callers and self._engine.next_due() is None:
-            self._wake.wait(seconds)
-        elif seconds > 0:
+        if (not self._engine.callers and self._engine.next_due() is None) or seconds > 0:
             self._wake.wait(seconds)
         self._asleep = False
         self._wake.clear()

@@ -81,7 +81,11 @@ class Engine:
     """
 
     def __init__(
-        self, transport: Transport, settings: Settings, *, threaded: bool = True,
+        self,
+        transport: Transport,
+        settings: Settings,
+        *,
+        threaded: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
         self.settings = settings
@@ -157,7 +161,9 @@ class Engine:
             )
         for set_id, known in self._sets.items():
             if known.ranks == wanted:
-                raise ArgumentError(f"A process set with the ranks {list(wanted)} exists already: number {set_id}.")
+                raise ArgumentError(
+                    f"A process set with the ranks {list(wanted)} exists already: number {set_id}."
+                )
         request = Request(Description(Verb.ADD_SET, detail=wanted), name="process_set.add")
         return int(self.submit(request, wake=False).wait())
 
@@ -169,12 +175,16 @@ class Engine:
         if set_id == 0:
             raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
         self._known(set_id)
-        self.submit(Request(Description(Verb.REMOVE_SET, detail=(set_id,)), name="process_set.remove"), wake=False).wait()
+        self.submit(
+            Request(Description(Verb.REMOVE_SET, detail=(set_id,)), name="process_set.remove"), wake=False
+        ).wait()
 
     def _known(self, set_id: int) -> _Set:
         known = self._sets.get(set_id)
         if known is None:
-            raise ArgumentError(f"There is no process set number {set_id}; registered: {self.process_sets()}.")
+            raise ArgumentError(
+                f"There is no process set number {set_id}; registered: {self.process_sets()}."
+            )
         return known
 
     def _register(self, set_id: int, ranks: tuple[int, ...], transport: Transport | None) -> None:
@@ -216,9 +226,12 @@ class Engine:
                 state.stopping = True
                 while not state.stopped:
                     yield
-                self._fail_tickets(state, ProcessSetRemovedError(
-                    f"Process set number {set_id} was removed while this operation was pending in it."
-                ))
+                self._fail_tickets(
+                    state,
+                    ProcessSetRemovedError(
+                        f"Process set number {set_id} was removed while this operation was pending in it."
+                    ),
+                )
                 yield from self._off_driver(lambda: state.transport.close(True))
             del self._sets[set_id]
             result = set_id
@@ -268,7 +281,8 @@ class Engine:
         state = known.state
         if state is None:
             raise ArgumentError(
-                f"Rank {self.rank} is not in process set number {request.set_id}, whose ranks are {list(known.ranks)}."
+                f"Rank {self.rank} is not in process set number {request.set_id}, "
+                f"whose ranks are {list(known.ranks)}."
             )
         name = request.name
         ticket = Ticket(request, name or "", self._wait)
@@ -373,7 +387,9 @@ class Engine:
             failure.__cause__ = error
             self.fail(failure)
         except BaseException as error:
-            self.fail(EngineError(f"{self.identity} was interrupted ({type(error).__name__}) during an exchange."))
+            self.fail(
+                EngineError(f"{self.identity} was interrupted ({type(error).__name__}) during an exchange.")
+            )
             raise
         return self._progress.count != before
 
@@ -398,7 +414,9 @@ class Engine:
 
     def _find_bell(self) -> Doorbell | None:
         """Return the doorbell if everything this rank can wait for rings it."""
-        if all(state.transport.window is not None and state.transport.one_host for state, _ in self._machines):
+        if all(
+            state.transport.window is not None and state.transport.one_host for state, _ in self._machines
+        ):
             return self.transport.doorbell
         return None
 
@@ -427,10 +445,12 @@ class Engine:
     def _check_living(self, state: ProcessSetState, place: int) -> None:
         if not self.closed and state.transport.state(place) == "gone":
             who = state.transport.identities[place]
-            self.fail(RankLostError(
-                f"{who} died while {self.identity} waited for it. Look for its last output, "
-                "or for the kernel's out-of-memory killer (dmesg) on its host."
-            ))
+            self.fail(
+                RankLostError(
+                    f"{who} died while {self.identity} waited for it. Look for its last output, "
+                    "or for the kernel's out-of-memory killer (dmesg) on its host."
+                )
+            )
 
     def _hear(self, sender: int, note: dict[str, Any]) -> None:
         kind = note["kind"]
@@ -481,7 +501,9 @@ class Engine:
                 self._driver.wait(self._stop_ticket, patience)
             except TimeoutError:
                 missing = self._missing_ranks()
-                self.fail(ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s."))
+                self.fail(
+                    ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s.")
+                )
         self._driver.join()
         return self.broken is None
 
@@ -542,4 +564,6 @@ class Engine:
     def _closed_error(self) -> CollectiveError:
         if self.broken is not None:
             return type(self.broken)(str(self.broken))
-        return ShutDownError(f"{self._stop_reason or 'This rank has shut down'}; nothing more can be submitted.")
+        return ShutDownError(
+            f"{self._stop_reason or 'This rank has shut down'}; nothing more can be submitted."
+        )

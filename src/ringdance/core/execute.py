@@ -35,7 +35,9 @@ def _request(work: Work) -> Request:
     if work.ticket is not None:
         return work.ticket.request
     d = work.description
-    zeros = tuple(np.zeros(shape, dtype_named(dtype)) for dtype, shape in zip(d.dtypes, d.shapes, strict=True))
+    zeros = tuple(
+        np.zeros(shape, dtype_named(dtype)) for dtype, shape in zip(d.dtypes, d.shapes, strict=True)
+    )
     return Request(d, zeros, zeros)
 
 
@@ -129,7 +131,8 @@ def _allgather(exchange: Exchange, request: Request) -> Steps:
     inputs = request.inputs
     counts = yield from exchange.gather_words([view.shape[0] for view in inputs])
     outputs = [
-        aligned_empty((sum(row[i] for row in counts), *view.shape[1:]), view.dtype) for i, view in enumerate(inputs)
+        aligned_empty((sum(row[i] for row in counts), *view.shape[1:]), view.dtype)
+        for i, view in enumerate(inputs)
     ]
     receives: list[list[Array]] = [[] for _ in range(exchange.size)]
     for i, (view, output) in enumerate(zip(inputs, outputs, strict=True)):
@@ -182,7 +185,9 @@ def _reducescatter(exchange: Exchange, request: Request) -> Steps:
         width = int(np.prod(view.shape[1:], dtype=np.int64))
         output = aligned_empty((rows[exchange.rank], *view.shape[1:]), view.dtype)
         how = reduction(dtype, d.operation, d.prescale, d.postscale, exchange.size)
-        yield from exchange.reducescatter(view.reshape(-1), [n * width for n in rows], output.reshape(-1), how)
+        yield from exchange.reducescatter(
+            view.reshape(-1), [n * width for n in rows], output.reshape(-1), how
+        )
         outputs.append(output)
     return outputs
 
@@ -201,7 +206,9 @@ def execute_alone(request: Request, ticket: Ticket) -> list[Array]:
     if d.verb == Verb.ALLTOALL:
         assert request.splits is not None
         ticket.received_splits = [np.array(splits, np.int64) for splits in request.splits]
-        return [view[: int(splits[0])].copy() for view, splits in zip(request.inputs, request.splits, strict=True)]
+        return [
+            view[: int(splits[0])].copy() for view, splits in zip(request.inputs, request.splits, strict=True)
+        ]
     outputs = _outputs(request)
     for view, output in zip(request.inputs, outputs, strict=True):
         if output is not view:

@@ -17,7 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.core.agreement import CALM, GO, HEAD, RUN, Entry, KnownTensors, VectorLayout, run_digest, set_bits
+from ringdance.core.agreement import (
+    CALM,
+    GO,
+    HEAD,
+    RUN,
+    Entry,
+    KnownTensors,
+    VectorLayout,
+    run_digest,
+    set_bits,
+)
 from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import plan_batches
 from ringdance.core.exchange import Exchange, Progress, Steps
@@ -116,8 +126,8 @@ class ProcessSetState:
             old = self.pending.get(name)
             if old is not None and old.refusal is None:
                 raise DuplicateNameError(
-                    f"'{name}' is already in flight on this rank. Wait for it (synchronize) before submitting it "
-                    "again, or use another name."
+                    f"'{name}' is already in flight on this rank. Wait for it (synchronize) before you "
+                    "submit it again, or use another name."
                 )
             if old is not None and self.in_round:
                 self._after_round.append((ticket, name))  # the refused call may be what this round deals with
@@ -159,9 +169,10 @@ class ProcessSetState:
         if not (self.pending or self.unnamed or self.join_ticket is not None):
             self.urgent = False
             return False
-        if not (self.wanted or self.urgent):
-            if self.eager_since is None or time.monotonic() - self.eager_since < self._cycle:
-                return False
+        if not (self.wanted or self.urgent) and (
+            self.eager_since is None or time.monotonic() - self.eager_since < self._cycle
+        ):
+            return False
         if self._pause and time.monotonic() < self.not_before:
             return self._window is not None and self._window.peer_ahead()
         return True
@@ -217,7 +228,9 @@ class ProcessSetState:
             run = 0
             if len(self.unnamed) >= RUN:
                 run = run_digest([self.unnamed[i].request.description for i in range(RUN)])
-            vector |= layout.unnamed(first.order, first.request.description.digest(), run) << layout.unnamed_at
+            vector |= (
+                layout.unnamed(first.order, first.request.description.digest(), run) << layout.unnamed_at
+            )
         else:
             vector ^= HEAD
         if self.news:
@@ -225,7 +238,7 @@ class ProcessSetState:
         return vector | self._ready << layout.ready_at
 
     def _name_unnamed(self) -> None:
-        """While somebody has joined, unnamed requests are described like named ones: a joined rank knows none."""
+        """Turn unnamed requests into named ones while somebody has joined, who has no such requests."""
         while self.unnamed:
             ticket = self.unnamed.popleft()
             self.pending[ticket.name] = ticket
@@ -268,7 +281,9 @@ class ProcessSetState:
             vector = self._compose()
         agreed = yield from self._agree(vector, layout.width(len(self._table.entries)))
         self.rounds += 1
-        if agreed & layout.plain_mask == layout.plain and not self.joined:  # only known tensors: the usual case
+        if (
+            agreed & layout.plain_mask == layout.plain and not self.joined
+        ):  # only known tensors: the usual case
             ready = agreed >> layout.ready_at
             if ready:
                 yield from self._run_ready(ready)
@@ -315,7 +330,9 @@ class ProcessSetState:
             for entry in entries:
                 entry.used = self.rounds
             outputs = yield from allreduce_flat(self.exchange, [ticket.request for ticket in tickets], how)
-            self._recorder.add("batch", (self.set_id, self.rounds, "ALLREDUCE", names, time.monotonic() - began))
+            self._recorder.add(
+                "batch", (self.set_id, self.rounds, "ALLREDUCE", names, time.monotonic() - began)
+            )
             with self._lock:
                 for name in names:
                     del pending[name]
@@ -426,7 +443,9 @@ class ProcessSetState:
             )
         size = self.transport.size
         if d.operation == Operation.ADASUM and size & (size - 1):
-            return MismatchError(f"'{work.name}': Adasum needs a power of two of ranks, and there are {size}.")
+            return MismatchError(
+                f"'{work.name}': Adasum needs a power of two of ranks, and there are {size}."
+            )
         return None
 
     def _finish(self, batch: list[Work], results: list[Any]) -> None:

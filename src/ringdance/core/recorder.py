@@ -43,11 +43,15 @@ class Recorder:
             "pid": who.pid,
             "reason": reason,
             "pending": pending,
-            "records": [{"time": when, "kind": kind, "details": details} for when, kind, details in self._records],
+            "records": [
+                {"time": when, "kind": kind, "details": details} for when, kind, details in self._records
+            ],
         }
         try:
             os.makedirs(folder, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+            descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600
+            )
             with os.fdopen(descriptor, "w") as file:
                 json.dump(content, file, default=str, indent=1)
         except OSError:

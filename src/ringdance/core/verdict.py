@@ -37,8 +37,8 @@ _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], 
 )
 _ADVICE = {
     "element types": "Cast to one dtype on all ranks before the call.",
-    "operations": "Call the same operation on all ranks under one name; give different operations different names.",
-    "shapes": "Give the tensor the same shape on all ranks, or gather tensors of unequal length with allgather.",
+    "operations": "Call the same operation on all ranks under one name; give others another name.",
+    "shapes": "Give the tensor the same shape on all ranks, or use allgather for unequal lengths.",
     "root ranks": "Pass the same root_rank on all ranks.",
 }
 
@@ -56,7 +56,9 @@ def mismatch_message(
     for identity, entry in zip(who, submitted, strict=True):
         if entry is not None and entry[1] is not None:
             return f"'{name}' failed because the call on {identity} was wrong: {entry[1]}"
-    present = [(identity, entry[0]) for identity, entry in zip(who, submitted, strict=True) if entry is not None]
+    present = [
+        (identity, entry[0]) for identity, entry in zip(who, submitted, strict=True) if entry is not None
+    ]
     for title, key, text in _CHECKS:
         groups: dict[Any, list[Identity]] = {}
         for identity, description in present:
@@ -77,6 +79,8 @@ def _ranks(members: Sequence[Identity]) -> str:
         by_host.setdefault(identity.host, []).append(identity.rank)
     parts = []
     for host, ranks in by_host.items():
-        shown = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        shown = ", ".join(str(rank) for rank in ranks[:8]) + (
+            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        )
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {shown} on host {host}")
     return " and ".join(parts)

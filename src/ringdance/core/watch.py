@@ -28,7 +28,9 @@ def main_thread_place() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     inner = frame
     # The user's own line says more than the library's; go outward past this package and the frameworks.
-    while frame is not None and ("/ringdance/" in frame.f_code.co_filename or "/site-packages/" in frame.f_code.co_filename):
+    while frame is not None and (
+        "/ringdance/" in frame.f_code.co_filename or "/site-packages/" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     frame = frame or inner
     if frame is None:
@@ -54,7 +56,9 @@ class StallWatch:
         shutdown_seconds: give up after this time; 0: never.
     """
 
-    def __init__(self, transport: Transport, check_seconds: float, shutdown_seconds: float, disabled: bool) -> None:
+    def __init__(
+        self, transport: Transport, check_seconds: float, shutdown_seconds: float, disabled: bool
+    ) -> None:
         self._transport = transport
         self._check = check_seconds
         self._shutdown = shutdown_seconds
@@ -130,8 +134,17 @@ class StallWatch:
         states = {place: self._transport.state(place) for place in others}
         own_status = self.status(sets)
         return (
-            stall_message(self._transport.identities, own, own_status, inquiry.waited, inquiry.name,
-                          inquiry.set_id, others, inquiry.answers, states),
+            stall_message(
+                self._transport.identities,
+                own,
+                own_status,
+                inquiry.waited,
+                inquiry.name,
+                inquiry.set_id,
+                others,
+                inquiry.answers,
+                states,
+            ),
             give_up,
         )
 
@@ -152,7 +165,10 @@ def stall_message(
     for place in others:
         answer = answers.get(place)
         if answer is None:
-            doing = {"stopped": "its process is stopped (SIGSTOP or a debugger)", "gone": "its process is gone"}.get(
+            doing = {
+                "stopped": "its process is stopped (SIGSTOP or a debugger)",
+                "gone": "its process is gone",
+            }.get(
                 states[place], "it does not answer: its process may hang in a call that holds Python's lock"
             )
             late.append(f"{who[place]}: {doing}")

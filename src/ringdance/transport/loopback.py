@@ -53,7 +53,9 @@ class _Meeting:
 class _Board:
     """What the members of one communicator share."""
 
-    def __init__(self, world: LoopbackWorld, ranks: tuple[int, ...], window_bytes: int, vector_bytes: int) -> None:
+    def __init__(
+        self, world: LoopbackWorld, ranks: tuple[int, ...], window_bytes: int, vector_bytes: int
+    ) -> None:
         self.world = world
         self.ranks = ranks
         self.lock = threading.Lock()
@@ -71,7 +73,9 @@ class _Board:
 
 
 class _LoopbackPending:
-    def __init__(self, transport: LoopbackTransport, number: int, finish: Callable[[dict[int, Any]], None]) -> None:
+    def __init__(
+        self, transport: LoopbackTransport, number: int, finish: Callable[[dict[int, Any]], None]
+    ) -> None:
         self._transport = transport
         self._number = number
         self._finish = finish
@@ -155,7 +159,9 @@ class LoopbackTransport(Transport):
 
         return self._meet(buffer.copy() if self.rank == root else None, finish)
 
-    def allgather(self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]) -> Pending:
+    def allgather(
+        self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]
+    ) -> Pending:
         def finish(brought: dict[int, Any]) -> None:
             receive[: sum(counts)] = np.concatenate([brought[place] for place in range(self.size)])
 
@@ -172,7 +178,9 @@ class LoopbackTransport(Transport):
         parts = [send[bounds[i] : bounds[i + 1]].copy() for i in range(self.size)]
 
         def finish(brought: dict[int, Any]) -> None:
-            receive[: sum(receive_counts)] = np.concatenate([brought[place][self.rank] for place in range(self.size)])
+            receive[: sum(receive_counts)] = np.concatenate(
+                [brought[place][self.rank] for place in range(self.size)]
+            )
 
         return self._meet(parts, finish)
 
@@ -263,7 +271,7 @@ class LoopbackWorld:
         self.dead.add(rank)
 
     def run(self, program: Callable[[LoopbackTransport], T], timeout: float = 60.0) -> list[T]:
-        """Run ``program`` on one thread for each rank; return the results by rank, or raise the first error."""
+        """Run ``program`` on a thread for each rank; return the results by rank, or raise the first error."""
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 
@@ -275,7 +283,10 @@ class LoopbackWorld:
             except BaseException as error:
                 errors[rank] = error
 
-        threads = [threading.Thread(target=target, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.size)]
+        threads = [
+            threading.Thread(target=target, args=(r,), name=f"rank {r}", daemon=True)
+            for r in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -85,8 +85,15 @@ class _MpiPending:
 class MpiTransport(Transport):
     """One MPI communicator, owned by this object."""
 
-    def __init__(self, mpi: Any, comm: Any, ranks: Sequence[int], window_bytes: int, vector_bytes: int,
-                 parent: MpiTransport | None = None) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        ranks: Sequence[int],
+        window_bytes: int,
+        vector_bytes: int,
+        parent: MpiTransport | None = None,
+    ) -> None:
         self._mpi = mpi
         self._comm = comm
         self._notes = comm.Dup()
@@ -111,9 +118,10 @@ class MpiTransport(Transport):
         if not all(node.allgather(_free_shared_memory() > 2 * size)):
             if node.Get_rank() == 0:
                 _log.warning(
-                    "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange through MPI "
+                    "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange by MPI "
                     "messages, which is slower. Enlarge it (containers: --shm-size).",
-                    socket.gethostname(), -(-2 * size >> 20),
+                    socket.gethostname(),
+                    -(-2 * size >> 20),
                 )
             return
         self._memory = self._mpi.Win.Allocate_shared(size if node.Get_rank() == 0 else 0, 1, comm=node)
@@ -126,7 +134,9 @@ class MpiTransport(Transport):
         if parent is not None and parent.doorbell is not None:
             group = [parent.identities[i].rank for i in parent.host_group]
             bells = (parent.doorbell, [group.index(self.identities[i].rank) for i in self.host_group])
-        self.window = Window(memory, node.Get_rank(), count, vector_bytes, window_bytes, self._memory.Sync, bells)
+        self.window = Window(
+            memory, node.Get_rank(), count, vector_bytes, window_bytes, self._memory.Sync, bells
+        )
         self.window.touch()
         self.doorbell = self.window.doorbell
         node.Barrier()
@@ -143,7 +153,9 @@ class MpiTransport(Transport):
     def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
         return _MpiPending(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), buffer)
 
-    def allgather(self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]) -> Pending:
+    def allgather(
+        self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]
+    ) -> Pending:
         byte = self._mpi.BYTE
         request = self._comm.Iallgatherv([send, byte], [receive, (list(counts), None), byte])
         return _MpiPending(request, send, receive)
@@ -187,7 +199,7 @@ class MpiTransport(Transport):
         self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=place, tag=1), data))
 
     def messages(self) -> list[tuple[int, bytes]]:
-        notes = []
+        notes: list[tuple[int, bytes]] = []
         status = self._mpi.Status()
         while True:
             message = self._notes.Improbe(tag=1, status=status)
@@ -236,6 +248,7 @@ def world_transport(
         window_bytes: data area of each rank in the shared window of a host, 0 for no window.
         vector_bytes: longest agreement vector.
         patience: seconds after which a warning says that other ranks are being waited for.
+        threads: ask MPI for support of several threads.
 
     Raises:
         ArgumentError: ``comm`` is neither, or does not contain this process.
@@ -255,7 +268,9 @@ def _say_waiting(patience: float) -> None:
     _log.warning(
         "ringdance: init() on host %s (pid %d) has waited %g s for the other ranks to call init() too. "
         "If it goes on: look for a rank that ended or hangs before its call.",
-        socket.gethostname(), os.getpid(), patience,
+        socket.gethostname(),
+        os.getpid(),
+        patience,
     )
 
 
@@ -268,13 +283,15 @@ def _choose(mpi: Any, comm: Any) -> Any:
     try:
         ranks = [int(rank) for rank in comm]
     except (TypeError, ValueError):
-        raise ArgumentError(f"init(comm=…): expected a list of ranks or an mpi4py communicator, got {comm!r}.") from None
+        raise ArgumentError(
+            f"init(comm=…): expected a list of ranks or an mpi4py communicator, got {comm!r}."
+        ) from None
     if not ranks:
         return world.Dup()
     if world.Get_rank() not in ranks:
         raise ArgumentError(
-            f"init(comm={ranks}): this process is rank {world.Get_rank()} of {world.Get_size()} and not in the list. "
-            "Call init() only on the ranks that form the job."
+            f"init(comm={ranks}): this process is rank {world.Get_rank()} of {world.Get_size()} and not in "
+            "the list. Call init() only on the ranks that form the job."
         )
     if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.Get_size():
         raise ArgumentError(f"init(comm={ranks}): ranks must be distinct and below {world.Get_size()}.")

@@ -72,7 +72,9 @@ class Doorbell:
         if words[at + 1]:
             words[at] = (words[at] + 1) & 0x7FFFFFFF
             if HAVE_FUTEX:
-                _syscall(_number, ctypes.c_void_p(self._address + 4 * at), _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
+                _syscall(
+                    _number, ctypes.c_void_p(self._address + 4 * at), _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0
+                )
 
     def ring_self(self) -> None:
         """Wake a thread of this rank that sleeps, because another thread has news for it."""
@@ -93,7 +95,13 @@ class Doorbell:
         if HAVE_FUTEX:
             limit = _Timespec(0, int(seconds * 1e9))
             _syscall(
-                _number, ctypes.c_void_p(self._address + 4 * self._own), _FUTEX_WAIT, seen, ctypes.byref(limit), None, 0
+                _number,
+                ctypes.c_void_p(self._address + 4 * self._own),
+                _FUTEX_WAIT,
+                seen,
+                ctypes.byref(limit),
+                None,
+                0,
             )
         else:
             time.sleep(min(seconds, 0.0005))

@@ -76,7 +76,8 @@ class Window:
         start = members * _LINE
         raw = memoryview(memory).cast("B")
         self.vectors = [
-            [raw[start + (2 * m + turn) * vector_room :][:vector_room] for m in range(members)] for turn in (0, 1)
+            [raw[start + (2 * m + turn) * vector_room :][:vector_room] for m in range(members)]
+            for turn in (0, 1)
         ]
         start = _round_up(start + members * 2 * vector_room, _PAGE)
         room = _round_up(area_bytes, _PAGE)

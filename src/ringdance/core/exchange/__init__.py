@@ -18,7 +18,9 @@ __all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "exchange_for"]
 def exchange_for(transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress) -> Exchange:
     """Return the exchange for a communicator. May be collective: call it on all members alike."""
     if transport.window is not None and transport.one_host:
-        return WindowExchange(transport.window, transport.rank, transport.size, piece_bytes, small_bytes, progress)
+        return WindowExchange(
+            transport.window, transport.rank, transport.size, piece_bytes, small_bytes, progress
+        )
     if len({identity.host for identity in transport.identities}) > 1:
         owners = transport.owners()
         if owners is not None and transport.window is not None:

@@ -41,7 +41,9 @@ def as_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def copy_range(views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, area: Array, outward: bool) -> None:
+def copy_range(
+    views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, area: Array, outward: bool
+) -> None:
     """Copy bytes [start, stop) of the row that ``views`` form to the area, or from it (``outward``)."""
     for segment in segments(bounds, start, stop, 0):
         part = views[segment.tensor][segment.start : segment.stop]
@@ -64,7 +66,9 @@ class Exchange(abc.ABC):
         """Reduce flat ``inputs`` of one dtype over all members into ``outputs`` (may be the inputs)."""
 
     @abc.abstractmethod
-    def stream(self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]) -> Steps:
+    def stream(
+        self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
+    ) -> Steps:
         """Let everybody read everybody's row of bytes.
 
         Args:
@@ -76,7 +80,10 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
-        """Send ``sends[i]`` (uint8) to member i, receive ``receives[i]``; ``longest``: longest part of all members."""
+        """Send ``sends[i]`` (uint8) to member i, receive ``receives[i]``.
+
+        ``longest``: bytes of the longest part that any member sends to any other.
+        """
 
     @abc.abstractmethod
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
@@ -101,7 +108,9 @@ class Exchange(abc.ABC):
 
     def broadcast_bytes(self, payload: bytes, root: int) -> Steps:
         """Return member ``root``'s ``payload``."""
-        lengths = [row[0] for row in (yield from self.gather_words([len(payload) if self.rank == root else 0]))]
+        lengths = [
+            row[0] for row in (yield from self.gather_words([len(payload) if self.rank == root else 0]))
+        ]
         view = np.frombuffer(payload, np.uint8) if self.rank == root else np.empty(lengths[root], np.uint8)
         yield from self.broadcast([view], root)
         return view.tobytes()

@@ -166,7 +166,9 @@ class WindowExchange(Exchange):
             yield
         how.complete(result)
 
-    def stream(self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]) -> Steps:
+    def stream(
+        self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
+    ) -> Steps:
         room, window = self._piece, self._window
         send_bounds = self.bounds(sends)
         receive_bounds = [self.bounds(views) if views is not None else [] for views in receives]
@@ -207,7 +209,9 @@ class WindowExchange(Exchange):
             bounds.append(bounds[-1] + count)
         for start in range(0, max(rows), room):
             areas = self._areas(how.dtype)
-            spans = [(bounds[i] + start, min(bounds[i] + start + room, bounds[i + 1])) for i in range(self.size)]
+            spans = [
+                (bounds[i] + start, min(bounds[i] + start + room, bounds[i + 1])) for i in range(self.size)
+            ]
             for place, (low, high) in enumerate(spans):
                 if place != own and low < high:
                     how.prepare(source[low:high], areas[own][place * room : place * room + high - low])
@@ -220,7 +224,7 @@ class WindowExchange(Exchange):
                 total = np.empty_like(part)
                 at = own * room
                 how.combine(
-                    [scaled if p == own else area[at : at + high - low] for p, area in enumerate(areas)], total
+                    [scaled if p == own else area[at : at + high - low] for p, area in enumerate(areas)],
+                    total,
                 )
                 how.deliver(total, part)
-

@@ -72,10 +72,14 @@ class WireExchange(Exchange):
         yield from self._finish(pending)
         total = np.empty(own, how.dtype)
         how.combine(list(parts.reshape(self.size, own)), total)
-        pending = self._transport.allgather(as_bytes(total), as_bytes(buffer), [share * item for share in shares])
+        pending = self._transport.allgather(
+            as_bytes(total), as_bytes(buffer), [share * item for share in shares]
+        )
         yield from self._finish(pending)
 
-    def stream(self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]) -> Steps:
+    def stream(
+        self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
+    ) -> Steps:
         own = np.concatenate([*sends, np.empty(0, np.uint8)])
         senders = [place for place, length in enumerate(lengths) if length]
         if len(senders) == 1:
