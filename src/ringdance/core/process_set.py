@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ from ringdance.core.agreement import (
     HEAD,
     RUN,
     Entry,
-    KnownTensors,
     VectorLayout,
     run_digest,
     set_bits,
@@ -32,10 +30,11 @@ from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import plan_batches
 from ringdance.core.exchange import Exchange, Progress, Steps
 from ringdance.core.execute import Work, allreduce_flat, execute
+from ringdance.core.pending import PendingRequests
 from ringdance.core.recorder import Recorder
-from ringdance.core.request import Description, Operation, Ticket, Verb
+from ringdance.core.request import Description, Operation, Verb
 from ringdance.core.verdict import mismatch_message
-from ringdance.errors import DuplicateNameError, MismatchError
+from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
 from ringdance.transport.window import Window
 
@@ -46,7 +45,7 @@ _LONGEST_PAUSE = 0.010
 _MOST_PLANS = 256
 
 
-class ProcessSetState:
+class ProcessSetState(PendingRequests):
     """The members' agreement, as seen from one of them.
 
     Args:
@@ -71,31 +70,19 @@ class ProcessSetState:
         recorder: Recorder,
         change_set: Callable[[Work], Steps] | None = None,
     ) -> None:
+        super().__init__(capacity)
         self.set_id = set_id
         self.transport = transport
         self.exchange = exchange
         self.members = transport.members
-        self.pending: dict[str, Ticket] = {}
-        self.news: dict[str, Ticket] = {}
-        self.unnamed: deque[Ticket] = deque()
-        self.join_ticket: Ticket | None = None
         self.joined = 0
-        self._joined_here = False  # sticky until all have joined; not before what was pending is done
-        self._after_round: list[tuple[Ticket, str]] = []
         self.wanted = 0  # threads that wait for a ticket of this set
         self.urgent = False
-        self.eager_since: float | None = None
         self.stopping = False
         self.stopped = False
         self.calm = True  # after the stop: whether nobody was left waiting
-        self.in_round = False
         self.rounds = 0
-        self._ready = 0
-        self._next_unnamed = 0
         self._last_joined = -1
-        self._pause = 0.0
-        self.not_before = 0.0  # rounds are put off until then (monotonic)
-        self._table = KnownTensors(capacity)
         self._layout = VectorLayout(transport.size)
         self._plans: dict[int, list[tuple[list[Entry], tuple[str, ...], Reduction]] | None] = {}
         self._window = transport.window if transport.one_host else None
@@ -107,58 +94,6 @@ class ProcessSetState:
         self._progress = progress
         self._recorder = recorder
         self._change_set = change_set
-
-    # -- submitting threads (the engine's lock is held) -------------------------------------
-
-    def add(self, ticket: Ticket, name: str | None, eager: bool) -> None:
-        """Take a request in. Raises DuplicateNameError."""
-        verb = ticket.request.description.verb
-        if verb == Verb.JOIN:
-            if self.join_ticket is not None:
-                raise DuplicateNameError("join() is already pending on this rank.")
-            self.join_ticket = ticket
-        elif name is None:
-            ticket.order = self._next_unnamed
-            ticket.name = f"{verb.name.lower()}.noname.{ticket.order}"
-            self._next_unnamed += 1
-            self.unnamed.append(ticket)
-        else:
-            old = self.pending.get(name)
-            if old is not None and old.refusal is None:
-                raise DuplicateNameError(
-                    f"'{name}' is already in flight on this rank. Wait for it (synchronize) before you "
-                    "submit it again, or use another name."
-                )
-            if old is not None and self.in_round:
-                self._after_round.append((ticket, name))  # the refused call may be what this round deals with
-            else:
-                self._take(name, ticket)
-        if eager and self.eager_since is None:
-            self.eager_since = ticket.submitted
-        self._pause = 0.0
-        self.not_before = 0.0
-
-    def _take(self, name: str, ticket: Ticket) -> None:
-        if name in self.pending and name in self._table.slots:
-            self._ready &= ~(1 << self._table.slots[name])
-        self.pending[name] = ticket
-        self._classify(name, ticket)
-
-    def _classify(self, name: str, ticket: Ticket) -> None:
-        slot = self._table.find(name, ticket.request.description)
-        if slot is None:
-            self.news[name] = ticket
-        else:
-            self.news.pop(name, None)
-            self._ready |= 1 << slot
-
-    def tickets(self) -> list[Ticket]:
-        """Return all that is pending here."""
-        own = [self.join_ticket] if self.join_ticket is not None else []
-        return [*self.pending.values(), *self.unnamed, *own]
-
-    def has_work(self) -> bool:
-        return bool(self.pending or self.unnamed or self.join_ticket is not None)
 
     # -- the driver --------------------------------------------------------------------------
 
@@ -236,13 +171,6 @@ class ProcessSetState:
         if self.news:
             vector ^= 1 << (layout.news_at + place)
         return vector | self._ready << layout.ready_at
-
-    def _name_unnamed(self) -> None:
-        """Turn unnamed requests into named ones while somebody has joined, who has no such requests."""
-        while self.unnamed:
-            ticket = self.unnamed.popleft()
-            self.pending[ticket.name] = ticket
-            self._classify(ticket.name, ticket)
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
@@ -493,22 +421,3 @@ class ProcessSetState:
             self._reclassify()
         yield from self._run_slots(now_ready)
         return bool(now_ready)
-
-    def _answer(self, items: list[tuple[str, Description]]) -> int:
-        """Return two bits for each item: no conflict here, and submitted here."""
-        answer = 0
-        for number, (name, description) in enumerate(items):
-            ticket = self.pending.get(name)
-            if self._joined_here or (ticket is not None and ticket.request.description == description):
-                bits = 3
-            else:
-                bits = 1 if ticket is None else 2
-            answer |= bits << 2 * number
-        return answer
-
-    def _reclassify(self) -> None:
-        """Find out anew which pending requests are known: entries have come, changed and gone."""
-        self._ready = 0
-        self.news = {}
-        for name, ticket in self.pending.items():
-            self._classify(name, ticket)

@@ -1,0 +1,120 @@
+"""What is pending on this rank in one process set, and what of it all members know.
+
+Submitting threads add requests; the rounds of ``process_set`` take them out. The callers hold
+the engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ringdance.core.agreement import KnownTensors
+from ringdance.core.request import Description, Ticket, Verb
+from ringdance.errors import DuplicateNameError
+
+__all__ = ["PendingRequests"]
+
+
+class PendingRequests:
+    """Requests in flight: by name, by order, and by whether they are known to all.
+
+    Attributes:
+        pending: all named requests in flight; a name leaves when its operation is complete.
+        news: those of them that are not in the table of known tensors.
+        unnamed: requests without name, in order of submission.
+        join_ticket: a pending join.
+        eager_since: when the oldest request was submitted that the engine thread is to start.
+        not_before: rounds are put off until then (monotonic) after one that achieved nothing.
+        in_round: a round is under way; its members rely on what this rank has told.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.pending: dict[str, Ticket] = {}
+        self.news: dict[str, Ticket] = {}
+        self.unnamed: deque[Ticket] = deque()
+        self.join_ticket: Ticket | None = None
+        self.eager_since: float | None = None
+        self.not_before = 0.0
+        self.in_round = False
+        self._pause = 0.0
+        self._joined_here = False  # sticky until all have joined; not before what was pending is done
+        self._after_round: list[tuple[Ticket, str]] = []
+        self._ready = 0  # bits: table entries that are pending here
+        self._next_unnamed = 0
+        self._table = KnownTensors(capacity)
+
+    def add(self, ticket: Ticket, name: str | None, eager: bool) -> None:
+        """Take a request in. Raises DuplicateNameError."""
+        verb = ticket.request.description.verb
+        if verb == Verb.JOIN:
+            if self.join_ticket is not None:
+                raise DuplicateNameError("join() is already pending on this rank.")
+            self.join_ticket = ticket
+        elif name is None:
+            ticket.order = self._next_unnamed
+            ticket.name = f"{verb.name.lower()}.noname.{ticket.order}"
+            self._next_unnamed += 1
+            self.unnamed.append(ticket)
+        else:
+            old = self.pending.get(name)
+            if old is not None and old.refusal is None:
+                raise DuplicateNameError(
+                    f"'{name}' is already in flight on this rank. Wait for it (synchronize) before you "
+                    "submit it again, or use another name."
+                )
+            if old is not None and self.in_round:
+                self._after_round.append((ticket, name))  # the refused call may be what this round deals with
+            else:
+                self._take(name, ticket)
+        if eager and self.eager_since is None:
+            self.eager_since = ticket.submitted
+        self._pause = 0.0
+        self.not_before = 0.0
+
+    def _take(self, name: str, ticket: Ticket) -> None:
+        if name in self.pending and name in self._table.slots:
+            self._ready &= ~(1 << self._table.slots[name])
+        self.pending[name] = ticket
+        self._classify(name, ticket)
+
+    def _classify(self, name: str, ticket: Ticket) -> None:
+        slot = self._table.find(name, ticket.request.description)
+        if slot is None:
+            self.news[name] = ticket
+        else:
+            self.news.pop(name, None)
+            self._ready |= 1 << slot
+
+    def tickets(self) -> list[Ticket]:
+        """Return all that is pending here."""
+        own = [self.join_ticket] if self.join_ticket is not None else []
+        return [*self.pending.values(), *self.unnamed, *own]
+
+    def has_work(self) -> bool:
+        return bool(self.pending or self.unnamed or self.join_ticket is not None)
+
+    def _name_unnamed(self) -> None:
+        """Turn unnamed requests into named ones while somebody has joined, who has no such requests."""
+        while self.unnamed:
+            ticket = self.unnamed.popleft()
+            self.pending[ticket.name] = ticket
+            self._classify(ticket.name, ticket)
+
+    def _answer(self, items: list[tuple[str, Description]]) -> int:
+        """Return two bits for each item: no conflict here, and submitted here."""
+        answer = 0
+        for number, (name, description) in enumerate(items):
+            ticket = self.pending.get(name)
+            if self._joined_here or (ticket is not None and ticket.request.description == description):
+                bits = 3
+            else:
+                bits = 1 if ticket is None else 2
+            answer |= bits << 2 * number
+        return answer
+
+    def _reclassify(self) -> None:
+        """Find out anew which pending requests are known: entries have come, changed and gone."""
+        self._ready = 0
+        self.news = {}
+        for name, ticket in self.pending.items():
+            self._classify(name, ticket)
