@@ -9,24 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ringdance.core.agreement import VectorLayout
 from ringdance.core.driver import Driver
-from ringdance.core.exchange import Progress, Steps, exchange_for
-from ringdance.core.execute import Work, execute_alone
+from ringdance.core.execute import execute_alone
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Description, Request, Ticket, Verb
+from ringdance.core.sets import ProcessSets, area_bytes
 from ringdance.core.watch import StallWatch
 from ringdance.errors import (
     ArgumentError,
     CollectiveError,
     EngineError,
-    ProcessSetRemovedError,
     RankLostError,
     ShutDownError,
     StallError,
@@ -46,21 +44,7 @@ def vector_bytes(size: int, capacity: int) -> int:
     return VectorLayout(size).width(max(1, capacity))
 
 
-def area_bytes(settings: Settings) -> int:
-    """Return the data area of each rank in a window; 0 for none."""
-    if not settings.window:
-        return 0
-    return max(settings.window_bytes or settings.piece_bytes, settings.small_bytes, 4096)
-
-
-@dataclass(slots=True)
-class _Set:
-    ranks: tuple[int, ...]
-    state: ProcessSetState | None  # None on ranks that are not members
-    alone: bool
-
-
-class Engine:
+class Engine(ProcessSets):
     """One rank's engine.
 
     Attributes:
@@ -88,6 +72,7 @@ class Engine:
         threaded: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        super().__init__()
         self.settings = settings
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
@@ -101,15 +86,11 @@ class Engine:
         self.stopped_first = False
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
         self._report = report or (lambda text: None)
-        self._progress = Progress()
-        self._lock = threading.Lock()
         self._stop_reason = ""
         self._stop_ticket = Ticket(Request(Description(Verb.BARRIER)), "shutdown", self._wait)
         self._watch = StallWatch(
             transport, settings.stall_check_time, settings.stall_shutdown_time, settings.stall_check_disable
         )
-        self._sets: dict[int, _Set] = {}
-        self._machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
         self._register(0, tuple(range(self.size)), transport)
         self._bell: Doorbell | None = self._find_bell()
         self._driver: Driver | None = None
@@ -136,127 +117,6 @@ class Engine:
         if self.local_rank < len(cores) and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, {cores[self.local_rank]})
-
-    # -- process sets --------------------------------------------------------------------------
-
-    def members(self, set_id: int = 0) -> tuple[int, ...]:
-        """Return the global ranks of a set, ascending. Raises ArgumentError for an unknown set."""
-        return self._known(set_id).ranks
-
-    def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """Return all registered sets: id -> ranks."""
-        return {set_id: known.ranks for set_id, known in sorted(self._sets.items())}
-
-    def add_process_set(self, ranks: Sequence[int]) -> int:
-        """Make a set and return its id. All ranks must call it with the same members; blocks until all have.
-
-        Raises:
-            ArgumentError: a rank is out of range or repeated, or an equal set exists.
-            MismatchError: ranks asked for different members.
-        """
-        wanted = tuple(sorted(int(rank) for rank in ranks))
-        if not wanted or wanted[0] < 0 or wanted[-1] >= self.size or len(set(wanted)) < len(wanted):
-            raise ArgumentError(
-                f"A process set needs distinct ranks between 0 and {self.size - 1}, got {list(ranks)}."
-            )
-        for set_id, known in self._sets.items():
-            if known.ranks == wanted:
-                raise ArgumentError(
-                    f"A process set with the ranks {list(wanted)} exists already: number {set_id}."
-                )
-        request = Request(Description(Verb.ADD_SET, detail=wanted), name="process_set.add")
-        return int(self.submit(request, wake=False).wait())
-
-    def remove_process_set(self, set_id: int) -> None:
-        """Remove a set. All ranks must call it; what is pending in the set fails with ProcessSetRemovedError.
-
-        Raises ArgumentError for the set of all ranks and for unknown sets.
-        """
-        if set_id == 0:
-            raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
-        self._known(set_id)
-        self.submit(
-            Request(Description(Verb.REMOVE_SET, detail=(set_id,)), name="process_set.remove"), wake=False
-        ).wait()
-
-    def _known(self, set_id: int) -> _Set:
-        known = self._sets.get(set_id)
-        if known is None:
-            raise ArgumentError(
-                f"There is no process set number {set_id}; registered: {self.process_sets()}."
-            )
-        return known
-
-    def _register(self, set_id: int, ranks: tuple[int, ...], transport: Transport | None) -> None:
-        state = None
-        if transport is not None and len(ranks) > 1:
-            s = self.settings
-            state = ProcessSetState(
-                set_id,
-                transport,
-                exchange_for(transport, s.piece_bytes, s.small_bytes, self._progress),
-                capacity=s.cache_capacity,
-                threshold=s.fusion_threshold,
-                cycle_seconds=s.cycle_time * 1e-3,
-                lock=self._lock,
-                progress=self._progress,
-                recorder=self.recorder,
-                change_set=self._change_set if set_id == 0 else None,
-            )
-            self._machines = (*self._machines, (state, state.steps()))
-        self._sets[set_id] = _Set(ranks, state, len(ranks) == 1 and self.rank in ranks)
-
-    def _change_set(self, work: Work) -> Steps:
-        """Carry out an agreed change of sets; all ranks come here in the same order."""
-        assert work.ticket is not None
-        detail = work.description.detail
-        if work.description.verb == Verb.ADD_SET:
-            set_id = self._free_id()
-            transport = None
-            if len(detail) > 1:
-                transport = yield from self._off_driver(
-                    lambda: self.transport.split(detail, area_bytes(self.settings))
-                )
-            self._register(set_id, detail, transport)
-            result: Any = set_id
-        else:
-            set_id = detail[0]
-            state = self._sets[set_id].state
-            if state is not None:
-                state.stopping = True
-                while not state.stopped:
-                    yield
-                self._fail_tickets(
-                    state,
-                    ProcessSetRemovedError(
-                        f"Process set number {set_id} was removed while this operation was pending in it."
-                    ),
-                )
-                yield from self._off_driver(lambda: state.transport.close(True))
-            del self._sets[set_id]
-            result = set_id
-        self._bell = self._find_bell()
-        return [result]
-
-    @staticmethod
-    def _off_driver(call: Callable[[], Any]) -> Steps:
-        """Run a call that may block on a thread of its own, so that other sets are stepped meanwhile."""
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append((call(), None))
-            except BaseException as error:
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=run, name="ringdance set-up", daemon=True)
-        thread.start()
-        while not outcome:
-            yield
-        thread.join()
-        if outcome[0][1] is not None:
-            raise outcome[0][1]
-        return outcome[0][0]
 
     # -- submitting ----------------------------------------------------------------------------
 
@@ -338,18 +198,6 @@ class Engine:
                 ticket.finish(error=error)
         return ticket
 
-    def _change_alone(self, description: Description) -> int:
-        """Change the sets of a job of one process: nobody to agree with."""
-        if description.verb == Verb.REMOVE_SET:
-            del self._sets[description.detail[0]]
-            return description.detail[0]
-        set_id = self._free_id()
-        self._register(set_id, description.detail, None)
-        return set_id
-
-    def _free_id(self) -> int:
-        return next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
-
     def _wait(self, ticket: Ticket, timeout: float | None) -> None:
         known = self._sets.get(ticket.request.set_id)
         state = None if known is None else known.state
@@ -419,6 +267,9 @@ class Engine:
         ):
             return self.transport.doorbell
         return None
+
+    def _sets_changed(self) -> None:
+        self._bell = self._find_bell()
 
     def look(self) -> None:
         """Take in notes, notice lost peers, look for stalls."""
@@ -551,15 +402,6 @@ class Engine:
     def leave(self, message: str) -> None:
         """This rank ends in an error: tell the others, who fail with RankLostError."""
         self.fail(RankLostError(message))
-
-    def _fail_tickets(self, state: ProcessSetState, error: CollectiveError) -> None:
-        with self._lock:
-            tickets = state.tickets()
-            state.pending.clear()
-            state.unnamed.clear()
-            state.join_ticket = None
-        for ticket in tickets:
-            ticket.finish(error=error)
 
     def _closed_error(self) -> CollectiveError:
         if self.broken is not None:
