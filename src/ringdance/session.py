@@ -197,7 +197,7 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
         }
     )
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"\n{CAUSE_MARK} {line}\n")
+        sys.stderr.write(f"{CAUSE_MARK} {line}\n")
         sys.stderr.flush()
 
 

@@ -82,7 +82,7 @@ class Reduction:
         self.prescale = prescale
         self.identity = prescale == 1.0
         self.ufunc = _UFUNC[operation]
-        self.wire = None if self.wide or dtype == np.bool_ else _WIRE_NAME[operation]
+        self.wire = None if self.wide or dtype == np.bool_ else _WIRE_NAME.get(operation)
         divisor = size if operation == Operation.AVERAGE else 1
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -370,6 +371,7 @@ class Engine(ProcessSets):
     def _close(self) -> None:
         """All sets have agreed to stop: give everything back."""
         self.closed = True
+        self._learn_stop_reason()
         error = ShutDownError(f"{self._stop_reason} while this operation was pending.")
         for set_id in sorted(self._sets, reverse=True):
             state = self._sets[set_id].state
@@ -383,6 +385,14 @@ class Engine(ProcessSets):
                 state.transport.close(True)
         self._stop_ticket.finish()
 
+    def _learn_stop_reason(self) -> None:
+        """The note that says who stops can be slower than the round in which it does."""
+        patience = time.monotonic() + 0.2
+        while not self._stop_reason and time.monotonic() < patience:
+            for sender, message in self.transport.messages():
+                self._hear(sender, json.loads(message))
+        self._stop_reason = self._stop_reason or "Another rank has shut down"
+
     def fail(self, error: CollectiveError, tell: bool = True) -> None:
         """Break the engine: tell the peers, write down what was going on, fail all tickets."""
         if self.closed:
@@ -390,11 +400,12 @@ class Engine(ProcessSets):
         self.broken = error
         self.closed = True
         pending = [ticket.name for state, _ in self._machines for ticket in state.tickets()]
-        path = self.recorder.dump(self.identity, str(error), pending)
+        message = str(error)
+        path = self.recorder.dump(self.identity, message, pending)
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         if tell:
-            self._tell_all({"kind": "failed", "message": str(error)})
+            self._tell_all({"kind": "failed", "message": message})
         for state, _ in self._machines:
             self._fail_tickets(state, error)
         self._stop_ticket.finish(error=None)
