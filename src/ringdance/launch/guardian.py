@@ -116,3 +116,4 @@ def main(arguments: list[str]) -> None:
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
     _Guardian(Channel(sock)).run()
+    os._exit(0)  # a look at another process may still be waiting (sweep.py)

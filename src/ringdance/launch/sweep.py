@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -18,8 +19,10 @@ from . import linux
 _SHM = "/dev/shm"
 _SPARED_S = 0.8
 _LIMIT_S = 4.0
+_ASKED_S = 0.4
 # Names that belong to a job's libraries; anything else in /dev/shm may be the user's own data.
 _OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_")
+_OF_TORCH = re.compile(r"torch_(\d+)_")
 _OF_PYTHON = re.compile(r"torch_\d+_|psm_|sem\.|sem_")
 
 
@@ -70,8 +73,7 @@ class Sweep:
         began, quiet, left = time.monotonic(), 0, set[int]()
         while quiet < 2 and time.monotonic() - began < _LIMIT_S:
             left = linux.job_processes(self._job, self._root)
-            for pid in left - self._pids:
-                self._mapped |= linux.shared_files(pid)
+            self._mapped |= _used_by(left - self._pids, _ASKED_S)[0]
             self._pids |= left
             # Helpers that unlink shared memory when their clients are dead get a moment to do so.
             victims = {pid for pid in left if not linux.is_tracker(pid)}
@@ -90,21 +92,50 @@ class Sweep:
         suspects = {path for path in suspects if _is_of_this_user_since(path, self._began - 1.0)}
         if not suspects:
             return
-        in_use = set().union(*(linux.shared_files(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()))
-        alone = failed and linux.sees_all_users_of_shared_memory()
-        for path in suspects - in_use:
-            owner = re.match(r"torch_(\d+)_", os.path.basename(path))
+        pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
+        in_use, whole = _used_by(pids, _ASKED_S)
+        certain = {path for path in suspects - in_use if path in self._mapped or self._was_ours(path)}
+        if failed and whole and linux.sees_all_users_of_shared_memory():
             # A segment that only the killed process had open was in nobody's table when the sweep began.
-            unknown = not owner or not os.path.exists(f"/proc/{owner[1]}")
-            if path in self._mapped or (owner and int(owner[1]) in self._pids) or (alone and unknown):
-                try:
-                    os.unlink(path)
-                except OSError:
-                    pass
+            certain |= {path for path in suspects - in_use if not _owner_lives(path)}
+        for path in certain:
+            try:
+                os.unlink(path)
+            except OSError:
+                pass
+
+    def _was_ours(self, path: str) -> bool:
+        owner = _OF_TORCH.match(os.path.basename(path))
+        return owner is not None and int(owner[1]) in self._pids
 
     def note(self, pid: int) -> None:
         """Remember a process of the job that may be dead by the time of the sweep."""
         self._pids.add(pid)
+
+
+def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[str], bool]:
+    """What those processes use of /dev/shm, and whether all could be asked in that time.
+
+    The kernel makes the reader of a process's map wait while that process changes it, at times for seconds.
+    """
+    found: list[set[str]] = []
+    pids = list(pids)
+
+    def ask() -> None:
+        for pid in pids:
+            found.append(linux.shared_files(pid))
+
+    if not pids:
+        return set(), True
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return set().union(*list(found)), not asking.is_alive()
+
+
+def _owner_lives(path: str) -> bool:
+    owner = _OF_TORCH.match(os.path.basename(path))
+    return owner is not None and os.path.exists(f"/proc/{owner[1]}")
 
 
 def _listed() -> list[str]:
