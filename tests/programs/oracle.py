@@ -1,0 +1,140 @@
+"""The right results, by NumPy, from a planned operation alone: no rank hears of another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from programs.plan import Planned
+
+from ringdance.core.request import Operation, Verb
+
+__all__ = ["brought", "check", "dtype_of", "expected"]
+
+Array = np.ndarray[Any, Any]
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def _shape(planned: Planned, tensor: int, place: int) -> tuple[int, ...]:
+    rest = planned.shapes[tensor]
+    if planned.verb == Verb.ALLGATHER:
+        return (planned.rows[tensor][place], *rest)
+    if planned.verb == Verb.ALLTOALL:
+        return (sum(planned.rows[tensor][place]) + planned.spare, *rest)
+    return rest
+
+
+def _values(planned: Planned, tensor: int, place: int, shape: tuple[int, ...]) -> Array:
+    """Small whole numbers, different at each place; sums of four fit any dtype exactly."""
+    dtype = dtype_of(planned.dtypes[tensor])
+    numbers = np.arange(int(np.prod(shape)), dtype=np.int64) * 7 + planned.number * 13 + place * 5 + tensor * 3
+    if planned.operation == Operation.PRODUCT:
+        numbers = numbers % 3 + 1
+    elif dtype == np.bool_:
+        numbers = (numbers // 3) % 2
+    elif dtype.kind == "u":
+        numbers = numbers % 19
+    else:
+        numbers = numbers % 23 - 11
+    return numbers.astype(dtype).reshape(shape)
+
+
+def brought(planned: Planned, place: int) -> list[Array]:
+    """Return the inputs of the member at `place`."""
+    return [_values(planned, i, place, _shape(planned, i, place)) for i in range(len(planned.dtypes))]
+
+
+def _parts(planned: Planned, tensor: int, members: int) -> list[Array]:
+    who = planned.contributors
+    parts = []
+    for place in range(members):
+        shape = _shape(planned, tensor, place)
+        if who is None or place in who:
+            parts.append(_values(planned, tensor, place, shape))
+        else:
+            parts.append(np.zeros(shape, dtype_of(planned.dtypes[tensor])))
+    return parts
+
+
+def _adasum(parts: list[Array]) -> Array:
+    level = [part.astype(np.float64) for part in parts]
+    while len(level) > 1:
+        level = [_adasum_pair(level[i], level[i + 1]) for i in range(0, len(level), 2)]
+    return level[0]
+
+
+def _adasum_pair(a: Array, b: Array) -> Array:
+    dot, first, second = float((a * b).sum()), float((a * a).sum()), float((b * b).sum())
+    left = 1 - dot / (2 * first) if first else 1.0
+    right = 1 - dot / (2 * second) if second else 1.0
+    return np.asarray(a * left + b * right)
+
+
+def _reduced(planned: Planned, tensor: int, members: int) -> Array:
+    """Computed in double or with whole numbers, then rounded or truncated once."""
+    parts = _parts(planned, tensor, members)
+    dtype = parts[0].dtype
+    operation = planned.operation
+    if operation == Operation.ADASUM:
+        return _adasum(parts).astype(dtype)
+    if dtype == np.bool_:
+        together = np.stack(parts)
+        return together.any(0) if operation in (Operation.SUM, Operation.MAX) else together.all(0)
+    wide = np.int64 if dtype.kind in "iu" else np.float64
+    scaled = [part.astype(np.float64) * planned.prescale for part in parts]
+    stacked = np.stack(scaled).astype(wide)  # whole numbers are truncated here
+    by = {Operation.MIN: np.min, Operation.MAX: np.max, Operation.PRODUCT: np.prod}.get(operation, np.sum)
+    total = np.asarray(by(stacked, axis=0))
+    divisor = members if operation == Operation.AVERAGE else 1
+    if divisor == 1 and planned.postscale == 1.0:
+        return total.astype(dtype)
+    if wide is np.int64 and planned.postscale == 1.0:
+        return (np.sign(total) * (np.abs(total) // divisor)).astype(dtype)
+    if wide is np.int64:
+        return np.trunc(total * (planned.postscale / divisor)).astype(dtype)
+    return (total * planned.postscale / divisor).astype(dtype)
+
+
+def expected(planned: Planned, place: int, members: int, root: int) -> tuple[list[Array], list[list[int]]]:
+    """Return (outputs, received splits) of the member at `place`; `root` is a place."""
+    outputs: list[Array] = []
+    received: list[list[int]] = []
+    for tensor in range(len(planned.dtypes)):
+        parts = _parts(planned, tensor, members)
+        if planned.verb == Verb.ALLREDUCE:
+            outputs.append(_reduced(planned, tensor, members))
+        elif planned.verb == Verb.BROADCAST:
+            outputs.append(parts[root])
+        elif planned.verb == Verb.ALLGATHER:
+            outputs.append(np.concatenate(parts))
+        elif planned.verb == Verb.REDUCESCATTER:
+            outputs.append(np.array_split(_reduced(planned, tensor, members), members)[place])
+        else:
+            table = planned.rows[tensor]
+            starts = [sum(row[:place]) for row in table]  # type: ignore[arg-type]
+            cut = [part[s : s + row[place]] for part, s, row in zip(parts, starts, table, strict=True)]  # type: ignore[index]
+            outputs.append(np.concatenate(cut))
+            received.append([row[place] for row in table])  # type: ignore[index]
+    return outputs, received
+
+
+_TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 3e-6, "float64": 1e-12}
+
+
+def check(found: list[Array], right: list[Array]) -> str:
+    """Return what is wrong with `found`, or ""."""
+    if len(found) != len(right):
+        return f"{len(found)} results instead of {len(right)}"
+    for i, (one, other) in enumerate(zip(found, right, strict=True)):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return f"tensor {i}: {one.dtype} {one.shape} instead of {other.dtype} {other.shape}"
+        tolerance = _TOLERANCE.get(str(one.dtype), 0.0)
+        a, b = one.astype(np.float64), other.astype(np.float64)
+        if not np.allclose(a, b, rtol=tolerance, atol=20 * tolerance if tolerance < 1e-4 else 0.0):
+            where = np.argwhere(~np.isclose(a, b, rtol=tolerance))[:3].tolist()
+            return f"tensor {i} ({one.dtype} {one.shape}) differs at {where}: {one.ravel()[:8]} is not {other.ravel()[:8]}"
+    return ""

@@ -1,0 +1,153 @@
+"""Random programs on a loopback world: play one, and say everything about one that hangs.
+
+`python -m programs.worlds FIRST COUNT [--mismatch]` (in the folder `tests`) tries many seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+
+from programs.plan import Program, make
+from programs.play import Report, play
+
+from ringdance.core.engine import Engine, area_bytes, vector_bytes
+from ringdance.settings import Settings
+from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
+
+__all__ = ["on_loopback", "problems", "settings_of", "size_of", "try_seeds"]
+
+LIMIT = 20.0  # seconds for one program
+
+
+def size_of(seed: int) -> int:
+    """The number of ranks on which a seed is played here."""
+    return (2, 3, 3, 4)[seed % 4]
+
+
+def settings_of(program: Program) -> Settings:
+    o = program.options
+    return Settings(
+        fusion_threshold=o.fusion_threshold,
+        cycle_time=o.cycle_time,
+        cache_capacity=o.cache_capacity,
+        piece_bytes=o.piece_bytes,
+        small_bytes=o.small_bytes,
+        window=o.window,
+        spin_microseconds=o.spin_microseconds,
+        flight_recorder_dir=tempfile.gettempdir(),
+    )
+
+
+def problems(program: Program, reports: list[Report]) -> list[str]:
+    """What is wrong with a program that has ended: wrong results, and ranks that were told different things."""
+    found = [f"rank {rank}: {text}" for rank, report in enumerate(reports) for text in report.wrong]
+    for key in sorted({key for report in reports for key in report.said}):
+        texts = {report.said[key] for report in reports if key in report.said}
+        if len(texts) > 1:
+            found.append(f"{key}: ranks were told different things: {sorted(texts)}")
+    planted = program.planted
+    if planted is not None:
+        told = sum(f"error of {planted.number}" in report.said for report in reports)
+        right = len(program.sets[planted.where]) - (planted.fault == "refusal")
+        if told != right:
+            found.append(f"{planted}: {told} ranks were told, not {right}")
+    return found
+
+
+def on_loopback(program: Program, limit: float = LIMIT) -> list[str]:
+    """Play a program on threads; return what is wrong with it."""
+    o = program.options
+    settings = settings_of(program)
+    world = LoopbackWorld(
+        program.size,
+        hosts=o.hosts,
+        window=o.window,
+        area_bytes=max(area_bytes(settings), 1),
+        vector_bytes=vector_bytes(program.size, o.cache_capacity),
+        seed=program.seed,
+        delay=o.delay,
+    )
+    engines: dict[int, Engine] = {}
+
+    def rank(transport: LoopbackTransport) -> Report:
+        engine = Engine(transport, settings, threaded=o.threaded)
+        engines[transport.rank] = engine
+        report = play(engine, program)
+        if not engine.shutdown():
+            report.wrong.append("shutdown was not agreed")
+        return report
+
+    before = {thread.ident for thread in threading.enumerate()}
+    try:
+        return problems(program, world.run(rank, limit))
+    except TimeoutError as error:
+        return [_hung(str(error), engines, before)]
+    except Exception:
+        return [traceback.format_exc()]
+
+
+def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
+    parts = [why]
+    for rank, engine in sorted(engines.items()):
+        for state, _ in engine._machines:
+            names = ", ".join(ticket.name for ticket in state.tickets())
+            parts.append(
+                f"rank {rank}, set {state.set_id} of {state.members}: round {state.rounds}, in round {state.in_round}, "
+                f"wanted {state.wanted}, joined {state.joined:b}; pending: {names or 'nothing'}"
+            )
+    for thread in threading.enumerate():
+        frame = sys._current_frames().get(thread.ident or 0)
+        if thread.ident not in before and frame is not None:
+            parts.append(f"{thread.name}:\n" + "".join(traceback.format_stack(frame)[-6:]))
+    for engine in engines.values():
+        engine.closed = True  # its threads end; the program is lost anyway
+    return "\n".join(parts)
+
+
+def try_seed(seed: int, mismatch: bool) -> str:
+    """Return what is wrong with one seed, or ""."""
+    program = make(seed, size_of(seed), mismatch=mismatch)
+    found = on_loopback(program)
+    return "" if not found else "\n  ".join([f"{program}, mismatch={mismatch}, {program.options}", *found[:6]])
+
+
+def try_seeds(seeds: range, mismatch: bool = False, processes: int = 1, stop_after: int = 3) -> list[str]:
+    """Play many programs; return what is wrong with those that fail (no more are begun after some)."""
+    print(f"random programs on loopback: seeds {seeds.start} to {seeds.stop - 1}, mismatch={mismatch}", flush=True)
+    found: list[str] = []
+    if processes == 1:
+        for seed in seeds:
+            found += filter(None, [try_seed(seed, mismatch)])
+            if len(found) >= stop_after:
+                break
+        return found
+    with ProcessPoolExecutor(processes, max_tasks_per_child=250) as pool:
+        for problem in pool.map(try_seed, seeds, [mismatch] * len(seeds), chunksize=10):
+            found += filter(None, [problem])
+            if len(found) >= stop_after:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--mismatch", action="store_true")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--stop-after", type=int, default=3)
+    arguments = parser.parse_args()
+    seeds = range(arguments.first, arguments.first + arguments.count)
+    found = try_seeds(seeds, arguments.mismatch, arguments.processes, arguments.stop_after)
+    print("\n\n".join(found) or "all right")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
