@@ -184,7 +184,12 @@ def _configure_log(settings: Settings) -> None:
 
 
 def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
+    """Tell the launcher why; without ours, tell people what Python has not told them already."""
     who = found.identity
+    if "RINGDANCE_JOB" not in os.environ:
+        if kind == "exit":
+            _log.error("ringdance: %s", message)
+        return
     line = json.dumps(
         {
             "rank": who.rank,
