@@ -94,21 +94,22 @@ def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reducti
 
 
 def _allreduce(exchange: Exchange, requests: Sequence[Request]) -> Steps:
-    outputs = [_outputs(request) for request in requests]
     d = requests[0].description
+    kinds = tuple(dict.fromkeys(d.dtypes))
+    if len(kinds) == 1 and d.operation != Operation.ADASUM:
+        how = reduction(kinds[0], d.operation, d.prescale, d.postscale, exchange.size)
+        return (yield from allreduce_flat(exchange, requests, how))
+    outputs = [_outputs(request) for request in requests]
     inputs = [view.reshape(-1) for request in requests for view in request.inputs]
     targets = [view.reshape(-1) for group in outputs for view in group]
     if d.operation == Operation.ADASUM:
         for source, target in zip(inputs, targets, strict=True):
             yield from adasum(exchange, source, target, d.prescale, d.postscale)
         return outputs
-    for dtype in dict.fromkeys(d.dtypes):
+    for dtype in kinds:  # a group of several dtypes: one exchange for each
         how = reduction(dtype, d.operation, d.prescale, d.postscale, exchange.size)
-        if len(set(d.dtypes)) == 1:
-            yield from exchange.allreduce(inputs, targets, how)
-        else:  # a group of several dtypes: one exchange for each
-            chosen = [i for i, name in enumerate(d.dtypes) if name == dtype]
-            yield from exchange.allreduce([inputs[i] for i in chosen], [targets[i] for i in chosen], how)
+        chosen = [i for i, name in enumerate(d.dtypes) if name == dtype]
+        yield from exchange.allreduce([inputs[i] for i in chosen], [targets[i] for i in chosen], how)
     return outputs
 
 

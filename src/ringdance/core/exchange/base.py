@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Generator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -30,10 +31,10 @@ class Progress:
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
     """Return an uninitialised array whose memory begins at a multiple of 64 bytes (TensorFlow needs that)."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    start = -raw.__array_interface__["data"][0] % 64
+    return np.ndarray(shape, dtype, raw, start)
 
 
 def as_bytes(array: Array) -> Array:
