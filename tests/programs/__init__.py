@@ -1,1 +1,1 @@
-"""Seeded random programs of collectives, and the right results by NumPy: `plan`, `oracle`, `play`, `worlds`."""
+"""Seeded random programs of collectives, and the right results by NumPy."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from programs.plan import Planned
 
+from programs.plan import Planned
 from ringdance.core.request import Operation, Verb
 
 __all__ = ["brought", "check", "dtype_of", "expected"]
@@ -31,7 +31,9 @@ def _shape(planned: Planned, tensor: int, place: int) -> tuple[int, ...]:
 def _values(planned: Planned, tensor: int, place: int, shape: tuple[int, ...]) -> Array:
     """Small whole numbers, different at each place; sums of four fit any dtype exactly."""
     dtype = dtype_of(planned.dtypes[tensor])
-    numbers = np.arange(int(np.prod(shape)), dtype=np.int64) * 7 + planned.number * 13 + place * 5 + tensor * 3
+    numbers = (
+        np.arange(int(np.prod(shape)), dtype=np.int64) * 7 + planned.number * 13 + place * 5 + tensor * 3
+    )
     if planned.operation == Operation.PRODUCT:
         numbers = numbers % 3 + 1
     elif dtype == np.bool_:
@@ -136,5 +138,6 @@ def check(found: list[Array], right: list[Array]) -> str:
         a, b = one.astype(np.float64), other.astype(np.float64)
         if not np.allclose(a, b, rtol=tolerance, atol=20 * tolerance if tolerance < 1e-4 else 0.0):
             where = np.argwhere(~np.isclose(a, b, rtol=tolerance))[:3].tolist()
-            return f"tensor {i} ({one.dtype} {one.shape}) differs at {where}: {one.ravel()[:8]} is not {other.ravel()[:8]}"
+            values = f"{one.ravel()[:8]} is not {other.ravel()[:8]}"
+            return f"tensor {i} ({one.dtype} {one.shape}) differs at {where}: {values}"
     return ""

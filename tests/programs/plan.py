@@ -272,7 +272,9 @@ class _Maker:
     def _scalar(self, where: str) -> Planned:
         """A tensor without dimensions cannot be scattered: wrong on all ranks alike."""
         number = self._next()
-        return Planned(number, f"scalar{number}", where, Verb.REDUCESCATTER, ("float32",), ((),), fault="scalar")
+        return Planned(
+            number, f"scalar{number}", where, Verb.REDUCESCATTER, ("float32",), ((),), fault="scalar"
+        )
 
     def _crowd(self, threads: int) -> list[Planned]:
         """Small named all-reduces: more than 1,024, or more than a small table holds."""
@@ -313,7 +315,9 @@ class _Maker:
             rows = tuple(tuple(self.random.randint(0, 5) for _ in ranks) for _ in dtypes)
             return replace(base, rows=rows, in_place=False)
         if verb == Verb.ALLTOALL:
-            table = tuple(tuple(tuple(self.random.randint(0, 4) for _ in ranks) for _ in ranks) for _ in dtypes)
+            table = tuple(
+                tuple(tuple(self.random.randint(0, 4) for _ in ranks) for _ in ranks) for _ in dtypes
+            )
             return replace(base, rows=table, spare=self.random.randint(0, 2), in_place=False)
         return replace(self._reduced(base, chance, 0), in_place=False)
 

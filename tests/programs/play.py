@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from programs.oracle import brought, check, expected
 from programs.plan import AddSet, Join, Operations, Planned, Program, RemoveSet, Step
-
 from ringdance.core.engine import Engine
 from ringdance.core.request import Description, Operation, Request, Ticket, Verb
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
@@ -57,7 +57,9 @@ def play(engine: Engine, program: Program) -> Report:
     player = _Player(engine, program)
     for number, step in enumerate(program.steps):
         player.step(number, step)
-    for where in [where for where in player.ids if where]:  # what is left, so that the next program begins alike
+    for where in [
+        where for where in player.ids if where
+    ]:  # what is left, so that the next program begins alike
         engine.remove_process_set(player.ids[where])
     engine.submit(Request(Description(Verb.BARRIER), name="end of program"), wake=False).wait()
     return player.report
@@ -68,11 +70,15 @@ def differing(planned: Planned, members: Sequence[int]) -> Planned:
     other = replace(planned, in_place=False)
     fault = planned.fault
     if fault == "dtype":
-        return replace(other, dtypes=("float64" if planned.dtypes[0] == "float32" else "float32", *planned.dtypes[1:]))
+        return replace(
+            other, dtypes=("float64" if planned.dtypes[0] == "float32" else "float32", *planned.dtypes[1:])
+        )
     if fault == "shape":
         return replace(other, shapes=((3, 3, 3), *planned.shapes[1:]))
     if fault == "operation":
-        return replace(other, operation=Operation.MAX if planned.operation == Operation.SUM else Operation.SUM)
+        return replace(
+            other, operation=Operation.MAX if planned.operation == Operation.SUM else Operation.SUM
+        )
     if fault == "prescale":
         return replace(other, prescale=planned.prescale * 4)
     if fault == "postscale":
@@ -82,7 +88,10 @@ def differing(planned: Planned, members: Sequence[int]) -> Planned:
     if fault == "group":
         rows: Any = planned.rows + planned.rows[:1]
         return replace(
-            other, dtypes=planned.dtypes + planned.dtypes[:1], shapes=planned.shapes + planned.shapes[:1], rows=rows
+            other,
+            dtypes=planned.dtypes + planned.dtypes[:1],
+            shapes=planned.shapes + planned.shapes[:1],
+            rows=rows,
         )
     if fault == "verb" and planned.verb == Verb.BARRIER:
         return replace(other, verb=Verb.ALLREDUCE, dtypes=("float32",), shapes=((2,),))
@@ -281,7 +290,11 @@ class _Player:
         if not problem and planned.verb == Verb.ALLTOALL:
             got = [splits.tolist() for splits in ticket.received_splits or ()]
             problem = "" if got == received else f"received splits {got}, not {received}"
-        if not problem and flight.given is not None and any(a is not b for a, b in zip(result, flight.given, strict=True)):
+        if (
+            not problem
+            and flight.given is not None
+            and any(a is not b for a, b in zip(result, flight.given, strict=True))
+        ):
             problem = "the result is not in the given outputs"
         if not problem and flight.given is not flight.request.inputs and not planned.in_place:
             again = brought(planned, flight.place)

@@ -14,7 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 
 from programs.plan import Program, make
 from programs.play import Report, play
-
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
@@ -44,7 +43,7 @@ def settings_of(program: Program) -> Settings:
 
 
 def problems(program: Program, reports: list[Report]) -> list[str]:
-    """What is wrong with a program that has ended: wrong results, and ranks that were told different things."""
+    """What is wrong with a program that has ended: results, and what only some ranks were told."""
     found = [f"rank {rank}: {text}" for rank, report in enumerate(reports) for text in report.wrong]
     for key in sorted({key for report in reports for key in report.said}):
         texts = {report.said[key] for report in reports if key in report.said}
@@ -97,8 +96,8 @@ def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
         for state, _ in engine._machines:
             names = ", ".join(ticket.name for ticket in state.tickets())
             parts.append(
-                f"rank {rank}, set {state.set_id} of {state.members}: round {state.rounds}, in round {state.in_round}, "
-                f"wanted {state.wanted}, joined {state.joined:b}; pending: {names or 'nothing'}"
+                f"rank {rank}, set {state.set_id} of {state.members}: round {state.rounds}, in round "
+                f"{state.in_round}, wanted {state.wanted}, joined {state.joined:b}; pending: {names or 'nothing'}"
             )
     for thread in threading.enumerate():
         frame = sys._current_frames().get(thread.ident or 0)
@@ -113,12 +112,17 @@ def try_seed(seed: int, mismatch: bool) -> str:
     """Return what is wrong with one seed, or ""."""
     program = make(seed, size_of(seed), mismatch=mismatch)
     found = on_loopback(program)
-    return "" if not found else "\n  ".join([f"{program}, mismatch={mismatch}, {program.options}", *found[:6]])
+    return (
+        "" if not found else "\n  ".join([f"{program}, mismatch={mismatch}, {program.options}", *found[:6]])
+    )
 
 
 def try_seeds(seeds: range, mismatch: bool = False, processes: int = 1, stop_after: int = 3) -> list[str]:
     """Play many programs; return what is wrong with those that fail (no more are begun after some)."""
-    print(f"random programs on loopback: seeds {seeds.start} to {seeds.stop - 1}, mismatch={mismatch}", flush=True)
+    print(
+        f"random programs on loopback: seeds {seeds.start} to {seeds.stop - 1}, mismatch={mismatch}",
+        flush=True,
+    )
     found: list[str] = []
     if processes == 1:
         for seed in seeds:
