@@ -26,6 +26,7 @@ from ringdance.errors import (
     ArgumentError,
     CollectiveError,
     EngineError,
+    ProcessSetRemovedError,
     RankLostError,
     ShutDownError,
     StallError,
@@ -148,10 +149,17 @@ class Engine(ProcessSets):
         name = request.name
         ticket = Ticket(request, name or "", self._wait)
         with self._lock:
+            if state.stopped or self.closed:  # since the look above; nobody would finish this ticket
+                raise self._gone_error(request.set_id)
             state.add(ticket, name, wake)
         if wake:
             self._nudge()
         return ticket
+
+    def _gone_error(self, set_id: int) -> CollectiveError:
+        if self.closed or set_id == 0:
+            return self._closed_error()
+        return ProcessSetRemovedError(f"Process set number {set_id} is being removed.")
 
     def refuse(self, request: Request, message: str) -> None:
         """Tell the peers that wait for this request's name that the call on this rank was wrong.

@@ -38,7 +38,7 @@ class PendingRequests:
         self.in_round = False
         self._pause = 0.0
         self._joined_here = False  # sticky until all have joined; not before what was pending is done
-        self._after_round: list[tuple[Ticket, str]] = []
+        self._held: dict[str, Ticket] = {}  # a refused call under the same name has yet to reach the peers
         self._ready = 0  # bits: table entries that are pending here
         self._next_unnamed = 0
         self._table = KnownTensors(capacity)
@@ -51,19 +51,17 @@ class PendingRequests:
                 raise DuplicateNameError("join() is already pending on this rank.")
             self.join_ticket = ticket
         elif name is None:
-            ticket.order = self._next_unnamed
-            ticket.name = f"{verb.name.lower()}.noname.{ticket.order}"
-            self._next_unnamed += 1
+            self._number(ticket)
             self.unnamed.append(ticket)
         else:
             old = self.pending.get(name)
-            if old is not None and old.refusal is None:
+            if name in self._held or (old is not None and old.refusal is None):
                 raise DuplicateNameError(
                     f"'{name}' is already in flight on this rank. Wait for it (synchronize) before you "
                     "submit it again, or use another name."
                 )
-            if old is not None and self.in_round:
-                self._after_round.append((ticket, name))  # the refused call may be what this round deals with
+            if old is not None:
+                self._held[name] = ticket
             else:
                 self._take(name, ticket)
         if eager and self.eager_since is None:
@@ -71,9 +69,18 @@ class PendingRequests:
         self._pause = 0.0
         self.not_before = 0.0
 
+    def _number(self, ticket: Ticket) -> None:
+        """Give the next number to an unnamed request."""
+        ticket.order = self._next_unnamed
+        ticket.name = f"{ticket.request.description.verb.name.lower()}.noname.{ticket.order}"
+        self._next_unnamed += 1
+
+    def _release(self) -> None:
+        """Take in what was held back by refused calls that the peers have heard of."""
+        for name in [name for name in self._held if name not in self.pending]:
+            self._take(name, self._held.pop(name))
+
     def _take(self, name: str, ticket: Ticket) -> None:
-        if name in self.pending and name in self._table.slots:
-            self._ready &= ~(1 << self._table.slots[name])
         self.pending[name] = ticket
         self._classify(name, ticket)
 
@@ -88,7 +95,16 @@ class PendingRequests:
     def tickets(self) -> list[Ticket]:
         """Return all that is pending here."""
         own = [self.join_ticket] if self.join_ticket is not None else []
-        return [*self.pending.values(), *self.unnamed, *own]
+        return [*self.pending.values(), *self.unnamed, *self._held.values(), *own]
+
+    def drop_all(self) -> list[Ticket]:
+        """Forget all that is pending here, and return it."""
+        dropped = self.tickets()
+        self.pending.clear()
+        self.unnamed.clear()
+        self._held.clear()
+        self.join_ticket = None
+        return dropped
 
     def has_work(self) -> bool:
         return bool(self.pending or self.unnamed or self.join_ticket is not None)

@@ -32,7 +32,7 @@ from ringdance.core.exchange import Exchange, Progress, Steps
 from ringdance.core.execute import Work, allreduce_flat, execute
 from ringdance.core.pending import PendingRequests
 from ringdance.core.recorder import Recorder
-from ringdance.core.request import Description, Operation, Verb
+from ringdance.core.request import Description, Operation, Ticket, Verb
 from ringdance.core.verdict import mismatch_message
 from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
@@ -130,9 +130,8 @@ class ProcessSetState(PendingRequests):
             achieved = yield from self._round()
             with self._lock:
                 self.in_round = False
-                while self._after_round:
-                    ticket, name = self._after_round.pop(0)
-                    self._take(name, ticket)
+                if self._held:
+                    self._release()
                 if achieved and self.eager_since is not None:
                     self.eager_since = time.monotonic() if self.has_work() else None
             if achieved:
@@ -302,6 +301,9 @@ class ProcessSetState(PendingRequests):
                 if self.news.pop(waiting.name, None) is None:
                     self._ready &= ~(1 << self._table.slots[waiting.name])
             self.unnamed.extendleft(reversed(again))
+            self._next_unnamed = 0  # who joined early has counted fewer: all begin anew
+            for waiting in self.unnamed:
+                self._number(waiting)
         if ticket is not None:
             ticket.finish(self._last_joined)
 
@@ -342,7 +344,8 @@ class ProcessSetState(PendingRequests):
             self._plans.clear()
 
     def _run(self, works: list[Work]) -> Steps:
-        for positions in plan_batches([work.description for work in works], self._threshold):
+        alone = len(works) == 1
+        for positions in [[0]] if alone else plan_batches([w.description for w in works], self._threshold):
             batch = [works[i] for i in positions]
             began = time.perf_counter()
             verb = batch[0].description.verb
@@ -392,32 +395,46 @@ class ProcessSetState(PendingRequests):
     def _dispute(self, work: Work) -> Steps:
         """All members have submitted the name, but not the same: tell each the same."""
         own = None if work.ticket is None else (work.ticket.request.description, work.ticket.refusal)
-        everybody = yield from self.exchange.gather_bytes(pickle.dumps(own))
-        submitted = [pickle.loads(payload) for payload in everybody]
-        error = MismatchError(mismatch_message(work.name, self.transport.identities, submitted))
+        everybody = yield from self.exchange.gather_bytes(pickle.dumps((work.name, own)))
+        told = [pickle.loads(payload) for payload in everybody]
+        # Names of unnamed requests contain the verb, which may be what they differ in: all say the first.
+        submitted = [entry for _, entry in told]
+        error = MismatchError(mismatch_message(told[0][0], self.transport.identities, submitted))
         self._recorder.add("mismatch", str(error))
         self._finish([work], [error])
+
+    def _choose_news(self) -> list[tuple[str, Ticket]]:
+        """Return what is told next: what was told longest ago, or never, comes first."""
+        most = min(_NEWS_AT_ONCE, self._table.capacity)
+        news = list(self.news.items())
+        if len(news) > most:
+            news = sorted(news, key=lambda item: item[1].told)[:most]
+        for _, ticket in news:
+            ticket.told = self.rounds
+        return news
 
     def _hear_news(self, leader: int) -> Steps:
         """The lowest rank that has news tells what it has; all enter it in their tables."""
         items: list[tuple[str, Description]] = []
         if self.transport.rank == leader:
             with self._lock:
-                chosen = list(self.news.items())[:_NEWS_AT_ONCE]
+                chosen = self._choose_news()
             items = [(name, ticket.request.description) for name, ticket in chosen]
         payload = yield from self.exchange.broadcast_bytes(pickle.dumps(items), leader)
         items = pickle.loads(payload)
         with self._lock:
             answer = self._answer(items)
         agreed = yield from self._agree(answer, -(-len(items) // 4))
-        now_ready = []
+        installed = []
         with self._lock:
             for number, (name, description) in enumerate(items):
                 disputed = not agreed >> 2 * number & 1
                 slot = self._table.install(name, description, self.rounds, disputed)
                 self._plans.clear()
                 if agreed >> 2 * number & 2:
-                    now_ready.append(slot)
+                    installed.append((slot, self._table.entries[slot]))
             self._reclassify()
+        # A small table may not hold all that was told: what was pushed out again is news once more.
+        now_ready = [slot for slot, entry in installed if self._table.entries[slot] is entry]
         yield from self._run_slots(now_ready)
         return bool(now_ready)

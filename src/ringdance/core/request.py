@@ -106,6 +106,7 @@ class Ticket:
         error: the exception that ``wait`` raises, if it failed.
         order: number of an unnamed request in its process set, else -1.
         refusal: why this rank's own call was refused, if it was (``Engine.refuse``).
+        told: the round in which the other members were told of it as news, else 0.
         submitted: when, in seconds of ``time.monotonic``.
     """
 
@@ -115,6 +116,7 @@ class Ticket:
     received_splits: list[np.ndarray[Any, Any]] | None = None
     error: BaseException | None = None
     refusal: str | None = None
+    told: int = 0
     _done: bool = False
     _waiter: threading.Event | None = None
 

@@ -19,6 +19,8 @@ from ringdance.transport.base import Transport
 
 __all__ = ["ProcessSets", "RegisteredSet", "area_bytes"]
 
+_SMALLEST_AREA = 1 << 16  # some cache lines for each of hundreds of members, however small the pieces
+
 
 @dataclass(slots=True)
 class RegisteredSet:
@@ -33,7 +35,7 @@ def area_bytes(settings: Settings) -> int:
     """Return the data area of each rank in a window; 0 for none."""
     if not settings.window:
         return 0
-    return max(settings.window_bytes or settings.piece_bytes, settings.small_bytes, 4096)
+    return max(settings.window_bytes or settings.piece_bytes, settings.small_bytes, _SMALLEST_AREA)
 
 
 class ProcessSets(abc.ABC):
@@ -192,9 +194,6 @@ class ProcessSets(abc.ABC):
 
     def _fail_tickets(self, state: ProcessSetState, error: CollectiveError) -> None:
         with self._lock:
-            tickets = state.tickets()
-            state.pending.clear()
-            state.unnamed.clear()
-            state.join_ticket = None
+            tickets = state.drop_all()
         for ticket in tickets:
             ticket.finish(error=error)

@@ -15,6 +15,10 @@ def _words(value: Any) -> str:
     return getattr(value, "name", None) or str(value)
 
 
+def _distinct(words: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
+
+
 def _shape(description: Description) -> str:
     free_first = _words(description.verb) in ("ALLGATHER", "ALLTOALL")
     shown = []
@@ -25,9 +29,10 @@ def _shape(description: Description) -> str:
 
 
 _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
-    ("element types", lambda d: d.dtypes, lambda d: ", ".join(dict.fromkeys(d.dtypes)) or "none"),
+    ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), lambda d: _distinct(d.dtypes) or "none"),
     ("operations", lambda d: d.verb, lambda d: _words(d.verb).lower()),
     ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),
+    ("orders of element types", lambda d: d.dtypes, lambda d: ", ".join(d.dtypes)),
     ("shapes", lambda d: d.shapes, _shape),
     ("prescale factors", lambda d: d.prescale, lambda d: repr(d.prescale)),
     ("postscale factors", lambda d: d.postscale, lambda d: repr(d.postscale)),

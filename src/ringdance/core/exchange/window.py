@@ -22,6 +22,8 @@ from ringdance.transport.window import Window
 
 __all__ = ["WindowExchange"]
 
+_LEAST_SHARE = 256  # bytes of a piece for each member: 16 elements of any dtype
+
 
 class WindowExchange(Exchange):
     """Exchange between ranks of one host. ``across``: the owners of this rank's slice on other hosts."""
@@ -38,7 +40,7 @@ class WindowExchange(Exchange):
     ) -> None:
         super().__init__(rank, size, progress)
         self._window = window
-        self._piece = min(piece_bytes, window.area_bytes)
+        self._piece = min(max(piece_bytes, _LEAST_SHARE * size), window.area_bytes)
         self._small = min(small_bytes, self._piece)
         self._across = across
         self._typed: dict[Any, list[list[Array]]] = {}
