@@ -207,7 +207,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
     """The exit code of the first failing rank that has one of its own, or 0."""
-    if first.kind == "launcher":
+    if first.kind in ("launcher", "early"):
         return first.code
     for cause in (first, *others):
         end = ended.get(cause.rank) if cause.rank is not None else None
