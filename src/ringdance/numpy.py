@@ -41,13 +41,14 @@ from ringdance.training.verbs import pick_operation
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather",
-    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
-    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "broadcast_object", "cross_rank", "cross_size", "global_process_set", "grouped_allgather",
-    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "poll", "rank", "reducescatter", "reducescatter_async",
-    "remove_process_set", "shutdown", "size", "synchronize",
+    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "broadcast_object", "cross_rank", "cross_size",
+    "global_process_set", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
+    "local_size", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
+    "shutdown", "size", "synchronize",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -193,7 +194,9 @@ def grouped_allreduce_async_(
     return handles.hold(ticket, lambda _: tuple(arrays))
 
 
-def _allgather(arrays: Arrays, name: str | None, process_set: ProcessSet, grouped: bool, wake: bool) -> Ticket:
+def _allgather(
+    arrays: Arrays, name: str | None, process_set: ProcessSet, grouped: bool, wake: bool
+) -> Ticket:
     return verbs.allgather(
         session.engine(), _views(arrays), name=name, set_id=set_id(process_set), grouped=grouped, wake=wake
     )
@@ -238,7 +241,8 @@ def _broadcast(
 
 
 def broadcast(
-    array: npt.ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    array: npt.ArrayLike, root_rank: int, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Return the array of global rank ``root_rank``; shape and type equal on all ranks."""
     result: Array = _broadcast((_view(array),), None, root_rank, name, process_set, False).wait()[0]
@@ -255,7 +259,8 @@ def broadcast_(
 
 
 def broadcast_async(
-    array: npt.ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    array: npt.ArrayLike, root_rank: int, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``broadcast``; returns a handle."""
     return handles.hold(_broadcast((_view(array),), None, root_rank, name, process_set, True), _first)

@@ -6,21 +6,25 @@ import copy
 from typing import Any
 
 import pytest
-import ringdance.torch as hvd
 import torch
 from torch import nn
+
+import ringdance.torch as hvd
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 
 
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(2, 2, dtype=torch.bfloat16))
+
+
 def test_broadcast_parameters() -> None:
-    torch.manual_seed(RANK)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(2, 2, dtype=torch.bfloat16))
+    net = network(RANK)
     net[0].to(memory_format=torch.channels_last)
     root = SIZE - 1
-    torch.manual_seed(root)
-    expected = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(2, 2, dtype=torch.bfloat16))
+    expected = network(root)
     for given in (net.state_dict(), list(net.named_parameters()), [*net.parameters()], net.named_parameters()):
         hvd.broadcast_parameters(given, root)
         for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
@@ -35,8 +39,8 @@ def test_broadcast_parameters() -> None:
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": dict(lr=0.1), "Adadelta": {}, "Adagrad": {}, "Adam": dict(amsgrad=True), "AdamW": {}, "Adamax": {},
-    "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": dict(momentum=0.5, centered=True), "Rprop": {}, "LBFGS": {},
-    "SparseAdam": {}, "Adafactor": {},
+    "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": dict(momentum=0.5, centered=True), "Rprop": {},
+    "LBFGS": {}, "SparseAdam": {}, "Adafactor": {},
 }
 
 
@@ -65,7 +69,7 @@ def test_broadcast_optimizer_state(name: str, wrapped: bool, fresh: bool) -> Non
 
     steps = 0 if fresh else 3
     expected = build(steps, 0.25)[1].state_dict()
-    net, optimizer = build(steps if RANK == root else 0, 0.25 if RANK == root else 0.5)
+    net, optimizer = build(steps if root == RANK else 0, 0.25 if root == RANK else 0.5)
     weights = [parameter.detach().clone() for parameter in net.parameters()]
     if wrapped:
         optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
@@ -130,7 +134,7 @@ def test_an_object_that_cannot_be_pickled() -> None:
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
 @pytest.mark.parametrize("affine", [True, False])
 def test_sync_batch_norm_equals_batch_norm_on_the_joined_batch(dims: int, affine: bool) -> None:
-    rows = [rank + 1 for rank in range(SIZE)]  # uneven
+    rows = [rank + 1 + (SIZE == 1) for rank in range(SIZE)]  # uneven
     shape = (3,) + (2, 3, 2)[:dims]
     made = torch.Generator().manual_seed(5)
     joined = torch.randn((sum(rows), *shape), dtype=torch.float64, generator=made) * 3 + 100
@@ -141,7 +145,8 @@ def test_sync_batch_norm_equals_batch_norm_on_the_joined_batch(dims: int, affine
     plain = kind(3, momentum=0.3, affine=affine).double()
     if affine:
         for one in (sync, plain):
-            one.weight.data.copy_(torch.tensor([0.5, 1.5, 2.0])), one.bias.data.copy_(torch.tensor([1.0, 0.0, -1.0]))
+            one.weight.data.copy_(torch.tensor([0.5, 1.5, 2.0]))
+            one.bias.data.copy_(torch.tensor([1.0, 0.0, -1.0]))
     x, whole = joined[own].clone().requires_grad_(), joined.clone().requires_grad_()
     for _ in range(2):
         output, expected = sync(x), plain(whole)

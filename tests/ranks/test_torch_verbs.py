@@ -7,8 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import ringdance.torch as hvd
 import torch
+
+import ringdance.torch as hvd
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -48,7 +49,8 @@ def test_allreduce_all_types_and_operations(dtype: torch.dtype, op: int) -> None
         result = hvd.allreduce(given, op=op)
         assert result.dtype is dtype
         assert result.shape == given.shape
-        assert torch.allclose(result.double(), expected.double(), rtol=1e-15 if dtype is torch.float64 else 1e-6)
+        tolerance = 1e-15 if dtype is torch.float64 else 1e-6
+        assert torch.allclose(result.double(), expected.double(), rtol=tolerance)
         assert torch.equal(given, values(RANK, shape, dtype))
         handle = hvd.allreduce_async(given, op=op)
         assert torch.equal(hvd.synchronize(handle), result)
@@ -76,9 +78,9 @@ def test_results_do_not_share_the_inputs_memory() -> None:
 
 def test_average_and_op_arguments() -> None:
     ones = torch.ones(2)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="average="):
         assert hvd.allreduce(ones, False).tolist() == [SIZE] * 2
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="average="):
         assert hvd.allreduce(ones, True).tolist() == [1.0] * 2
     with pytest.raises(ValueError, match="not both"):
         hvd.allreduce(ones, average=True, op=hvd.Sum)
@@ -94,7 +96,8 @@ def test_scales() -> None:
 
 
 def test_groups_and_many_in_flight_in_shuffled_order() -> None:
-    tensors = [values(RANK, (index, 3), torch.float32) for index in range(1, 6)] + [torch.ones(2, dtype=torch.int64)]
+    tensors = [values(RANK, (index, 3), torch.float32) for index in range(1, 6)]
+    tensors.append(torch.ones(2, dtype=torch.int64))
     expected = [hvd.allreduce(tensor, op=hvd.Sum) for tensor in tensors]
     for results in (
         hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"),
@@ -104,7 +107,9 @@ def test_groups_and_many_in_flight_in_shuffled_order() -> None:
     ):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results, expected, strict=True))
     order = np.random.default_rng(RANK).permutation(len(tensors))
-    handles = {index: hvd.allreduce_async(tensors[index], op=hvd.Sum, name=f"shuffled.{index}") for index in order}
+    handles = {
+        index: hvd.allreduce_async(tensors[index], op=hvd.Sum, name=f"shuffled.{index}") for index in order
+    }
     for index, handle in sorted(handles.items()):
         assert torch.equal(hvd.synchronize(handle), expected[index])
     with pytest.raises(IndexError):
@@ -139,7 +144,8 @@ def test_allgather_broadcast_alltoall_all_types(dtype: torch.dtype) -> None:
     every = torch.cat([values(rank, (rank + 1, 2), dtype) for rank in range(SIZE)])
     assert torch.equal(hvd.allgather(mine), every)
     assert torch.equal(hvd.synchronize(hvd.allgather_async(mine, "gathered")), every)
-    for result in (hvd.grouped_allgather([mine, mine[:0]]), hvd.synchronize(hvd.grouped_allgather_async([mine, mine[:0]]))):
+    pair = [mine, mine[:0]]
+    for result in (hvd.grouped_allgather(pair), hvd.synchronize(hvd.grouped_allgather_async(pair))):
         assert torch.equal(result[0], every)
         assert result[1].shape == (0, 2)
     for root in range(SIZE):
@@ -236,7 +242,10 @@ def test_gradients_of_the_others() -> None:
     for op in (hvd.Average, hvd.Sum):
         for group in (False, True):
             s = leaf(SIZE * 2, 2)
-            out = hvd.grouped_reducescatter([s], op=op, prescale_factor=2.0)[0] if group else hvd.reducescatter(s, op=op, prescale_factor=2.0)
+            if group:
+                out = hvd.grouped_reducescatter([s], op=op, prescale_factor=2.0)[0]
+            else:
+                out = hvd.reducescatter(s, op=op, prescale_factor=2.0)
             gradient = torch.full_like(out, RANK + 1.0)
             out.backward(gradient)
             scale = 2.0 * (SIZE if op == hvd.Sum else 1)
@@ -245,7 +254,8 @@ def test_gradients_of_the_others() -> None:
 
 
 def test_sparse_allreduce() -> None:
-    given = torch.sparse_coo_tensor([[RANK, 3]], [[1.0, 2.0], [3.0, 4.0]], (SIZE + 4, 2), check_invariants=True)
+    entries = [[1.0, 2.0], [3.0, 4.0]]
+    given = torch.sparse_coo_tensor([[RANK, 3]], entries, (SIZE + 4, 2), check_invariants=True)
     for op in (hvd.Average, hvd.Sum):
         result = hvd.sparse_allreduce_async(given, "rows", op)().to_dense()
         assert torch.allclose(result, hvd.allreduce(given.to_dense(), op=op))
@@ -299,18 +309,23 @@ def test_join() -> None:
     assert hvd.allreduce(torch.ones(3)).tolist() == [1.0] * 3
 
 
+def mismatched(case: int) -> None:
+    odd = RANK % 2
+    if case == 0:
+        hvd.allreduce(torch.ones(3 + odd), name="mismatch")
+    elif case == 1:
+        hvd.allreduce(torch.ones(3, dtype=[torch.float32, torch.float64][odd]), name="mismatch")
+    elif case == 2:
+        hvd.broadcast(torch.ones(3), odd, name="mismatch")
+    else:
+        hvd.allgather(torch.ones(3, 2 + odd), name="mismatch")
+
+
 @several
 def test_mismatches_raise_on_all_ranks() -> None:
     for case in range(4):
         with pytest.raises(RuntimeError):
-            if case == 0:
-                hvd.allreduce(torch.ones(3 + RANK % 2), name="mismatch")
-            elif case == 1:
-                hvd.allreduce(torch.ones(3, dtype=[torch.float32, torch.float64][RANK % 2]), name="mismatch")
-            elif case == 2:
-                hvd.broadcast(torch.ones(3), RANK % 2, name="mismatch")
-            else:
-                hvd.allgather(torch.ones(3, 2 + RANK % 2), name="mismatch")
+            mismatched(case)
         hvd.barrier()
     assert hvd.allreduce(torch.ones(3), name="mismatch").tolist() == [1.0] * 3
 

@@ -40,7 +40,7 @@ class AdasumOptimizer:
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Raise: the exchange is the step itself."""
-        raise AssertionError("skip_synchronize() is of no use with op=Adasum, where step() does the exchange.")
+        raise AssertionError("skip_synchronize() is of no use with op=Adasum: step() does the exchange.")
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -37,7 +37,9 @@ class Allreduce(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> Tensor:
         ctx.arguments = operation, _of_gradient(name), prescale, postscale, process_set
-        ticket = ops.submit_allreduce((tensor,), operation, name, prescale, postscale, process_set, wake=False)
+        ticket = ops.submit_allreduce(
+            (tensor,), operation, name, prescale, postscale, process_set, wake=False
+        )
         return ops._result(ticket.wait()[0], tensor)
 
     @staticmethod
@@ -116,7 +118,9 @@ class Broadcast(torch.autograd.Function):
     """The gradient is averaged over the ranks and belongs to the root; the others get zeros."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
         ctx.arguments = root_rank, _of_gradient(name), process_set
         ticket = ops.submit_broadcast(tensor, root_rank, name, process_set, in_place=False, wake=False)
         return ops._result(ticket.wait()[0], tensor)
@@ -166,7 +170,8 @@ class Reducescatter(torch.autograd.Function):
         ctx: Any, tensor: Tensor, operation: Operation, name: str | None, prescale: float, postscale: float,
         process_set: ProcessSet,
     ) -> Tensor:
-        ctx.arguments = _scatter_scale(operation, prescale, postscale, process_set), _of_gradient(name), process_set
+        scale = _scatter_scale(operation, prescale, postscale, process_set)
+        ctx.arguments = scale, _of_gradient(name), process_set
         ticket = ops.submit_reducescatter(
             (tensor,), operation, name, prescale, postscale, process_set, wake=False
         )
@@ -186,7 +191,8 @@ class GroupedReducescatter(torch.autograd.Function):
         ctx: Any, operation: Operation, name: str | None, prescale: float, postscale: float,
         process_set: ProcessSet, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.arguments = _scatter_scale(operation, prescale, postscale, process_set), _of_gradient(name), process_set
+        scale = _scatter_scale(operation, prescale, postscale, process_set)
+        ctx.arguments = scale, _of_gradient(name), process_set
         ticket = ops.submit_reducescatter(
             tensors, operation, name, prescale, postscale, process_set, grouped=True, wake=False
         )

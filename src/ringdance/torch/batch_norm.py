@@ -78,9 +78,10 @@ class _Normalise(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose statistics are those of the batches of all ranks together.
 
-    A stand-in for ``BatchNorm1d``, ``2d`` and ``3d`` with input (N, C), (N, C, L), ... up to five dimensions; N may
-    differ between ranks. With one rank, and in evaluation with tracked statistics, it is plain batch norm.
-    Gradients of weight and bias are those of this rank's elements; DistributedOptimizer averages them.
+    A stand-in for ``BatchNorm1d``, ``2d`` and ``3d`` with input (N, C), (N, C, L), ... up to five
+    dimensions; N may differ between ranks. With one rank, and in evaluation with tracked statistics, it
+    is plain batch norm. Gradients of weight and bias are those of this rank's elements;
+    DistributedOptimizer averages them.
 
     Args:
         num_features: channels C.
@@ -101,7 +102,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ArgumentError(f"SyncBatchNorm needs at least 2 dimensions (N, C, ...), got {tuple(input.shape)}.")
+            raise ArgumentError(f"SyncBatchNorm needs 2 dimensions (N, C) or more, got {tuple(input.shape)}.")
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, in its shape and type."""
@@ -109,7 +110,8 @@ class SyncBatchNorm(_BatchNorm):
         own = self.training or self.running_mean is None
         if not own or session.engine().size == 1:
             return super().forward(input)
-        output, mean, variance, total = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        apply: Any = _Normalise.apply
+        output, mean, variance, total = apply(input, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(mean, variance, float(total))
         result: Tensor = output

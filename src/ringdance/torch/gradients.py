@@ -68,7 +68,7 @@ class Gradients:
         return kinds
 
     def take(self, indices: Sequence[int], zeros: bytearray) -> tuple[Array, ...]:
-        """Return contiguous views of the gradients to be reduced in place; missing ones are made, as zeros."""
+        """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""
         gradients = []
         for index in indices:
             parameter = self.parameters[index]
@@ -176,9 +176,10 @@ class Hooks:
             computed(index)
             if current_task() not in self._tasks:
                 self._tasks.add(current_task())
-                torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-        self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
+        register: Any = self._parameters[index].register_post_accumulate_grad_hook
+        self._handles.append(register(hook))
 
     def _end(self) -> None:
         if not _in_nested_pass():

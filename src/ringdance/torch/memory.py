@@ -10,10 +10,13 @@ import torch
 
 from ringdance.errors import ArgumentError
 
-__all__ = ["check_in_place", "from_array", "host_tensor", "view_of"]
+__all__ = ["array_of", "check_in_place", "from_array", "host_tensor", "view_of"]
 
 Array = np.ndarray[Any, Any]
 
+_PLAIN = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool}
+)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -52,7 +55,15 @@ def view_of(tensor: torch.Tensor) -> Array:
             return tensor.view(torch.int16).numpy().view(_BFLOAT16)
         return tensor.numpy()
     except TypeError:
-        raise ArgumentError(f"Tensors of type {tensor.dtype} ({tensor.type()}) cannot be exchanged.") from None
+        raise ArgumentError(f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent.") from None
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Return ``view_of(host_tensor(tensor))``, by the short way for the usual tensors."""
+    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
+        array: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+        return array
+    return view_of(host_tensor(tensor))
 
 
 def from_array(array: Array) -> torch.Tensor:

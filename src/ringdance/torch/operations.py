@@ -3,6 +3,8 @@
 Differentiable forms go through ``ringdance.torch.autograd`` only if a gradient is wanted. Beyond Horovod:
 bfloat16, uint8, int8, int16, unsigned and bool tensors everywhere; tensors that are not contiguous
 (copied first) except in place, where they raise.
+
+Longer than other files: every function has the many arguments that scripts give by place.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ringdance import session
 from ringdance.core.request import Operation, Ticket
 from ringdance.errors import ArgumentError
 from ringdance.torch.compression import Compression
-from ringdance.torch.memory import Array, check_in_place, from_array, host_tensor, view_of
+from ringdance.torch.memory import Array, array_of, check_in_place, from_array
 from ringdance.training import handles, verbs
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 from ringdance.training.verbs import pick_operation
@@ -37,7 +39,7 @@ Product = int(Operation.PRODUCT)
 
 
 def _views(tensors: Tensors) -> tuple[Array, ...]:
-    return tuple([view_of(host_tensor(tensor)) for tensor in tensors])
+    return tuple([array_of(tensor) for tensor in tensors])
 
 
 def _result(array: Array, like: Tensor) -> Tensor:
@@ -63,13 +65,18 @@ def _group(tensors: Tensors) -> list[Tensor]:
     if not group:
         raise IndexError("A group needs at least one tensor.")
     if any(one.is_cpu != group[0].is_cpu for one in group):
-        raise verbs.UnsupportedOperationError("The tensors of a group must all be on the CPU or all on a GPU.")
+        raise verbs.UnsupportedOperationError("A group's tensors must all be on the CPU or all on a GPU.")
     return group
 
 
 def wants_gradient(tensors: Tensors) -> bool:
     """Return whether the call has to be recorded for a backward pass."""
     return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
+
+
+def _recorded(function: Any, *arguments: Any) -> Any:
+    """Call a function of ``ringdance.torch.autograd``, whose backward pass is recorded."""
+    return function.apply(*arguments)
 
 
 # Allreduce.
@@ -95,8 +102,8 @@ def _submit_allreduce_(
         check_in_place(tensor)
     views = _views(tensors)
     return verbs.allreduce(
-        session.engine(), views, views, name=name, operation=operation, prescale=prescale, postscale=postscale,
-        set_id=set_id(process_set), grouped=grouped, wake=wake,
+        session.engine(), views, views, name=name, operation=operation, prescale=prescale,
+        postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
     )
 
 
@@ -144,7 +151,7 @@ def _allreduce(
     if tensor.requires_grad and torch.is_grad_enabled():
         from ringdance.torch.autograd import Allreduce
 
-        result: Tensor = Allreduce.apply(tensor, operation, name, prescale, postscale, process_set)
+        result: Tensor = _recorded(Allreduce, tensor, operation, name, prescale, postscale, process_set)
         return result
     ticket = submit_allreduce((tensor,), operation, name, prescale, postscale, process_set, wake=False)
     return _result(ticket.wait()[0], tensor)
@@ -193,9 +200,9 @@ def allreduce_async_(
 
 
 def grouped_allreduce(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    tensors: Tensors, average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors that are exchanged together; as ``allreduce``."""
     operation = pick_operation(average, op)
@@ -204,7 +211,7 @@ def grouped_allreduce(
     if wants_gradient(small):
         from ringdance.torch.autograd import GroupedAllreduce
 
-        reduced = GroupedAllreduce.apply(
+        reduced = _recorded(GroupedAllreduce,
             operation, name, prescale_factor, postscale_factor, process_set, *small
         )
     else:
@@ -302,19 +309,23 @@ def submit_allgather(
     )
 
 
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Return the ranks' tensors joined along dimension 0, which may differ between ranks; differentiable."""
     if tensor.dim() == 0:
         raise IndexError("allgather needs a tensor with at least one dimension; use tensor.reshape(1).")
     if wants_gradient((tensor,)):
         from ringdance.torch.autograd import Allgather
 
-        result: Tensor = Allgather.apply(tensor, name, process_set)
+        result: Tensor = _recorded(Allgather, tensor, name, process_set)
         return result
     return _result(submit_allgather((tensor,), name, process_set, wake=False).wait()[0], tensor)
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Start an ``allgather``; returns a handle."""
     return handles.hold(submit_allgather((tensor,), name, process_set), _one(tensor))
 
@@ -327,7 +338,7 @@ def grouped_allgather(
     if wants_gradient(group):
         from ringdance.torch.autograd import GroupedAllgather
 
-        return list(GroupedAllgather.apply(name, process_set, *group))
+        return list(_recorded(GroupedAllgather, name, process_set, *group))
     return _results(submit_allgather(group, name, process_set, grouped=True, wake=False).wait(), group)
 
 
@@ -343,15 +354,16 @@ def grouped_allgather_async(
 
 
 def submit_broadcast(
-    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool, wake: bool = True
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool,
+    wake: bool = True,
 ) -> Ticket:
     """Submit; the result is a list of one array."""
     if in_place:
         check_in_place(tensor)
     views = _views((tensor,))
     return verbs.broadcast(
-        session.engine(), views, views if in_place else None, root_rank, name=name, set_id=set_id(process_set),
-        wake=wake,
+        session.engine(), views, views if in_place else None, root_rank, name=name,
+        set_id=set_id(process_set), wake=wake,
     )
 
 
@@ -362,7 +374,7 @@ def broadcast(
     if wants_gradient((tensor,)):
         from ringdance.torch.autograd import Broadcast
 
-        result: Tensor = Broadcast.apply(tensor, root_rank, name, process_set)
+        result: Tensor = _recorded(Broadcast, tensor, root_rank, name, process_set)
         return result
     return _result(
         submit_broadcast(tensor, root_rank, name, process_set, in_place=False, wake=False).wait()[0], tensor
@@ -418,7 +430,8 @@ def submit_alltoall(
 ) -> Ticket:
     """Submit; the result is a list of one array, with ``received_splits`` beside it."""
     return verbs.alltoall(
-        session.engine(), _views((tensor,)), (_splits_of(splits),), name=name, set_id=set_id(process_set), wake=wake
+        session.engine(), _views((tensor,)), (_splits_of(splits),), name=name, set_id=set_id(process_set),
+        wake=wake,
     )
 
 
@@ -446,7 +459,7 @@ def alltoall(
     if wants_gradient((tensor,)):
         from ringdance.torch.autograd import Alltoall
 
-        output, received = Alltoall.apply(tensor, splits, name, process_set)
+        output, received = _recorded(Alltoall, tensor, splits, name, process_set)
     else:
         ticket = submit_alltoall(tensor, splits, name, process_set, wake=False)
         output, received = _result(ticket.wait()[0], tensor), _received(ticket, splits)
@@ -470,8 +483,8 @@ def submit_reducescatter(
 ) -> Ticket:
     """Submit; the result is a list of arrays."""
     return verbs.reducescatter(
-        session.engine(), _views(tensors), name=name, operation=operation, prescale=prescale, postscale=postscale,
-        set_id=set_id(process_set), grouped=grouped, wake=wake,
+        session.engine(), _views(tensors), name=name, operation=operation, prescale=prescale,
+        postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
     )
 
 
@@ -479,13 +492,15 @@ def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n; differentiable."""
+    """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
     operation = pick_operation(None, op)
     small, context = compression.compress(tensor)
     if wants_gradient((small,)):
         from ringdance.torch.autograd import Reducescatter
 
-        reduced = Reducescatter.apply(small, operation, name, prescale_factor, postscale_factor, process_set)
+        reduced = _recorded(
+            Reducescatter, small, operation, name, prescale_factor, postscale_factor, process_set
+        )
     else:
         ticket = submit_reducescatter(
             (small,), operation, name, prescale_factor, postscale_factor, process_set, wake=False
@@ -516,7 +531,7 @@ def grouped_reducescatter(
     if wants_gradient(small):
         from ringdance.torch.autograd import GroupedReducescatter
 
-        reduced = GroupedReducescatter.apply(
+        reduced = _recorded(GroupedReducescatter,
             operation, name, prescale_factor, postscale_factor, process_set, *small
         )
     else:
@@ -528,8 +543,8 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Tensors, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensors: Tensors, name: str | None = None, op: int = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``grouped_reducescatter``; ``synchronize`` gives a tuple."""
     operation = pick_operation(None, op)

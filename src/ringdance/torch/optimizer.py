@@ -1,7 +1,7 @@
 """DistributedOptimizer: a torch optimizer whose gradients are reduced over the ranks. Contract 2.1.2.
 
-When ``backward()`` returns, gradients are reduced: ``clip_grad_norm_``, ``GradScaler`` and whatever else reads
-gradients are used as in one process. What the ranks exchange when, and what they have to do alike, is
+When ``backward()`` returns, gradients are reduced: ``clip_grad_norm_``, ``GradScaler`` and whatever else
+reads gradients are used as in one process. What the ranks exchange when, and what they have to do alike, is
 told in ``ringdance.training.optimizer``.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from ringdance.torch import operations as ops
 from ringdance.torch.adasum import AdasumOptimizer
 from ringdance.torch.compression import Compression
 from ringdance.torch.gradients import Gradients, Hooks
-from ringdance.training.optimizer import GradientExchange, check_groups, scales_of, spare_cores
+from ringdance.training.optimizer import GradientExchange
+from ringdance.training.options import check_groups, scales_of, spare_cores
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 from ringdance.training.verbs import pick_operation
 
@@ -51,7 +53,7 @@ class _Distributed:
             self._exchange.reset()
 
     def synchronize(self) -> None:
-        """Make sure that gradients are reduced; needed only for passes fewer than backward_passes_per_step."""
+        """Make sure that gradients are reduced; needed only before backward_passes_per_step is reached."""
         self._settle()
         self._by_hand = True
 
@@ -146,9 +148,9 @@ def named(
         ]
     pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise ArgumentError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives.")
+        raise ArgumentError("named_parameters must be (name, parameter) pairs: model.named_parameters().")
     names = [name for name, _ in pairs]
-    doubled = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    doubled = sorted(name for name, times in Counter(names).items() if times > 1)
     if doubled:
         raise ArgumentError(f"named_parameters: names must be unique; more than once: {', '.join(doubled)}.")
     given = {id(parameter) for _, parameter in pairs}
@@ -156,8 +158,8 @@ def named(
     nameless = [tuple(parameter.shape) for key, parameter in mine.items() if key not in given]
     if nameless:
         raise ArgumentError(
-            f"named_parameters lacks {len(nameless)} of the optimizer's parameters, the first with shape {nameless[0]}: "
-            "pass all of model.named_parameters()."
+            f"named_parameters lacks {len(nameless)} of the optimizer's parameters, the first with shape "
+            f"{nameless[0]}: pass all of model.named_parameters()."
         )
     seen: set[int] = set()
     found = []
@@ -177,8 +179,8 @@ def DistributedOptimizer(
 ) -> Any:
     """Return an optimizer of the same kind whose gradients are reduced over the ranks.
 
-    It shares parameters, options and accumulated state with the one given, and is an instance of a subclass of its
-    class. All ranks of the set call this, in the same order if for several optimizers.
+    It shares parameters, options and accumulated state with the one given, and is an instance of a
+    subclass of its class. All ranks of the set call this, in the same order if for several optimizers.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -212,7 +214,7 @@ def DistributedOptimizer(
     ):
         raise ArgumentError("groups must be a positive number or a list of lists of parameters.")
     if groups is not None and (isinstance(groups, bool) or (isinstance(groups, int) and groups <= 0)):
-        raise ArgumentError(f"groups must be a positive number or a list of lists of parameters, got {groups!r}.")
+        raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of parameters.")
     index_groups = check_groups(groups, trained, lambda one: place.get(id(one)))
     scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together
     size = len(engine.members(set_id(process_set)))
@@ -233,8 +235,9 @@ def DistributedOptimizer(
             and spare_cores(engine.local_size, torch.get_num_threads())
         )
         exchange = GradientExchange(
-            Gradients(parameters, compression, sparse_as_dense), [name for name, _ in pairs], operation=operation,
-            passes=backward_passes_per_step, predivide=gradient_predivide_factor, groups=index_groups,
+            Gradients(parameters, compression, sparse_as_dense), [name for name, _ in pairs],
+            operation=operation, passes=backward_passes_per_step,
+            predivide=gradient_predivide_factor, groups=index_groups,
             set_id=set_id(process_set), early=reduce_in_backward, overlap=overlap,
         )
         result._exchange = exchange
@@ -250,9 +253,9 @@ def _subclassed(optimizer: torch.optim.Optimizer, front: type, **state: Any) -> 
     base = type(optimizer)
     if issubclass(base, (_Distributed, AdasumOptimizer)):
         raise ArgumentError("This optimizer is a DistributedOptimizer already.")
-    # A learning rate scheduler made before has put its wrapper of the plain step there, which would hide ours.
+    # A learning rate scheduler made before has put its wrapper of the plain step there: it would hide ours.
     wrapper = optimizer.__dict__.pop("step", None)
-    result = object.__new__(type(base.__name__, (front, base), {"__module__": __name__}))
+    result: Any = object.__new__(type(base.__name__, (front, base), {"__module__": __name__}))
     result.__dict__ = optimizer.__dict__
     result.__dict__.update(state)
     if wrapper is not None:

@@ -23,10 +23,12 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
         return [(str(key), value) for key, value in sorted(params.items())]
     if isinstance(params, (str, bytes, Tensor)) or not isinstance(params, Iterable):
         raise ArgumentError(
-            f"broadcast_parameters needs a dict such as model.state_dict(), or tensors, or (name, tensor) pairs; "
+            "broadcast_parameters needs model.state_dict(), or tensors, or (name, tensor) pairs; "
             f"got {type(params).__name__}."
         )
-    listed = [entry if isinstance(entry, tuple) else (str(index), entry) for index, entry in enumerate(params)]
+    listed = [
+        entry if isinstance(entry, tuple) else (str(index), entry) for index, entry in enumerate(params)
+    ]
     if any(len(entry) != 2 for entry in listed):
         raise ArgumentError("broadcast_parameters: a list must hold tensors or (name, tensor) pairs.")
     return [(str(name), tensor) for name, tensor in listed]
@@ -126,7 +128,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if is_root:
         state = {number[id(key)]: value for key, value in optimizer.state.items() if id(key) in number}
         options = [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
         ]
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         structure = sizes, _taken_out(state, tensors), _taken_out(options, tensors)
@@ -142,8 +145,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         return
     if sizes != mine:
         raise ArgumentError(
-            f"broadcast_optimizer_state: the optimizer of rank {root_rank} has {sizes} parameters in its groups, that "
-            f"of rank {engine.rank} has {mine}; build the same model and optimizer on all ranks."
+            f"broadcast_optimizer_state: the optimizer of rank {root_rank} has {sizes} parameters in its "
+            f"groups, that of rank {engine.rank} has {mine}; build the same model and optimizer on all ranks."
         )
     for key in [key for key in optimizer.state if id(key) in number]:
         del optimizer.state[key]

@@ -36,7 +36,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         handles.clear()
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise ArgumentError(f"process_sets={process_sets!r}: give a list of ProcessSet, or the word 'dynamic'.")
+            raise ArgumentError(f"process_sets={process_sets!r}: give a list of ProcessSet, or 'dynamic'.")
     elif process_sets is not None:
         # After a first init whose list was refused there are no sets yet: a better list is taken then.
         first = not again or len(session.engine().process_sets()) == 1

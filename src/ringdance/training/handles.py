@@ -34,7 +34,7 @@ def poll(handle: int) -> bool:
     try:
         return _pending[handle][0].done()
     except (KeyError, TypeError):
-        raise ArgumentError(f"{handle!r} is not a handle of an operation that is still to be synchronised.") from None
+        raise ArgumentError(f"{handle!r} is not a handle, or it has been synchronised.") from None
 
 
 def synchronize(handle: int) -> Any:

@@ -15,11 +15,11 @@ trip, a bucket of gradients is sent along with the mask when this rank has exact
 to be *expected* (last time's outcome). This is sound: if anybody sent the expected request, then all of it is
 in the union of the masks, and everybody sends it; if it is not in the union, nobody has.
 
-**All ranks end the same number of passes** that touch this optimizer's parameters in a step, or none. The mask
-carries the number of the step; where numbers differ, all ranks raise the same error.
+**All ranks end the same number of passes** that touch this optimizer's parameters in a step, or none. The
+mask carries the number of the step; where numbers differ, all ranks raise the same error.
 
-**A gradient may be computed again after it was reduced** (two losses, one optimizer). With Average this is right as
-it stands: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
+**A gradient may be computed again after it was reduced** (two losses, one optimizer). With Average this is
+right as it stands: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
 
 **Driven or overlapped.** Without spare cores everything is sent and driven at the end of the pass, in one
 request. With spare cores on all ranks (agreed through the mask) gradients go out in buckets while others are
@@ -29,10 +29,9 @@ still being computed. Buckets and their order are fixed by the order of the para
 from __future__ import annotations
 
 import hashlib
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,11 +41,12 @@ from ringdance import session
 from ringdance.core.request import Operation, Ticket
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import verbs
+from ringdance.training.options import scales_of
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["GradientExchange", "GradientSource", "check_groups", "scales_of", "spare_cores"]
+__all__ = ["AS_DENSE", "DENSE", "GradientExchange", "GradientSource"]
 
 Array = np.ndarray[Any, Any]
 
@@ -77,7 +77,7 @@ class GradientSource(Protocol):
         """The views of these now hold the result: make it the gradient, of the kind in ``union``."""
 
     def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
-        """Return indices, int64 (entries, sparse_dims), and values (entries, ...); no entries if missing here."""
+        """Return indices (int64, entries x sparse_dims) and values (entries x ...); none if missing here."""
 
     def put_sparse(self, index: int, indices: Array, values: Array) -> None:
         """Set the gradient to these entries of all ranks; equal indices are to be summed."""
@@ -106,53 +106,6 @@ class _State:
     exchanged_at: int = -1  # value of passes at the last exchange; -1: none yet
     computed: bytearray = field(default_factory=bytearray)  # since the last exchange
     reduced: bytearray = field(default_factory=bytearray)  # in this step
-
-
-def spare_cores(local_size: int, threads: int) -> bool:
-    """Return whether this rank's share of the usable cores is more than the threads that compute."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores // local_size > threads
-
-
-def scales_of(operation: Operation, predivide: float) -> tuple[float, float]:
-    """Return pre- and postscale for ``gradient_predivide_factor``: divide before and multiply after the sum."""
-    if predivide == 1.0:
-        return 1.0, 1.0
-    if operation is not Operation.AVERAGE:
-        raise ArgumentError("gradient_predivide_factor needs op=Average.")
-    return 1.0 / predivide, predivide
-
-
-def check_groups(groups: Any, order: Sequence[int], index_of: Callable[[Any], int | None]) -> list[tuple[int, ...]]:
-    """Return groups of parameter indices from Horovod's ``groups``: a number of groups, or lists of parameters.
-
-    Args:
-        groups: ``None``, a positive number, or lists of parameters.
-        order: indices of the parameters that are trained.
-        index_of: the index of a parameter, ``None`` for what is not one of the optimizer's.
-
-    Raises:
-        ArgumentError: anything else, or a parameter twice.
-    """
-    if groups is None or groups == 0:
-        return []
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        return [tuple(part.tolist()) for part in np.array_split(np.array(order, int), groups) if len(part)]
-    if not isinstance(groups, (list, tuple)):
-        raise ArgumentError(f"groups must be a positive number or a list of lists of parameters, got {groups!r}.")
-    found: list[tuple[int, ...]] = []
-    seen: set[int] = set()
-    for group in groups:
-        indices = [index_of(parameter) for parameter in group]
-        if None in indices:
-            raise ArgumentError("groups: every element must be one of the parameters that the optimizer has.")
-        members = tuple(index for index in indices if index is not None)
-        if len(set(members)) != len(members) or seen.intersection(members):
-            raise ArgumentError("groups: a parameter may be in one group only, and once.")
-        seen.update(members)
-        if members:
-            found.append(members)
-    return found
 
 
 # How many exchanges of the same parameter names among the same ranks there were: makes names unique.
@@ -222,7 +175,7 @@ class GradientExchange:
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
 
     def _parts(self, rest: list[int]) -> list[list[int]]:
-        """Parts of an eighth of the whole, from 1 to 32 MB; last parameters first, as backward yields them."""
+        """Parts of an eighth of the whole, from 1 to 32 MB; last parameters first, as backward goes."""
         limit = min(max(sum(map(self.source.nbytes, rest)) // 8, 1 << 20), 32 << 20)
         parts: list[list[int]] = []
         filled = limit
@@ -255,7 +208,7 @@ class GradientExchange:
         state = self.state
         if state.reduced[index] and self.operation is not Operation.AVERAGE:
             raise AssertionError(
-                f"The gradient of {self.names[index]} was computed again after it had been reduced, which only "
+                f"The gradient of {self.names[index]} was computed again after it had been reduced; only "
                 "op=Average can add up. Call optimizer.step() or optimizer.zero_grad() after each "
                 f"{self.passes} backward passes, or set backward_passes_per_step to the number you make."
             )
@@ -265,8 +218,9 @@ class GradientExchange:
                 self._count(index)
         elif self.overlap and self._bucket_of[index].ticket is not None:
             raise AssertionError(
-                f"The gradient of {self.names[index]} was computed twice in one backward pass while it was being "
-                "reduced: set RINGDANCE_OVERLAP=off, or use checkpointing with use_reentrant=False."
+                f"The gradient of {self.names[index]} was computed twice in one backward pass, the second "
+                "time while it was being reduced: set RINGDANCE_OVERLAP=off, or use checkpointing with "
+                "use_reentrant=False."
             )
 
     def _count(self, index: int) -> None:
@@ -403,7 +357,7 @@ class GradientExchange:
     # What can go wrong.
 
     def _abandon(self) -> None:
-        """After an error: wait for what is in flight here, since it uses the gradients' memory, and start anew."""
+        """After an error: wait for what is in flight, since it uses the gradients' memory; start anew."""
         for bucket in self.buckets:
             ticket, bucket.ticket = bucket.ticket, None
             if ticket is not None:
@@ -417,8 +371,8 @@ class GradientExchange:
         if latest == earliest:
             return
         raise MismatchError(
-            f"Gradients of different steps met ({self.name}, this rank {self.engine.rank} is in step {self.step} of "
-            f"{STEPS} counted round; the ranks are in steps {earliest} to {latest}): some ranks made more backward "
-            "passes than others before optimizer.step(). Make the same number on all ranks (a pass may leave "
-            "parameters out), or set reduce_in_backward=False, which exchanges once, in step()."
+            f"Gradients of different steps met ({self.name}): rank {self.engine.rank} is in step {self.step}, "
+            f"the ranks in steps {earliest} to {latest} (modulo {STEPS}). Some made more backward passes than "
+            "others before optimizer.step(). Make the same number on all ranks (a pass may leave parameters "
+            "out), or set reduce_in_backward=False, which exchanges once, in step()."
         )

@@ -83,8 +83,8 @@ class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
         self.mpi_comm = None
 
-    @property  # type: ignore[override]
-    def ranks(self) -> list[int] | None:
+    @property
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
         return list(range(session.engine().size)) if session.is_initialized() else None
 
     def included(self) -> bool:
@@ -187,13 +187,15 @@ def register_static(process_sets: list[ProcessSet]) -> None:
     engine = session.engine()
     given = [_ranks_of(one) for one in process_sets]
     listed = [ranks for ranks, one in zip(given, process_sets, strict=True) if one.mpi_comm is None]
-    derived = sorted({ranks for ranks, one in zip(given, process_sets, strict=True) if one.mpi_comm is not None})
+    derived = sorted(
+        {ranks for ranks, one in zip(given, process_sets, strict=True) if one.mpi_comm is not None}
+    )
     everywhere = allgather_object((listed, derived), name="init.process_sets")
     for other, (theirs, _) in enumerate(everywhere):
         if theirs != everywhere[0][0]:
             raise SetsDifferError(
                 f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
-                f"{everywhere[0][0]}, rank {other} ({engine.hosts[other]}) has {theirs}. Give all ranks the same."
+                f"{everywhere[0][0]}, rank {other} ({engine.hosts[other]}) has {theirs}. Give all the same."
             )
     wanted = listed + sorted({ranks for _, extra in everywhere for ranks in extra} - set(listed))
     for index, ranks in enumerate(wanted):
@@ -201,7 +203,7 @@ def register_static(process_sets: list[ProcessSet]) -> None:
         if ranks in wanted[:index] or ranks == tuple(range(engine.size)):
             for one in process_sets:
                 one.process_set_id = None
-            raise ArgumentError(f"Process sets have to differ from each other and from the global one: {ranks}.")
+            raise ArgumentError(f"Process sets must differ from each other and from the global one: {ranks}.")
     existing = {members: number for number, members in engine.process_sets().items()}
     for ranks in wanted:
         existing[ranks] = existing[ranks] if ranks in existing else engine.add_process_set(ranks)
@@ -223,5 +225,5 @@ def bind(process_sets: list[ProcessSet]) -> None:
     for one in process_sets:
         ranks = _ranks_of(one)
         if ranks not in known:
-            raise KeyError(f"No process set with the ranks {list(ranks)} is registered: use add_process_set().")
+            raise KeyError(f"No process set has the ranks {list(ranks)}: use add_process_set().")
         one.process_set_id = known[ranks]

@@ -60,7 +60,7 @@ def pick_operation(average: bool | None, op: int | None) -> Operation:
     """
     if average is not None:
         if op is not None:
-            raise ArgumentError("Give either average or op, not both: op=hvd.Average or op=hvd.Sum says it alone.")
+            raise ArgumentError("Give op, as in op=hvd.Average or op=hvd.Sum, or average=, not both.")
         warnings.warn("average= is old: say op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
         return Operation.AVERAGE if average else Operation.SUM
     if op is None:
@@ -97,7 +97,7 @@ def _check_operation(verb: Verb, names: tuple[str, ...], operation: Operation) -
     if operation is Operation.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
     if operation is Operation.AVERAGE and "bool" in names and verb is not Verb.BROADCAST:
-        raise UnsupportedOperationError("Booleans have no average: use Max (any), Min (all), or another type.")
+        raise UnsupportedOperationError("Booleans have no average: use Max (any) or Min (all).")
 
 
 def _dtypes_and_shapes(views: Arrays) -> tuple[tuple[np.dtype[Any], ...], tuple[tuple[int, ...], ...]]:
@@ -125,8 +125,8 @@ def _members(engine: Engine, set_id: int) -> tuple[int, ...]:
     members = engine.members(set_id)
     if engine.rank not in members:
         raise ArgumentError(
-            f"Rank {engine.rank} ({engine.hosts[engine.rank]}) is not a member of process set {set_id} with the "
-            f"ranks {list(members)}: only members may submit to it (test with process_set.included())."
+            f"Rank {engine.rank} ({engine.hosts[engine.rank]}) is not a member of process set {set_id} with "
+            f"the ranks {list(members)}: only members may submit to it (test with process_set.included())."
         )
     return members
 
@@ -188,15 +188,15 @@ def broadcast(
     request = Request(description, inputs, outputs, _full_name("broadcast", name, grouped), set_id)
     if root not in members:
         _refuse(engine, request, ArgumentError(
-            f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with the "
-            f"ranks {list(members)}; the root is given as a global rank."
+            f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with "
+            f"the ranks {list(members)}; the root is given as a global rank."
         ))
     return engine.submit(request, wake=wake)
 
 
 def alltoall(
-    engine: Engine, inputs: Arrays, splits: Sequence[Array | None], *, name: str | None = None, set_id: int = 0,
-    grouped: bool = False, wake: bool = True,
+    engine: Engine, inputs: Arrays, splits: Sequence[Array | None], *, name: str | None = None,
+    set_id: int = 0, grouped: bool = False, wake: bool = True,
 ) -> Ticket:
     """Send slice j of each tensor (``splits[j]`` rows) to member j; receive theirs, in member order.
 
@@ -230,7 +230,7 @@ def _splits(view: Array, splits: Array | None, size: int, name: str, engine: Eng
     rows = view.shape[0] if view.ndim else 0
     if splits is None:
         if rows % size:
-            raise ArgumentError(f"{where}: {rows} rows cannot be shared out equally to {size} ranks; give splits.")
+            raise ArgumentError(f"{where}: {rows} rows cannot be cut equally for {size} ranks; give splits.")
         return np.full(size, rows // size, np.int64)
     splits = np.asarray(splits)
     if splits.ndim != 1 or (splits.dtype.kind not in "iu" and splits.size):
@@ -239,8 +239,8 @@ def _splits(view: Array, splits: Array | None, size: int, name: str, engine: Eng
         raise ArgumentError(f"{where}: {len(splits)} splits for {size} ranks; give one for each.")
     if (splits < 0).any() or int(splits.sum()) > rows:
         raise ArgumentError(
-            f"{where}: splits {splits.tolist()} must not be negative, and their sum {int(splits.sum())} not more "
-            f"than the {rows} rows of the tensor."
+            f"{where}: splits {splits.tolist()} must not be negative, and their sum {int(splits.sum())} not "
+            f"more than the {rows} rows of the tensor."
         )
     return np.ascontiguousarray(splits, np.int64)
 

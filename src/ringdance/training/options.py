@@ -1,0 +1,63 @@
+"""What the arguments of a distributed optimizer mean, checked. For all bindings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringdance.core.request import Operation
+from ringdance.errors import ArgumentError
+
+__all__ = ["check_groups", "scales_of", "spare_cores"]
+
+
+def spare_cores(local_size: int, threads: int) -> bool:
+    """Return whether this rank's share of the usable cores is more than the threads that compute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores // local_size > threads
+
+
+def scales_of(operation: Operation, predivide: float) -> tuple[float, float]:
+    """Return pre- and postscale for ``gradient_predivide_factor``, a divisor before the sum."""
+    if predivide == 1.0:
+        return 1.0, 1.0
+    if operation is not Operation.AVERAGE:
+        raise ArgumentError("gradient_predivide_factor needs op=Average.")
+    return 1.0 / predivide, predivide
+
+
+def check_groups(
+    groups: Any, order: Sequence[int], index_of: Callable[[Any], int | None]
+) -> list[tuple[int, ...]]:
+    """Return groups of parameter indices from what a user gives as ``groups``.
+
+    Args:
+        groups: ``None``, a positive number, or lists of parameters.
+        order: indices of the parameters that are trained.
+        index_of: the index of a parameter, ``None`` for what is not one of the optimizer's.
+
+    Raises:
+        ArgumentError: anything else, or a parameter twice.
+    """
+    if groups is None or groups == 0:
+        return []
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return [tuple(part.tolist()) for part in np.array_split(np.array(order, int), groups) if len(part)]
+    if not isinstance(groups, (list, tuple)):
+        raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of parameters.")
+    found: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for group in groups:
+        indices = [index_of(parameter) for parameter in group]
+        if None in indices:
+            raise ArgumentError("groups: every element must be one of the parameters that the optimizer has.")
+        members = tuple(index for index in indices if index is not None)
+        if len(set(members)) != len(members) or seen.intersection(members):
+            raise ArgumentError("groups: a parameter may be in one group only, and once.")
+        seen.update(members)
+        if members:
+            found.append(members)
+    return found
