@@ -371,8 +371,8 @@ class GradientExchange:
         if latest == earliest:
             return
         raise MismatchError(
-            f"Gradients of different steps met ({self.name}): rank {self.engine.rank} is in step {self.step}, "
-            f"the ranks in steps {earliest} to {latest} (modulo {STEPS}). Some made more backward passes than "
-            "others before optimizer.step(). Make the same number on all ranks (a pass may leave parameters "
-            "out), or set reduce_in_backward=False, which exchanges once, in step()."
+            f"Gradients of different steps met ({self.name}): rank {self.engine.rank} is in step "
+            f"{self.step}, the ranks in steps {earliest} to {latest} (modulo {STEPS}). Some made more backward passes "
+            "than others before optimizer.step(). Make the same number on all ranks (a pass may leave "
+            "parameters out), or set reduce_in_backward=False, which exchanges once, in step()."
         )

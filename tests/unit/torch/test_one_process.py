@@ -1,0 +1,102 @@
+"""Without a launcher: every verb is the identity, and training is bit-equal to plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import ringdance.torch as hvd
+
+
+@pytest.fixture(autouse=True)
+def _job() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_verbs_are_the_identity() -> None:
+    given = torch.randn(4, 3)
+    for result in (
+        hvd.allreduce(given), hvd.allreduce(given, op=hvd.Sum), hvd.allgather(given), hvd.broadcast(given, 0),
+        hvd.alltoall(given), hvd.reducescatter(given), hvd.grouped_allreduce([given])[0],
+        hvd.allreduce(given, op=hvd.Adasum),
+    ):
+        assert torch.equal(result, given)
+        assert result.data_ptr() != given.data_ptr()
+    assert hvd.allreduce_(given) is given
+    assert hvd.join() == 0
+    assert (hvd.rank(), hvd.size()) == (0, 1)
+    hvd.barrier()
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Adasum])
+def test_training_is_bit_equal(op: int) -> None:
+    def train(distributed: bool) -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 8), hvd.SyncBatchNorm(8) if distributed else nn.BatchNorm1d(8))
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), op=op)
+            hvd.broadcast_parameters(net.state_dict(), 0)
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        for step in range(10):
+            optimizer.zero_grad()
+            net(torch.randn(6, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+        return net
+
+    for mine, plain in zip(train(True).parameters(), train(False).parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_arguments_of_the_optimizer() -> None:
+    net = nn.Linear(2, 2)
+    named = list(net.named_parameters())
+
+    def make(parameters: object = named, **options: object) -> object:
+        return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), parameters, **options)
+
+    for parameters, options in [
+        ([("a", net.weight), ("a", net.bias)], {}),
+        ([("a", net.weight)], {}),
+        ([net.weight, net.bias], {}),
+        (named, dict(groups=0)),
+        (named, dict(groups="all")),
+        (named, dict(groups=[["a"]])),
+        (named, dict(groups=[[net.weight], [net.weight]])),
+        (named, dict(op=hvd.Sum, gradient_predivide_factor=2.0)),
+        (named, dict(backward_passes_per_step=0)),
+        (named, dict(op=9)),
+    ]:
+        with pytest.raises(ValueError):
+            make(parameters, **options)
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        make(num_groups=2)
+    optimizer = make([*named, ("more", nn.Parameter(torch.ones(1)))])
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)  # type: ignore[arg-type]
+
+
+def test_not_initialized() -> None:
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    for call in (hvd.rank, hvd.size, hvd.is_homogeneous, lambda: hvd.allreduce(torch.ones(1))):
+        with pytest.raises(ValueError, match=r"init\(\)"):
+            call()
+    hvd.init()
+
+
+def test_process_sets_of_init() -> None:
+    hvd.shutdown()
+    with pytest.raises(ValueError, match="differ"):
+        hvd.init(process_sets=[hvd.ProcessSet([0])])  # equal to the global set
+    with pytest.raises(ValueError, match="dynamic"):
+        hvd.init(process_sets="static")
+    hvd.init(process_sets="dynamic")
+    for wrong in (["a"], [0, 0], [-1]):
+        with pytest.raises(ValueError):
+            hvd.ProcessSet(wrong)

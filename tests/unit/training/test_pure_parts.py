@@ -1,0 +1,56 @@
+"""Parts that need no ranks: groups, scales, handles, descriptions."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ringdance.core.request import Operation, Verb
+from ringdance.errors import ArgumentError
+from ringdance.training import handles, verbs
+from ringdance.training.options import check_groups, scales_of, spare_cores
+
+
+def test_groups_by_number_are_nearly_equal_and_in_order() -> None:
+    assert check_groups(2, [0, 1, 3, 4, 5], lambda one: None) == [(0, 1, 3), (4, 5)]
+    assert check_groups(9, [0, 1], lambda one: None) == [(0,), (1,)]
+    assert check_groups(None, [0], lambda one: None) == []
+
+
+def test_groups_by_lists() -> None:
+    places = {"a": 0, "b": 1, "c": 2}
+    assert check_groups([["c", "a"], []], [0, 1, 2], places.get) == [(2, 0)]
+    for wrong in ([["x"]], [["a", "a"]], [["a"], ["a"]], "ab", -1, 1.5):
+        with pytest.raises(ArgumentError):
+            check_groups(wrong, [0, 1, 2], places.get)
+
+
+def test_predivide_cancels_out() -> None:
+    assert scales_of(Operation.AVERAGE, 4.0) == (0.25, 4.0)
+    assert scales_of(Operation.SUM, 1.0) == (1.0, 1.0)
+    with pytest.raises(ArgumentError, match="Average"):
+        scales_of(Operation.SUM, 2.0)
+
+
+def test_spare_cores() -> None:
+    assert spare_cores(1, 0)
+    assert not spare_cores(1, 1 << 20)
+
+
+def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:
+    dtypes = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+    made = verbs._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
+    assert made is verbs._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
+    assert made.dtypes == ("float32", "bfloat16")
+    assert made.shapes == ((3,), ())
+    assert verbs._describe(Verb.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
+    assert verbs._describe(Verb.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
+    with pytest.raises(ArgumentError, match="complex64"):
+        verbs._describe(Verb.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
+
+
+def test_unknown_handles() -> None:
+    assert handles.synchronize(10**9) is None
+    with pytest.raises(ArgumentError):
+        handles.poll(10**9)
