@@ -197,6 +197,8 @@ def _openmpi(ranks: int, root: bool) -> tuple[list[str], dict[str, str]]:
     options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # The UCX window component prints an error when a shared window is made without its hardware.
     extra = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
+    # On one machine only shared memory is needed; looking for network hardware takes MPI_Init a second.
+    extra |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
     if root:
         extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return options, extra

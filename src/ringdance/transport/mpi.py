@@ -31,6 +31,10 @@ def load_mpi(thread_level: str = "multiple") -> Any:
     global _initialized_here
     # Without this Open MPI's wheel prints a notice of its UCX component whenever a window is made.
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
+        # All ranks are on this host: looking for network hardware would take MPI_Init a second.
+        os.environ.setdefault("OMPI_MCA_pml", "ob1")
+        os.environ.setdefault("OMPI_MCA_btl", "self,sm")
     try:
         import mpi4py
 
