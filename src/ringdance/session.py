@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from ringdance import __version__
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
 from ringdance.errors import LaunchError, NotInitializedError
@@ -35,6 +36,11 @@ CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process
 # ends and the MPI launcher kills them.
 _GRACE = 1.0
+
+# Settings on which the layout of shared memory and the cutting of batches rest.
+_COMMON = (
+    "cache_capacity", "deterministic", "fusion_threshold", "piece_bytes", "small_bytes", "window", "window_bytes",
+)  # fmt: skip
 
 _SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LAUNCHED_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")
@@ -136,10 +142,12 @@ def _start(comm: Any, settings: Settings) -> Engine:
 
     threads = not settings.mpi_threads_disable
     room = vector_bytes(_world_size(said), settings.cache_capacity)
+    common = {name: getattr(settings, name) for name in _COMMON} | {"the version of ringdance": __version__}
     transport = world_transport(
         comm,
         window_bytes=area_bytes(settings),
         vector_bytes=room,
+        common=common,
         patience=settings.init_timeout,
         threads=threads,
     )

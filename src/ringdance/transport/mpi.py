@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.errors import ArgumentError, LaunchError
+from ringdance.errors import ArgumentError, LaunchError, SettingError
 from ringdance.transport.base import Identity, Pending, Transport
 from ringdance.transport.waiting import process_state
 from ringdance.transport.window import Window, window_size
@@ -243,7 +243,13 @@ def _free_shared_memory() -> int:
 
 
 def world_transport(
-    comm: Any = None, *, window_bytes: int, vector_bytes: int, patience: float = 30.0, threads: bool = True
+    comm: Any = None,
+    *,
+    window_bytes: int,
+    vector_bytes: int,
+    common: dict[str, Any],
+    patience: float = 30.0,
+    threads: bool = True,
 ) -> MpiTransport:
     """Start MPI if need be and return the transport of the whole job.
 
@@ -251,21 +257,37 @@ def world_transport(
         comm: None for all processes, a list of ranks of all processes, or an mpi4py communicator.
         window_bytes: data area of each rank in the shared window of a host, 0 for no window.
         vector_bytes: longest agreement vector.
+        common: what must be equal on all ranks, by name.
         patience: seconds after which a warning says that other ranks are being waited for.
         threads: ask MPI for support of several threads.
 
     Raises:
         ArgumentError: ``comm`` is neither, or does not contain this process.
         LaunchError: MPI cannot be loaded.
+        SettingError: something of ``common`` differs; raised on all ranks.
     """
     waiting = threading.Timer(patience, _say_waiting, (patience,))
     waiting.daemon = True
     waiting.start()
     try:
         mpi = load_mpi("multiple" if threads else "single")
-        return MpiTransport(mpi, _choose(mpi, comm), range(1 << 30), window_bytes, vector_bytes)
+        chosen = _choose(mpi, comm)
+        _check_common(chosen.allgather((socket.gethostname(), common)))
+        return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
     finally:
         waiting.cancel()
+
+
+def _check_common(everyone: list[tuple[str, dict[str, Any]]]) -> None:
+    host, first = everyone[0]
+    for rank, (other_host, other) in enumerate(everyone):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise SettingError(
+                    f"{name} must be the same on all ranks: it is {value!r} on rank 0 (host {host}) and "
+                    f"{other.get(name)!r} on rank {rank} (host {other_host}). Compare `ringdance settings "
+                    "--changed` and `ringdance --version` on both hosts, and give all ranks one environment."
+                )
 
 
 def _say_waiting(patience: float) -> None:
