@@ -39,7 +39,8 @@ _GRACE = 1.0
 
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (
-    "cache_capacity", "deterministic", "fusion_threshold", "piece_bytes", "small_bytes", "window", "window_bytes",
+    "cache_capacity", "deterministic", "fusion_threshold",
+    "piece_bytes", "small_bytes", "window", "window_bytes",
 )  # fmt: skip
 
 _SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
