@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `programs`
 
 LIMIT = 60.0  # seconds for one test, where no marker says otherwise
 SLOW_LIMIT = 3600.0

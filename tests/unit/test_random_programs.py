@@ -1,0 +1,30 @@
+"""Random programs on loopback worlds; a seed that fails is played again by `programs.worlds` (see there)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from programs.worlds import try_seeds
+
+MANY = 10_000
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_programs(first: int) -> None:
+    assert not try_seeds(range(first, first + 50))
+
+
+@pytest.mark.limit(120)
+def test_one_wrong_call_fails_on_all_members_and_nothing_else_does() -> None:
+    assert not try_seeds(range(50), mismatch=True)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(3600)
+@pytest.mark.parametrize("mismatch", [False, True])
+def test_many_programs(mismatch: bool) -> None:
+    count = MANY // 10 if mismatch else MANY
+    processes = os.cpu_count() or 1
+    assert not try_seeds(range(1000, 1000 + count), mismatch, processes)
