@@ -38,7 +38,8 @@ class PendingRequests:
         self.in_round = False
         self._pause = 0.0
         self._joined_here = False  # sticky until all have joined; not before what was pending is done
-        self._held: dict[str, Ticket] = {}  # a refused call under the same name has yet to reach the peers
+        # Calls that wait, in order, until the peers have heard of refused ones under the same name.
+        self._held: dict[str, list[Ticket]] = {}
         self._ready = 0  # bits: table entries that are pending here
         self._next_unnamed = 0
         self._table = KnownTensors(capacity)
@@ -55,13 +56,14 @@ class PendingRequests:
             self.unnamed.append(ticket)
         else:
             old = self.pending.get(name)
-            if name in self._held or (old is not None and old.refusal is None):
+            last = self._held[name][-1] if name in self._held else old
+            if last is not None and last.refusal is None:
                 raise DuplicateNameError(
                     f"'{name}' is already in flight on this rank. Wait for it (synchronize) before you "
                     "submit it again, or use another name."
                 )
-            if old is not None:
-                self._held[name] = ticket
+            if last is not None:
+                self._held.setdefault(name, []).append(ticket)
             else:
                 self._take(name, ticket)
         if eager and self.eager_since is None:
@@ -78,7 +80,9 @@ class PendingRequests:
     def _release(self) -> None:
         """Take in what was held back by refused calls that the peers have heard of."""
         for name in [name for name in self._held if name not in self.pending]:
-            self._take(name, self._held.pop(name))
+            self._take(name, self._held[name].pop(0))
+            if not self._held[name]:
+                del self._held[name]
 
     def _take(self, name: str, ticket: Ticket) -> None:
         self.pending[name] = ticket
@@ -95,7 +99,7 @@ class PendingRequests:
     def tickets(self) -> list[Ticket]:
         """Return all that is pending here."""
         own = [self.join_ticket] if self.join_ticket is not None else []
-        return [*self.pending.values(), *self.unnamed, *self._held.values(), *own]
+        return [*self.pending.values(), *self.unnamed, *(t for held in self._held.values() for t in held), *own]
 
     def drop_all(self) -> list[Ticket]:
         """Forget all that is pending here, and return it."""
