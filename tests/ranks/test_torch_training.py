@@ -329,12 +329,13 @@ def test_overlap_gives_the_same() -> None:
     assert_same_on_all_ranks(results[1])
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("make", [
     lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1),
 ])
-def test_sparse_gradients_missing_on_a_rank(as_dense: bool, make: Any) -> None:
+def test_sparse_gradients_missing_on_a_rank(overlap: bool, as_dense: bool, make: Any) -> None:
     def table() -> nn.Embedding:
         torch.manual_seed(1)
         return nn.Embedding(9, 4, sparse=True, dtype=torch.float64)
@@ -343,6 +344,8 @@ def test_sparse_gradients_missing_on_a_rank(as_dense: bool, make: Any) -> None:
     optimizer = hvd.DistributedOptimizer(
         make(net.parameters()), net.named_parameters(), sparse_as_dense=as_dense
     )
+    if SIZE > 1:
+        optimizer._exchange.wants_overlap = overlap
     plain = make(reference.parameters())
     places = [torch.tensor([rank, 2, 5]) for rank in range(SIZE)]
     for step in range(5):

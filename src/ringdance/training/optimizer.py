@@ -96,6 +96,7 @@ class Bucket:
     missing: int = 0  # of the expected ones, not computed yet
     surprises: int = 0  # computed, though not expected
     ticket: Ticket | None = None
+    kinds: bytes = b""  # when it was sent during the pass; sending makes sparse gradients dense
 
 
 @dataclass
@@ -233,6 +234,7 @@ class GradientExchange:
         if last and bucket.missing == 0 and bucket.surprises == 0 and bucket.ticket is None:
             kinds = self.source.kinds(self.state.computed)
             if all(kinds[member] >= AS_DENSE for member in bucket.expected):
+                bucket.kinds = bytes(kinds)
                 bucket.ticket = self._send(bucket, bucket.expected, bytearray(len(self.names)), wake=True)
 
     def pass_done(self) -> None:
@@ -261,6 +263,10 @@ class GradientExchange:
     def _exchange(self) -> None:
         state, count = self.state, len(self.names)
         kinds = self.source.kinds(state.computed)
+        for bucket in self.buckets:
+            if bucket.ticket is not None:
+                for index in bucket.expected:
+                    kinds[index] = bucket.kinds[index]
         mask = np.zeros(count + 3, np.uint8)
         mask[:count] = kinds
         mask[count:] = self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1
@@ -371,8 +377,8 @@ class GradientExchange:
         if latest == earliest:
             return
         raise MismatchError(
-            f"Gradients of different steps met ({self.name}): rank {self.engine.rank} is in step "
-            f"{self.step}, the ranks in steps {earliest} to {latest} (modulo {STEPS}). Some made more backward passes "
-            "than others before optimizer.step(). Make the same number on all ranks (a pass may leave "
+            f"Gradients of different steps met ({self.name}): rank {self.engine.rank} is in {self.step}, "
+            f"the ranks are in {earliest} to {latest} (modulo {STEPS}). Some made more backward "
+            "passes than others before optimizer.step(). Make the same number on all ranks (a pass may leave "
             "parameters out), or set reduce_in_backward=False, which exchanges once, in step()."
         )
