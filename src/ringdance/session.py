@@ -51,6 +51,7 @@ class _Process:
     """What this process has: its engine, and how it got to its end."""
 
     engine: Engine | None = None
+    bound: bool = False  # some thread has had an engine of its own
     pid: int = 0
     mpi: bool = False
     clean: bool = True  # every engine so far stopped by agreement
@@ -65,7 +66,9 @@ _thread = threading.local()
 
 def engine() -> Engine:
     """Return the engine. Raises NotInitializedError before ``init()`` and after ``shutdown()``."""
-    found: Engine | None = getattr(_thread, "engine", None) or _process.engine
+    found: Engine | None = _process.engine
+    if _process.bound:
+        found = getattr(_thread, "engine", None) or found
     if found is None:
         if _process.pid and _process.pid != os.getpid():
             raise NotInitializedError(
@@ -84,6 +87,7 @@ def is_initialized() -> bool:
 @contextlib.contextmanager
 def bind(bound: Engine) -> Iterator[Engine]:
     """Make ``bound`` the engine of this thread (tests on the loopback transport)."""
+    _process.bound = True
     _thread.engine = bound
     try:
         yield bound

@@ -357,15 +357,16 @@ class Engine(ProcessSets):
             self._tell_all({"kind": "stop", "reason": reason})
             self._stop(self._stop_reason)
             self._nudge()
-            try:
-                self._driver.wait(self._stop_ticket, patience)
-            except TimeoutError:
-                missing = self._missing_ranks()
-                self.fail(
-                    ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s.")
-                )
+        try:
+            # Also when the others' stop is already agreed: the engine thread may still be freeing communicators.
+            self._driver.wait(self._stop_ticket, patience)
+        except TimeoutError:
+            missing = self._missing_ranks()
+            self.fail(
+                ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s.")
+            )
         self._driver.join()
-        return self.broken is None
+        return self.broken is None and self._stop_ticket.done()
 
     def _missing_ranks(self) -> str:
         missing = {
