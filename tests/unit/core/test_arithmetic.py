@@ -1,0 +1,118 @@
+"""Rounding rules, each against exact arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from by_numpy import FLOATS, INTEGERS, OPERATIONS, all_values, dtype_of, reduced, same
+from ringdance.core.arithmetic import dtype_named, reduction
+from ringdance.core.request import Operation
+
+
+def run(parts: list[np.ndarray], operation: Operation, pre: float = 1.0, post: float = 1.0) -> np.ndarray:
+    """As an exchange does: each prepares its part, one combines, all deliver."""
+    how = reduction(str(parts[0].dtype.name), operation, pre, post, len(parts))
+    prepared = []
+    for part in parts:
+        scaled = np.empty_like(part)
+        how.prepare(part, scaled)
+        prepared.append(scaled)
+    total, out = np.empty_like(parts[0]), np.empty_like(parts[0])
+    how.combine(prepared, total)
+    how.deliver(total, out)
+    return out
+
+
+def test_names_of_types() -> None:
+    assert dtype_named("bfloat16") == dtype_of("bfloat16")
+    assert dtype_named("float32") == np.float32
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 49, 98, 103, 107, 161, 187, 197])
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "int16"])
+def test_averages_of_integers_are_exact(size: int, dtype: str) -> None:
+    """Multiplying by 1/49 and such would make some one too small; negative ones are cut off toward zero."""
+    limit = np.iinfo(dtype)
+    wanted = np.arange(-40 if limit.min else 0, 41)
+    sums = [int(n) * size + extra for n in wanted for extra in (0, 1, size - 1)]
+    sums = [n for n in sums if limit.min <= n <= limit.max]
+    parts = [np.array(sums, dtype)] + [np.zeros(len(sums), dtype)] * (size - 1)
+    want = [int(Fraction(n, size)) for n in sums]  # int() cuts off toward zero
+    assert run(parts, Operation.AVERAGE).tolist() == want
+
+
+def test_averages_of_large_integers_do_not_pass_through_double() -> None:
+    big = (1 << 62) + 3
+    assert run([np.array([big])] + [np.array([0])] * 2, Operation.AVERAGE).tolist() == [big // 3]
+    assert run([np.array([-big])] + [np.array([0])] * 2, Operation.AVERAGE).tolist() == [-(big // 3)]
+
+
+def test_other_scales_of_integers_are_cut_off() -> None:
+    parts = [np.array([7, -7, 3, 0], np.int32)] * 2
+    assert run(parts, Operation.SUM, post=0.25).tolist() == [3, -3, 1, 0]
+    assert run(parts, Operation.SUM, pre=0.5).tolist() == [6, -6, 2, 0]
+    assert run(parts, Operation.AVERAGE, post=0.5).tolist() == [3, -3, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_like_numpy_in_rank_order(dtype: str, size: int) -> None:
+    parts = all_values(size, dtype, (1000,))
+    for name, number in OPERATIONS.items():
+        if dtype in INTEGERS and name == "product" and size == 8:
+            continue  # wraps, in NumPy's 64 bits elsewhere
+        same(run(parts, Operation(number)), reduced(parts, name))
+        if dtype in FLOATS:
+            same(run(parts, Operation(number), 2.0, 0.25), reduced(parts, name, 2.0, 0.25))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_summed_in_float32(dtype: str) -> None:
+    """2048 ones and then more: 16 bits would stop counting (float16) or much earlier (bfloat16)."""
+    ones = [np.ones(3, dtype_of(dtype))] * 3000
+    assert run(ones, Operation.SUM).astype(np.float64).tolist() == [float(np.float32(3000).astype(dtype_of(dtype)))] * 3
+    assert run(ones, Operation.AVERAGE).astype(np.float64).tolist() == [1.0] * 3
+    largest = [np.full(2, np.finfo(np.float16).max if dtype == "float16" else 3e38, dtype_of(dtype))] * 2
+    if dtype == "float16":  # the sum overflows 16 bits, its half does not
+        same(run(largest, Operation.AVERAGE), largest[0])
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 64])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_averages_of_floats_are_the_sum_divided(size: int, dtype: str) -> None:
+    parts = all_values(size, dtype, (4000,))
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    same(run(parts, Operation.AVERAGE), total / total.dtype.type(size))
+
+
+def test_booleans() -> None:
+    parts = [np.array([False, True, False]), np.array([False, False, True])]
+    assert run(parts, Operation.SUM).tolist() == [False, True, True]
+    assert run(parts, Operation.MIN).tolist() == [False, False, False]
+
+
+def test_not_numbers_and_infinities_pass() -> None:
+    for dtype in FLOATS:
+        parts = [np.array([np.nan, np.inf, 1.0], dtype_of(dtype)), np.array([1.0, 1.0, -np.inf], dtype_of(dtype))]
+        for operation in (Operation.SUM, Operation.AVERAGE):
+            got = run(parts, operation).astype(np.float64)
+            assert np.isnan(got[0])
+            assert got[1:].tolist() == [np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+def test_of_one_rank(dtype: str) -> None:
+    (given,) = all_values(1, dtype, (5, 3))
+    for operation in Operation:
+        how = reduction(dtype, operation, 1.0, 1.0, 1)
+        out = np.empty_like(given)
+        how.alone(given, out)
+        same(out, given)
+    how = reduction(dtype, Operation.AVERAGE, 2.0, 3.0, 1)
+    array = given.copy()
+    how.alone(array, array)
+    same(array, reduced([given], "average", 2.0, 3.0))

@@ -1,0 +1,82 @@
+"""Plans: each element of each tensor is in one slice of one piece, and batches keep their promises."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from ringdance.core.batch import description_bytes, plan_batches
+from ringdance.core.pieces import even_rows, pieces, segments
+from ringdance.core.request import Description, Operation, Verb
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("piece", [1, 5, 16, 64, 1000])
+def test_every_element_once_and_slices_apart(members: int, piece: int) -> None:
+    made = random.Random(members * 1000 + piece)
+    for _ in range(20):
+        sizes = tuple(made.choice([0, 1, 2, 15, 16, 17, 100]) for _ in range(made.randint(1, 8)))
+        seen = [[0] * size for size in sizes]
+        for plan in pieces(sizes, piece, members):
+            assert len(plan) == members
+            used = [0] * piece
+            for part in plan:
+                for tensor, start, stop, at, end in part:
+                    assert stop - start == end - at > 0
+                    for i in range(start, stop):
+                        seen[tensor][i] += 1
+                    for i in range(at, end):
+                        used[i] += 1
+            assert max(used) <= 1
+        assert all(count == 1 for row in seen for count in row)
+
+
+def test_no_elements_no_pieces() -> None:
+    assert pieces((0, 0), 16, 3) == ()
+
+
+def test_slices_begin_at_whole_cache_lines() -> None:
+    for plan in pieces((100_000,), 4096, 3):
+        assert all(part[0].at % 16 == 0 for part in plan if part)
+
+
+def test_segments_cut_at_tensor_borders() -> None:
+    found = segments([0, 3, 3, 10], 1, 8, 5)
+    assert [tuple(part) for part in found] == [(0, 1, 3, 5, 7), (2, 0, 5, 7, 12)]
+
+
+def test_even_rows() -> None:
+    assert even_rows(10, 4) == [3, 3, 2, 2]
+    assert even_rows(2, 4) == [1, 1, 0, 0]
+    assert even_rows(0, 3) == [0, 0, 0]
+
+
+def reduce(shape: tuple[int, ...], dtype: str = "float32", **others: object) -> Description:
+    return Description(Verb.ALLREDUCE, (dtype,), (shape,), **others)  # type: ignore[arg-type]
+
+
+def test_bytes_of_a_description() -> None:
+    assert description_bytes(Description(Verb.ALLREDUCE, ("float64", "bfloat16"), ((2, 3), ()))) == 50
+    assert description_bytes(reduce((4, 0))) == 0
+
+
+def test_batches_hold_at_most_the_threshold() -> None:
+    descriptions = [reduce((n,)) for n in (10, 10, 10, 1000, 5, 5)]
+    assert plan_batches(descriptions, 80) == [[0, 1], [2], [3], [4, 5]]
+    assert plan_batches(descriptions, 0) == [[i] for i in range(6)]
+    assert plan_batches(descriptions, 1 << 20) == [list(range(6))]
+
+
+def test_batches_are_of_one_kind() -> None:
+    descriptions = [
+        reduce((1,)), reduce((1,), "int32"), reduce((1,), operation=Operation.MAX), reduce((1,), prescale=2.0),
+        reduce((1,)), reduce((1,), operation=Operation.ADASUM), Description(Verb.BARRIER),
+        Description(Verb.BROADCAST, ("float32",), ((1,),), root=0),
+        Description(Verb.BROADCAST, ("int8",), ((1,),), root=1),
+        Description(Verb.BROADCAST, ("float32",), ((3,),), root=0),
+    ]
+    batches = plan_batches(descriptions, 1 << 20)
+    assert sorted(i for batch in batches for i in batch) == list(range(10))
+    assert [0, 4] in batches
+    assert [7, 9] in batches
+    assert len(batches) == 8
