@@ -358,7 +358,7 @@ class Engine(ProcessSets):
             self._stop(self._stop_reason)
             self._nudge()
         try:
-            # Also when the others' stop is already agreed: the engine thread may still be freeing communicators.
+            # Also after an agreed stop: the engine thread may still be freeing communicators.
             self._driver.wait(self._stop_ticket, patience)
         except TimeoutError:
             missing = self._missing_ranks()

@@ -99,7 +99,8 @@ class PendingRequests:
     def tickets(self) -> list[Ticket]:
         """Return all that is pending here."""
         own = [self.join_ticket] if self.join_ticket is not None else []
-        return [*self.pending.values(), *self.unnamed, *(t for held in self._held.values() for t in held), *own]
+        held = [ticket for waiting in self._held.values() for ticket in waiting]
+        return [*self.pending.values(), *self.unnamed, *held, *own]
 
     def drop_all(self) -> list[Ticket]:
         """Forget all that is pending here, and return it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import ctypes
 import math
 from collections.abc import Generator, Sequence
 from itertools import accumulate
@@ -16,6 +17,7 @@ from ringdance.core.pieces import segments
 __all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "as_bytes", "copy_range"]
 
 Array = np.ndarray[Any, Any]
+_char = ctypes.c_char
 # A state machine: each next() does what can be done without waiting.
 Steps = Generator[None, None, Any]
 
@@ -33,7 +35,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
     """Return an uninitialised array whose memory begins at a multiple of 64 bytes (TensorFlow needs that)."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.__array_interface__["data"][0] % 64
+    start = -ctypes.addressof(_char.from_buffer(raw)) % 64  # a quarter of the time of raw.ctypes.data
     return np.ndarray(shape, dtype, raw, start)
 
 
