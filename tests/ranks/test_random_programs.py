@@ -34,8 +34,10 @@ def gathered(report: Report) -> list[Report]:
 
 @pytest.mark.ranks(3)
 @pytest.mark.limit(100)
-@pytest.mark.parametrize("mismatch", [False, True])
-@pytest.mark.parametrize("first", range(0, COUNT, BLOCK))
+@pytest.mark.parametrize(
+    ("first", "mismatch"),
+    [*((first, False) for first in range(0, COUNT, BLOCK)), (0, True), (BLOCK, True), (2 * BLOCK, True)],
+)
 def test_programs(first: int, mismatch: bool) -> None:
     own = first > 0  # the first block is for the session's engine, with the usual settings
     engine = engine_like(first) if own else session.engine()

@@ -1,0 +1,167 @@
+"""Corners of the engine that random programs have found, each by itself, on loopback worlds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringdance.core.engine import Engine, area_bytes, vector_bytes
+from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
+from ringdance.settings import Settings
+from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
+
+Array = np.ndarray[Any, Any]
+
+
+def on_ranks(size: int, program: Callable[[Engine], Any], **knobs: Any) -> list[Any]:
+    settings = Settings(**knobs)
+    room = vector_bytes(size, settings.cache_capacity)
+    world = LoopbackWorld(size, area_bytes=area_bytes(settings), vector_bytes=room)
+
+    def rank(transport: LoopbackTransport) -> Any:
+        engine = Engine(transport, settings)
+        result = program(engine)
+        engine.submit(Request(Description(Verb.BARRIER), name="end")).wait()
+        engine.shutdown()
+        return result
+
+    return world.run(rank, 20.0)
+
+
+def request(verb: Verb, view: Array, name: str | None = None, **more: Any) -> Request:
+    description = Description(verb, (str(view.dtype),), (view.shape,), Operation.SUM, **more)
+    return Request(description, (view,), name=name)
+
+
+def allreduce(engine: Engine, view: Array, name: str | None = None) -> Ticket:
+    return engine.submit(request(Verb.ALLREDUCE, view, name))
+
+
+def error_of(ticket: Ticket) -> str:
+    with pytest.raises(MismatchError) as caught:
+        ticket.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 8])
+@pytest.mark.parametrize("leader", [0, 1])
+def test_more_in_flight_than_the_table_holds(capacity: int, leader: int) -> None:
+    """One rank has all names in flight, the other submits and waits one by one, from the last."""
+    count = 24
+
+    def program(engine: Engine) -> list[float]:
+        views = [np.full(3, i + 100.0 * engine.rank, np.float32) for i in range(count)]
+        if engine.rank == leader:
+            tickets = [allreduce(engine, views[i], f"t{i}") for i in range(count)]
+            return [float(ticket.wait()[0][0]) for ticket in tickets]
+        found = {i: float(allreduce(engine, views[i], f"t{i}").wait()[0][0]) for i in reversed(range(count))}
+        return [found[i] for i in range(count)]
+
+    right = [2 * i + 100.0 for i in range(count)]
+    assert on_ranks(2, program, cache_capacity=capacity) == [right, right]
+
+
+def test_unnamed_requests_match_after_a_join_of_unequal_ranks() -> None:
+    def program(engine: Engine) -> list[float]:
+        for _ in range(1 + 3 * engine.rank):
+            allreduce(engine, np.ones(2, np.float32)).wait()
+        engine.submit(Request(Description(Verb.JOIN))).wait()
+        tickets = [allreduce(engine, np.full(2, i, np.float32)) for i in range(20)]
+        return [float(ticket.wait()[0][0]) for ticket in tickets]
+
+    right = [3.0 * i for i in range(20)]
+    assert on_ranks(3, program) == [right] * 3
+
+
+def test_a_name_used_again_at_once_after_a_refused_call() -> None:
+    """The peers hear of the refused call, and the next call meets theirs, however quick it is."""
+
+    def program(engine: Engine) -> tuple[str, float]:
+        view = np.full(2, engine.rank + 1.0)
+        text = ""
+        if engine.rank == 1:
+            engine.refuse(request(Verb.ALLREDUCE, view, "x"), "splits are wrong")
+        else:
+            time.sleep(0.01)
+            text = error_of(allreduce(engine, view, "x"))
+        return text, float(allreduce(engine, view, "x").wait()[0][0])
+
+    (first, a), (_, b), (third, c) = on_ranks(3, program)
+    assert "rank 1" in first
+    assert "splits are wrong" in first
+    assert first == third
+    assert a == b == c == 6.0
+
+
+@pytest.mark.parametrize("name", [None, "x"])
+def test_different_verbs_say_the_same_to_all(name: str | None) -> None:
+    def program(engine: Engine) -> str:
+        verb = Verb.BROADCAST if engine.rank == 1 else Verb.ALLREDUCE
+        return error_of(engine.submit(request(verb, np.zeros(2), name)))
+
+    texts = set(on_ranks(3, program))
+    assert len(texts) == 1
+    assert "broadcast on rank 1" in texts.pop()
+
+
+def test_groups_of_different_size_are_not_called_different_types() -> None:
+    def program(engine: Engine) -> str:
+        views = tuple(np.zeros(2) for _ in range(1 + engine.rank))
+        shapes = tuple(view.shape for view in views)
+        description = Description(Verb.ALLREDUCE, ("float64",) * len(views), shapes)
+        return error_of(engine.submit(Request(description, views, name="g")))
+
+    assert "numbers of tensors in the group" in on_ranks(2, program)[0]
+
+
+@pytest.mark.parametrize("piece", [1, 64])
+def test_pieces_smaller_than_a_share_for_each_member(piece: int) -> None:
+    def program(engine: Engine) -> tuple[list[float], list[float]]:
+        view = np.arange(30, dtype=np.float64) + engine.rank
+        scattered = engine.submit(request(Verb.REDUCESCATTER, view, "r")).wait()[0]
+        splits = (np.full(3, 10, np.int64),)
+        moved = Request(Description(Verb.ALLTOALL, ("float64",), ((),)), (view,), name="a", splits=splits)
+        return scattered.tolist(), engine.submit(moved).wait()[0].tolist()
+
+    for rank, (scattered, moved) in enumerate(on_ranks(3, program, piece_bytes=piece, small_bytes=0)):
+        own = np.arange(10) + 10.0 * rank
+        assert scattered == (3 * own + 3).tolist()
+        assert moved == np.concatenate([own, own + 1, own + 2]).tolist()
+
+
+def test_a_thread_that_submits_while_its_set_is_removed_gets_an_error() -> None:
+    def program(engine: Engine) -> str:
+        set_id = engine.add_process_set([0, 2])
+        ended: list[str] = []
+
+        def submit_on() -> None:
+            """Only this rank submits these, so none of them can ever be done."""
+            tickets = []
+            for i in range(100_000):
+                try:
+                    view = np.zeros(1)
+                    made = Request(request(Verb.ALLREDUCE, view).description, (view,), None, f"{i}", set_id)
+                    tickets.append(engine.submit(made, wake=False))
+                except (ProcessSetRemovedError, ArgumentError):
+                    break
+            for ticket in tickets:
+                with pytest.raises(ProcessSetRemovedError):
+                    ticket.wait(5.0)
+            ended.append("ended")
+
+        thread = threading.Thread(target=submit_on, daemon=True)
+        if engine.rank == 0:
+            thread.start()
+        engine.remove_process_set(set_id)
+        if engine.rank == 0:
+            thread.join(10.0)
+        return "".join(ended)
+
+    for _ in range(5):
+        assert on_ranks(3, program)[0] == "ended"
