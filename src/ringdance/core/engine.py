@@ -388,11 +388,13 @@ class Engine(ProcessSets):
                 self.unclean |= not state.calm
                 self._fail_tickets(state, error)
         self._bell = None
-        for set_id in sorted(self._sets, reverse=True):
-            state = self._sets[set_id].state
-            if state is not None:
-                state.transport.close(True)
-        self._stop_ticket.finish()
+        try:
+            for set_id in sorted(self._sets, reverse=True):
+                state = self._sets[set_id].state
+                if state is not None:
+                    state.transport.close(True)
+        finally:
+            self._stop_ticket.finish()
 
     def _learn_stop_reason(self) -> None:
         """The note that says who stops can be slower than the round in which it does."""

@@ -137,10 +137,10 @@ class WindowExchange(Exchange):
         ufunc = how.ufunc
         if self._window.index == 0:
             for tensor, start, stop, at, end in part:
-                ufunc(inputs[tensor][start:stop], second[at:end], first[at:end])
+                ufunc(inputs[tensor][start:stop], second[at:end], out=first[at:end])
         else:
             for tensor, start, stop, at, end in part:
-                ufunc(first[at:end], inputs[tensor][start:stop], second[at:end])
+                ufunc(first[at:end], inputs[tensor][start:stop], out=second[at:end])
 
     def _reduce_slice(
         self, part: Sequence[Segment], areas: Sequence[Array], inputs: Sequence[Array], how: Reduction
