@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
 import ringdance.numpy as hvd
 
 Array = np.ndarray[Any, Any]

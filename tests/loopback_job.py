@@ -13,10 +13,16 @@ from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 T = TypeVar("T")
 
 
-def world_for(settings: Settings, size: int, hosts: Sequence[str] | None = None, **others: Any) -> LoopbackWorld:
+def world_for(
+    settings: Settings, size: int, hosts: Sequence[str] | None = None, **others: Any
+) -> LoopbackWorld:
     return LoopbackWorld(
-        size, hosts=hosts, window=settings.window, area_bytes=max(1, area_bytes(settings)),
-        vector_bytes=vector_bytes(size, settings.cache_capacity), **others,
+        size,
+        hosts=hosts,
+        window=settings.window,
+        area_bytes=max(1, area_bytes(settings)),
+        vector_bytes=vector_bytes(size, settings.cache_capacity),
+        **others,
     )
 
 
@@ -33,6 +39,7 @@ def job(
 ) -> list[T]:
     """Run ``program`` on each rank, with its engine bound to the thread; return the results by rank."""
     settings = settings or Settings()
+    loopback = world or world_for(settings, size, hosts, **others)
 
     def rank(transport: LoopbackTransport) -> T:
         engine = Engine(transport, settings, threaded=threaded, report=report)
@@ -40,6 +47,7 @@ def job(
             try:
                 return program(engine)
             finally:
-                engine.shutdown()
+                if engine.rank not in loopback.dead:
+                    engine.shutdown()
 
-    return (world or world_for(settings, size, hosts, **others)).run(rank)
+    return loopback.run(rank)

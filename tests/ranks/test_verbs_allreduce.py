@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import ringdance.numpy as hvd
 from by_numpy import (
     DTYPES,
     FLOATS,
@@ -20,6 +19,7 @@ from by_numpy import (
     values,
 )
 
+import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError, CollectiveError
 
 hvd.init()
@@ -64,7 +64,12 @@ def test_around_the_limits_of_the_small_path_and_of_pieces(way: str, dtype: str)
     for operation in ("sum", "max") if dtype == "bool" else ("sum", "average"):
         for shape in around_the_limits(dtype, way):
             inputs = all_values(SIZE, dtype, shape)
-            check(hvd.allreduce(inputs[RANK], op=OPERATIONS[operation]), reduced(inputs, operation), way, operation)
+            check(
+                hvd.allreduce(inputs[RANK], op=OPERATIONS[operation]),
+                reduced(inputs, operation),
+                way,
+                operation,
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ringdance.numpy as hvd
 from by_numpy import all_values, reduced, same
 
+import ringdance.numpy as hvd
 from ringdance.errors import MismatchError
 
 hvd.init()
@@ -18,7 +18,9 @@ RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.ranks(2, 3, 4)
 
 
-def expected(early: int, dtype: str, shape: tuple[int, ...], operation: str, seed: int) -> np.ndarray[Any, Any]:
+def expected(
+    early: int, dtype: str, shape: tuple[int, ...], operation: str, seed: int
+) -> np.ndarray[Any, Any]:
     inputs = all_values(SIZE, dtype, shape, seed)
     inputs[early] = np.zeros_like(inputs[early])
     return reduced(inputs, operation)
@@ -28,7 +30,7 @@ def expected(early: int, dtype: str, shape: tuple[int, ...], operation: str, see
 @pytest.mark.parametrize("named", [True, False])
 def test_each_rank_joins_first_once(way: str, named: bool) -> None:
     for early in range(SIZE):
-        if RANK != early:
+        if early != RANK:
             for step in range(4):
                 for dtype in ("float32", "int64", "bfloat16"):
                     given = all_values(SIZE, dtype, (40, 3), step)[RANK]
@@ -118,7 +120,10 @@ def test_barrier_and_new_names_under_join(way: str) -> None:
     if RANK != SIZE - 1:
         hvd.barrier()
         for i in range(5):
-            same(hvd.allreduce(np.ones(i), name=f"new under join {way} {i}", op=hvd.Sum), np.full(i, SIZE - 1.0))
+            same(
+                hvd.allreduce(np.ones(i), name=f"new under join {way} {i}", op=hvd.Sum),
+                np.full(i, SIZE - 1.0),
+            )
     hvd.join()
 
 

@@ -1,4 +1,4 @@
-"""allgather, broadcast, alltoall, reducescatter and barrier against NumPy, by every way that bytes can move."""
+"""All verbs but allreduce against NumPy, by every way that bytes can move."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 import pytest
-import ringdance.numpy as hvd
 from by_numpy import DTYPES, FLOATS, INTEGERS, all_values, reduced, rows_of, same, values
+
+import ringdance.numpy as hvd
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -19,8 +20,13 @@ RESTS: list[tuple[int, ...]] = [(), (1,), (3, 5), (0,), (1700,)]
 def test_allgather_of_uneven_rows(way: str, dtype: str) -> None:
     """Some ranks give no rows at all; one case has none anywhere; one is larger than a piece."""
     for seed, rest in enumerate(RESTS):
-        for rows in ([2] * SIZE, [3 * r for r in range(SIZE)], [int(r == 0) for r in range(SIZE)], [0] * SIZE,
-                     [100 + 50 * r for r in range(SIZE)]):
+        for rows in (
+            [2] * SIZE,
+            [3 * r for r in range(SIZE)],
+            [int(r == 0) for r in range(SIZE)],
+            [0] * SIZE,
+            [100 + 50 * r for r in range(SIZE)],
+        ):
             parts = [values(r, dtype, (rows[r], *rest), seed) for r in range(SIZE)]
             same(hvd.allgather(parts[RANK]), np.concatenate(parts))
 
@@ -74,7 +80,9 @@ def test_broadcast_of_many_and_large(way: str) -> None:
     same(array, values(0, "float64", (300_000,)))
 
 
-def alltoall_expected(dtype: str, rest: tuple[int, ...], splits: list[list[int]], rows: list[int]) -> list[np.ndarray]:
+def alltoall_expected(
+    dtype: str, rest: tuple[int, ...], splits: list[list[int]], rows: list[int]
+) -> list[np.ndarray]:
     """What comes to this rank from each one. ``splits[i][j]`` rows go from i to j."""
     found = []
     for sender in range(SIZE):

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import ringdance.numpy as hvd
 from by_numpy import all_values, reduced, rows_of, same, values
-from ringdance.training.process_sets import ProcessSet
 
+import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
+from ringdance.training.process_sets import ProcessSet
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -38,11 +38,15 @@ def test_every_verb_on_a_set(way: str) -> None:
         for step in range(3 + RANK % 2):
             inputs = all_values(ranks, "float32", (50, 4), step)
             same(hvd.allreduce(inputs[place], process_set=mine), reduced(inputs, "average"))
-            same(hvd.allgather(inputs[place][:place], process_set=mine),
-                 np.concatenate([part[:i] for i, part in enumerate(inputs)]))
+            same(
+                hvd.allgather(inputs[place][:place], process_set=mine),
+                np.concatenate([part[:i] for i, part in enumerate(inputs)]),
+            )
             same(hvd.broadcast(inputs[place], ranks[-1], process_set=mine), inputs[-1])
-            same(hvd.reducescatter(inputs[place], process_set=mine, op=hvd.Sum),
-                 reduced(inputs, "sum")[rows_of(place, 50, n)])
+            same(
+                hvd.reducescatter(inputs[place], process_set=mine, op=hvd.Sum),
+                reduced(inputs, "sum")[rows_of(place, 50, n)],
+            )
             got, received = hvd.alltoall(inputs[place], [3] * n, process_set=mine)
             same(got, np.concatenate([part[3 * place : 3 * place + 3] for part in inputs]))
             assert received.tolist() == [3] * n
@@ -60,7 +64,10 @@ def test_overlapping_sets_at_once(way: str) -> None:
                 if RANK in ranks:
                     inputs = all_values(ranks, "int64", (30,), step)
                     handle = hvd.allreduce_async(
-                        values(RANK, "int64", (30,), step), name=f"same name {step}", op=hvd.Sum, process_set=one
+                        values(RANK, "int64", (30,), step),
+                        name=f"same name {step}",
+                        op=hvd.Sum,
+                        process_set=one,
                     )
                     handles.append((handle, reduced(inputs, "sum")))
         for i in np.random.default_rng(RANK).permutation(len(handles)):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ringdance.numpy as hvd
 from by_numpy import same
 from other_settings import other_settings
 
+import ringdance.numpy as hvd
 from ringdance.errors import ShutDownError
 
 hvd.init()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from ringdance.core.agreement import CALM, GO, HEAD, KnownTensors, VectorLayout, run_digest, set_bits
 from ringdance.core.request import Description, Verb
 
@@ -21,8 +22,14 @@ def test_set_bits() -> None:
 @pytest.mark.parametrize("size", [2, 3, 9, 1000])
 def test_fields_of_a_vector_do_not_touch(size: int) -> None:
     layout = VectorLayout(size)
-    fields = [GO, CALM, HEAD, layout.everyone << layout.news_at, layout.everyone << layout.joined_at,
-              layout.unnamed_mask << layout.unnamed_at]
+    fields = [
+        GO,
+        CALM,
+        HEAD,
+        layout.everyone << layout.news_at,
+        layout.everyone << layout.joined_at,
+        layout.unnamed_mask << layout.unnamed_at,
+    ]
     assert sum(fields) == layout.all_quiet  # no bit twice, none left out
     assert layout.all_quiet.bit_length() == layout.ready_at
     for entries in (0, 1, 8, 9, 1024):
@@ -60,9 +67,7 @@ def test_random_numbers_agree_only_when_equal() -> None:
 
 def test_digests() -> None:
     assert described(1).digest() == described(1).digest()
-    different = {
-        described(n, verb).digest() for n in range(50) for verb in (Verb.ALLREDUCE, Verb.ALLGATHER)
-    }
+    different = {described(n, verb).digest() for n in range(50) for verb in (Verb.ALLREDUCE, Verb.ALLGATHER)}
     assert len(different) == 100
     assert run_digest([described(1), described(2)]) != run_digest([described(2), described(1)])
 

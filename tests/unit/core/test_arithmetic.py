@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from by_numpy import FLOATS, INTEGERS, OPERATIONS, all_values, dtype_of, reduced, same
+
 from ringdance.core.arithmetic import dtype_named, reduction
 from ringdance.core.request import Operation
 
@@ -72,7 +73,10 @@ def test_like_numpy_in_rank_order(dtype: str, size: int) -> None:
 def test_halves_are_summed_in_float32(dtype: str) -> None:
     """2048 ones and then more: 16 bits would stop counting (float16) or much earlier (bfloat16)."""
     ones = [np.ones(3, dtype_of(dtype))] * 3000
-    assert run(ones, Operation.SUM).astype(np.float64).tolist() == [float(np.float32(3000).astype(dtype_of(dtype)))] * 3
+    assert (
+        run(ones, Operation.SUM).astype(np.float64).tolist()
+        == [float(np.float32(3000).astype(dtype_of(dtype)))] * 3
+    )
     assert run(ones, Operation.AVERAGE).astype(np.float64).tolist() == [1.0] * 3
     largest = [np.full(2, np.finfo(np.float16).max if dtype == "float16" else 3e38, dtype_of(dtype))] * 2
     if dtype == "float16":  # the sum overflows 16 bits, its half does not
@@ -97,7 +101,10 @@ def test_booleans() -> None:
 
 def test_not_numbers_and_infinities_pass() -> None:
     for dtype in FLOATS:
-        parts = [np.array([np.nan, np.inf, 1.0], dtype_of(dtype)), np.array([1.0, 1.0, -np.inf], dtype_of(dtype))]
+        parts = [
+            np.array([np.nan, np.inf, 1.0], dtype_of(dtype)),
+            np.array([1.0, 1.0, -np.inf], dtype_of(dtype)),
+        ]
         for operation in (Operation.SUM, Operation.AVERAGE):
             got = run(parts, operation).astype(np.float64)
             assert np.isnan(got[0])

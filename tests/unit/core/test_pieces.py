@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from ringdance.core.batch import description_bytes, plan_batches
 from ringdance.core.pieces import even_rows, pieces, segments
 from ringdance.core.request import Description, Operation, Verb
@@ -69,8 +70,13 @@ def test_batches_hold_at_most_the_threshold() -> None:
 
 def test_batches_are_of_one_kind() -> None:
     descriptions = [
-        reduce((1,)), reduce((1,), "int32"), reduce((1,), operation=Operation.MAX), reduce((1,), prescale=2.0),
-        reduce((1,)), reduce((1,), operation=Operation.ADASUM), Description(Verb.BARRIER),
+        reduce((1,)),
+        reduce((1,), "int32"),
+        reduce((1,), operation=Operation.MAX),
+        reduce((1,), prescale=2.0),
+        reduce((1,)),
+        reduce((1,), operation=Operation.ADASUM),
+        Description(Verb.BARRIER),
         Description(Verb.BROADCAST, ("float32",), ((1,),), root=0),
         Description(Verb.BROADCAST, ("int8",), ((1,),), root=1),
         Description(Verb.BROADCAST, ("float32",), ((3,),), root=0),

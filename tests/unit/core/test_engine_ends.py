@@ -1,0 +1,239 @@
+"""How an engine ends: agreed, killed, interrupted, stalled; and what is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from by_numpy import same
+from loopback_job import job, world_for
+
+import ringdance.numpy as hvd
+from ringdance import session
+from ringdance.core.engine import Engine
+from ringdance.core.request import Description, Operation, Request, Verb
+from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
+from ringdance.settings import Settings
+from ringdance.transport.loopback import RankKilled
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(flight_recorder_dir=str(tmp_path), stall_check_time=0.3)
+
+
+def request_of(name: str | None, value: float = 1.0, length: int = 3) -> Request:
+    array = np.full(length, value)
+    return Request(
+        Description(Verb.ALLREDUCE, ("float64",), ((length,),), Operation.SUM), (array,), None, name
+    )
+
+
+def test_timeout_of_a_wait(settings: Settings) -> None:
+    """It leaves the operation alone: the same ticket is waited for again."""
+
+    def program(engine: Engine) -> None:
+        if engine.rank == 0:
+            ticket = engine.submit(request_of("late"))
+            with pytest.raises(TimeoutError, match="'late' was not complete in time"):
+                ticket.wait(0.05)
+            assert not ticket.done()
+            engine.submit(request_of("go")).wait()
+        else:
+            engine.submit(request_of("go")).wait()
+            ticket = engine.submit(request_of("late"))
+        same(ticket.wait(20.0)[0], np.full(3, 2.0))
+
+    job(2, program, settings)
+
+
+def test_nothing_starts_before_it_is_wanted(settings: Settings) -> None:
+    def program(engine: Engine) -> None:
+        quiet = engine.submit(request_of("quiet"), wake=False)
+        engine.submit(request_of("meet"), wake=True).wait()
+        time.sleep(0.01)
+        other = engine.submit(request_of("flushed"), wake=False)
+        engine.flush()
+        while not other.done():  # the engine's own thread does it
+            time.sleep(0.001)
+        same(quiet.wait()[0], np.full(3, 2.0))
+
+    job(2, program, settings)
+
+
+def test_an_idle_engine_takes_no_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(engine: Engine) -> int:
+        hvd.barrier()
+        time.sleep(0.05)
+        steps = 0
+        step = engine.step
+
+        def counted() -> bool:
+            nonlocal steps
+            steps += 1
+            return step()
+
+        monkeypatch.setattr(engine, "step", counted)
+        time.sleep(0.5)
+        found = steps
+        hvd.barrier()
+        return found
+
+    assert job(2, program, settings) == [0, 0]
+
+
+def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
+    world = world_for(settings, 3)
+
+    def program(engine: Engine) -> None:
+        hvd.barrier()
+        if engine.rank == 1:
+            world.kill(1)
+            engine.closed = True  # its process is gone: no thread of it goes on
+            raise RankKilled
+        with pytest.raises(RankLostError, match=r"rank 1 on host loopback \(pid \d+\) died"):
+            hvd.allreduce(np.ones(3), name="never")
+        with pytest.raises(RankLostError, match="rank 1"):
+            hvd.allreduce(np.ones(3))
+
+    job(3, program, settings, world=world)
+    dumps = sorted(tmp_path.glob("*.json"))
+    assert dumps
+    assert all("rank 1" in json.loads(path.read_text())["reason"] for path in dumps)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_an_exception_in_a_step_breaks_the_engine_everywhere(
+    settings: Settings, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ringdance.core.exchange.window import WindowExchange
+
+    arm = threading.Event()
+    usual = WindowExchange.allreduce
+
+    def allreduce(self: WindowExchange, *given: Any) -> Any:
+        if arm.is_set() and self.rank == 1:
+            raise kind("as if by Ctrl-C")
+        return usual(self, *given)
+
+    monkeypatch.setattr(WindowExchange, "allreduce", allreduce)
+
+    def program(engine: Engine) -> BaseException:
+        hvd.barrier()
+        arm.set()
+        hvd.barrier()
+        with pytest.raises((CollectiveError, KeyboardInterrupt)) as caught:
+            hvd.allreduce(np.ones(3), name="broken")
+        assert engine.broken is not None
+        with pytest.raises(CollectiveError):
+            hvd.allreduce(np.ones(3), name="after")
+        return caught.value
+
+    zero, one, two = job(3, program, settings)
+    if kind is ValueError:
+        assert isinstance(one, EngineError)
+        assert "rank 1 on host loopback" in str(one)
+        assert "ValueError: as if by Ctrl-C" in str(one)
+    for other in (zero, two):
+        assert isinstance(other, RankLostError)
+        assert "rank 1 on host loopback" in str(other)
+
+
+def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path) -> None:
+    def program(engine: Engine) -> str:
+        for step in range(3):
+            hvd.allreduce(np.ones(3), name=f"step {step}")
+        pending = engine.submit(request_of("open"), wake=False)
+        hvd.barrier()
+        if engine.rank == 0:
+            engine.leave("rank 0 ended with ValueError: for the test")
+        with pytest.raises(RankLostError, match="for the test") as caught:
+            pending.wait()
+        return str(caught.value)
+
+    said = job(2, program, settings)
+    for rank in range(2):
+        path = tmp_path / f"ringdance-flight-rank{rank}-{os.getpid()}.json"
+        assert oct(path.stat().st_mode & 0o777) == "0o600"
+        assert str(path) in said[rank]
+        content = json.loads(path.read_text())
+        assert content["rank"] == rank
+        assert content["pid"] == os.getpid()
+        assert "for the test" in content["reason"]
+        assert content["pending"] == ["open"]
+        names = [
+            name
+            for record in content["records"]
+            if record["kind"] == "batch"
+            for name in record["details"][3]
+        ]
+        assert [name for name in names if name.startswith("allreduce.step")] == [
+            f"allreduce.step {step}" for step in range(3)
+        ]
+
+
+def test_a_stall_is_said_by_the_lowest_rank_and_ends_the_job_in_time(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = Settings(stall_check_time=0.5, stall_shutdown_time=2.0, flight_recorder_dir=str(tmp_path))
+
+    def program(engine: Engine) -> None:
+        with pytest.raises((StallError, RankLostError), match="Gave up after the stall shutdown time"):
+            hvd.allreduce(np.ones(2), name="this" if engine.rank == 0 else "that")
+        with pytest.raises((StallError, RankLostError)):
+            hvd.barrier()
+
+    job(3, program, settings, report=said.append)
+    words = next(text for text in said if "'allreduce.that'" in text)
+    assert words.startswith("rank 0 on host loopback")
+    assert "'allreduce.this'" in words
+    assert "rank 1 on host loopback" in words
+    assert "rank 2 on host loopback" in words
+
+
+def test_shutdown_ends_what_others_wait_for(settings: Settings) -> None:
+    def program(engine: Engine) -> bool:
+        hvd.barrier()
+        if engine.rank == 1:
+            assert engine.shutdown("has had enough")
+            assert engine.stopped_first
+            return engine.unclean
+        with pytest.raises(ShutDownError, match=r"rank 1 on host loopback .* has had enough"):
+            hvd.allreduce(np.ones(3), name="never")
+        with pytest.raises(ShutDownError, match="nothing more can be submitted"):
+            hvd.barrier()
+        assert engine.shutdown()
+        return engine.unclean
+
+    assert job(3, program, settings) == [True] * 3
+
+
+def test_a_clean_end(settings: Settings) -> None:
+    def program(engine: Engine) -> tuple[bool, bool]:
+        hvd.allreduce(np.ones(3))
+        return engine.shutdown(), engine.unclean
+
+    assert job(4, program, settings, hosts=("a", "a", "b", "b")) == [(True, False)] * 4
+
+
+def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> None:
+    """Its engine takes no part; shutdown gives up after its patience and says who."""
+    world = world_for(settings, 2)
+    over = threading.Event()
+
+    def rank(transport: Any) -> None:
+        if transport.rank == 1:
+            over.wait(30)
+            return
+        engine = Engine(transport, settings)
+        with session.bind(engine):
+            assert not engine.shutdown(patience=0.3)
+        assert "rank 1 on host loopback" in str(engine.broken)
+        over.set()
+
+    world.run(rank)

@@ -1,0 +1,193 @@
+"""All verbs on loopback worlds: several hosts, no shared memory, delays, small tables, many threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from by_numpy import HALVES, all_values, dtype_of, reduced, rows_of, same
+from loopback_job import job
+
+import ringdance.numpy as hvd
+from ringdance.core.engine import Engine
+from ringdance.settings import Settings
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one host": {"size": 3},
+    "two hosts": {"size": 4, "hosts": ("a", "a", "b", "b")},
+    "uneven hosts": {"size": 3, "hosts": ("a", "a", "b")},
+    "hosts taken in turn": {"size": 4, "hosts": ("a", "b", "a", "b")},
+    "three hosts": {"size": 3, "hosts": ("a", "b", "c")},
+    "delays": {"size": 4, "hosts": ("a", "a", "b", "b"), "delay": 0.5, "seed": 3},
+}
+SETTINGS = {
+    "usual": Settings(),
+    "tiny": Settings(piece_bytes=4096, small_bytes=64),
+    "messages": Settings(window=False),
+    "apart": Settings(fusion_threshold=0, piece_bytes=1000, small_bytes=0, cycle_time=0.0),
+}
+
+
+def close(got: np.ndarray, want: np.ndarray) -> None:
+    """To the bit on one host; between hosts floats are added by hosts first, and 16 bits rounded alike."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    if got.dtype in (np.float32, np.float64):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    else:
+        same(got, want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_verb(layout: str, setting: str) -> None:
+    how = dict(LAYOUTS[layout])
+    size = how.pop("size")
+
+    def program(engine: Engine) -> None:
+        rank = engine.rank
+        for dtype in ("float32", "bfloat16", "int64", "uint8"):
+            for shape in ((), (0,), (5, 3), (3001,), (20_000,)):
+                inputs = all_values(size, dtype, shape)
+                for name, op in (("average", hvd.Average), ("max", hvd.Max)):
+                    close(
+                        hvd.allreduce(inputs[rank], op=op, name=f"{dtype} {shape} {name}"),
+                        reduced(inputs, name),
+                    )
+                close(
+                    hvd.allreduce(inputs[rank], prescale_factor=2.0, op=hvd.Sum), reduced(inputs, "sum", 2.0)
+                )
+            rows = all_values(size, dtype, (7, 2))
+            uneven = [row[: (3 * i) % 7] for i, row in enumerate(rows)]
+            same(hvd.allgather(uneven[rank]), np.concatenate(uneven))
+            same(hvd.broadcast(rows[rank], size - 1), rows[-1])
+            close(hvd.reducescatter(rows[rank], op=hvd.Sum), reduced(rows, "sum")[rows_of(rank, 7, size)])
+            got, received = hvd.alltoall(rows[rank], [rank % 2] * size)
+            assert received.tolist() == [i % 2 for i in range(size)]
+            same(
+                got,
+                np.concatenate([row[rank * (i % 2) : (rank + 1) * (i % 2)] for i, row in enumerate(rows)]),
+            )
+        hvd.barrier()
+        close(
+            hvd.allreduce(np.full(3, 1.0 + (size - rank) * 2.0**-8, dtype_of("bfloat16"))),
+            reduced(
+                [np.full(3, 1.0 + (size - r) * 2.0**-8, dtype_of("bfloat16")) for r in range(size)], "average"
+            ),
+        )
+
+    job(size, program, SETTINGS[setting], **how)
+
+
+@pytest.mark.parametrize("hosts", [None, ("a", "a", "b", "b"), ("a", "b", "c", "d")])
+def test_all_ranks_have_the_same_bits(hosts: tuple[str, ...] | None) -> None:
+    """In whatever order hosts add: what they get is one number."""
+
+    def program(engine: Engine) -> list[bytes]:
+        return [
+            hvd.allreduce(all_values(4, dtype, (30_011,))[engine.rank]).tobytes()
+            for dtype in ("float32", "float64", *HALVES)
+        ]
+
+    results = job(4, program, Settings(piece_bytes=8192), hosts=hosts)
+    assert all(found == results[0] for found in results)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_places_on_hosts(delay: float) -> None:
+    def program(engine: Engine) -> tuple[int, ...]:
+        return (engine.local_rank, engine.local_size, engine.cross_rank, engine.cross_size)
+
+    assert job(3, program, hosts=("a", "a", "b"), delay=delay) == [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]
+    assert job(4, program, hosts=("a", "b", "a", "b"), delay=delay) == [
+        (0, 2, 0, 2),
+        (0, 2, 1, 2),
+        (1, 2, 0, 2),
+        (1, 2, 1, 2),
+    ]
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 5])
+def test_more_names_than_the_table_holds(capacity: int) -> None:
+    """Names are pushed out and come again, in other orders on each rank."""
+
+    def program(engine: Engine) -> None:
+        made = np.random.default_rng(engine.rank)
+        for step in range(3):
+            handles = {
+                int(i): hvd.allreduce_async(
+                    np.full(i % 3 + 1, float(engine.rank + step)), name=f"n{i}", op=hvd.Sum
+                )
+                for i in made.permutation(40)
+            }
+            for i, handle in handles.items():
+                same(hvd.synchronize(handle), np.full(i % 3 + 1, 3.0 + 3 * step))
+
+    job(3, program, Settings(cache_capacity=capacity))
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_several_threads_submit_and_wait(threaded: bool) -> None:
+    def program(engine: Engine) -> None:
+        from ringdance import session
+
+        errors: list[BaseException] = []
+
+        def work(thread: int) -> None:
+            try:
+                with session.bind(engine):
+                    for step in range(15):
+                        got = hvd.allreduce(np.full(thread + 1, 1.0), name=f"{thread} {step}", op=hvd.Sum)
+                        same(got, np.full(thread + 1, 2.0))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+    job(2, program, threaded=threaded)
+
+
+def test_sets_on_hosts_of_their_own() -> None:
+    """A set within one host shares memory, one across hosts does not; both at once."""
+
+    def program(engine: Engine) -> None:
+        sets = {ranks: engine.add_process_set(ranks) for ranks in ((0, 1), (2, 3), (1, 2), (0, 3), (0, 1, 2))}
+        assert sorted(engine.process_sets()) == [0, 1, 2, 3, 4, 5]
+        for ranks, number in sets.items():
+            if engine.rank in ranks:
+                one = hvd.ProcessSet(ranks)
+                one.process_set_id = number
+                inputs = all_values(ranks, "int32", (5000,))
+                same(
+                    hvd.allreduce(inputs[ranks.index(engine.rank)], op=hvd.Sum, process_set=one),
+                    reduced(inputs, "sum"),
+                )
+        for number in sets.values():
+            engine.remove_process_set(number)
+        assert list(engine.process_sets()) == [0]
+
+    job(4, program, hosts=("a", "a", "b", "b"), delay=0.2)
+
+
+def test_settings_of_one_rank_do_not_reach_another_world() -> None:
+    """Two jobs in one process at once know nothing of each other."""
+    found: dict[int, list[np.ndarray]] = {}
+
+    def other(value: int) -> None:
+        found[value] = job(2, lambda engine: hvd.allreduce(np.full(9, value), name="same", op=hvd.Sum))
+
+    threads = [threading.Thread(target=other, args=(value,)) for value in (1, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for value in (1, 10):
+        for result in found[value]:
+            same(result, np.full(9, 2 * value))

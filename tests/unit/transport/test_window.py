@@ -1,0 +1,157 @@
+"""The window's layout, its counters, and the doorbell, between threads and between processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ringdance.transport.waiting import Doorbell, process_state
+from ringdance.transport.window import Window, window_size
+
+
+def windows(members: int, vector: int = 40, area: int = 1000) -> list[Window]:
+    memory = np.zeros(window_size(members, vector, area) // 8, np.int64).view(np.uint8)
+    return [Window(memory, i, members, vector, area, lambda: None) for i in range(members)]
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 5])
+@pytest.mark.parametrize(("vector", "area"), [(1, 1), (64, 4096), (65, 4097), (200, 100_000)])
+def test_parts_do_not_overlap(members: int, vector: int, area: int) -> None:
+    """Each part is filled with a number of its own; all are intact at the end, the counters untouched."""
+    held = windows(members, vector, area)
+    parts = [np.frombuffer(part, np.uint8) for turn in held[0].vectors for part in turn]
+    parts += [part for turn in held[0].areas for part in turn]
+    assert all(part.size >= vector for part in parts[: 2 * members])
+    assert all(part.size == area for part in parts[2 * members :])
+    for number, part in enumerate(parts):
+        part[:] = number + 1
+    for number, part in enumerate(parts):
+        assert (part == number + 1).all()
+    assert not held[0].memory[: 64 * members].any()
+
+
+def test_all_see_the_same_memory() -> None:
+    one, two = windows(2)
+    one.areas[1][0][:3] = (1, 2, 3)
+    assert two.areas[1][0][:3].tolist() == [1, 2, 3]
+    one.vectors[0][0][:2] = b"ab"
+    assert bytes(two.vectors[0][0][:2]) == b"ab"
+
+
+def test_reached_waits_for_everybody() -> None:
+    one, two, three = windows(3)
+    one.signal()
+    assert not one.reached()
+    assert one.missing() == [1, 2]
+    assert two.peer_ahead()
+    two.signal()
+    assert not two.peer_ahead()
+    assert not one.reached()
+    assert one.missing() == [2]
+    three.signal()
+    assert one.reached()
+    assert two.reached()
+    assert three.reached()
+    assert one.missing() == []
+    three.signal()  # already one further
+    assert three.missing() == [0, 1]
+    assert one.reached()
+    assert one.peer_ahead()
+
+
+def test_a_sleeper_is_woken_by_a_signal() -> None:
+    one, two = windows(2)
+    woken = threading.Event()
+
+    def sleeper() -> None:
+        one.signal()
+        while not one.reached():
+            seen = one.doorbell.glance()
+            if one.reached():
+                one.doorbell.awake()
+                break
+            one.doorbell.sleep(seen, 0.02)
+        woken.set()
+
+    thread = threading.Thread(target=sleeper)
+    thread.start()
+    time.sleep(0.03)
+    assert not woken.is_set()
+    two.signal()
+    assert woken.wait(10)
+    thread.join()
+
+
+def test_a_ring_before_the_sleep_is_not_lost() -> None:
+    """Rung after the glance: the sleep ends at once, else so many outlast the limit of a test."""
+    one, two = windows(2)
+    for _ in range(5000):
+        seen = one.doorbell.glance()
+        two.doorbell.ring(0)
+        one.doorbell.sleep(seen, 0.02)
+        assert one.doorbell.glance() != seen
+
+
+def test_bells_of_a_parent_window() -> None:
+    """A subset's window rings the bells of the whole host's: a rank sleeps on one bell only."""
+    parents = windows(3)
+    memory = np.zeros(window_size(2, 8, 8) // 8, np.int64).view(np.uint8)
+    child = Window(memory, 0, 2, 8, 8, lambda: None, bells=(parents[0].doorbell, [0, 2]))
+    assert child.doorbell is parents[0].doorbell
+    seen = parents[2].doorbell.glance()
+    child.signal()
+    assert parents[2].doorbell.glance() != seen
+
+
+def test_between_processes() -> None:
+    """A forked child meets its parent a thousand times, and each reads the other's word."""
+    size = window_size(2, 8, 64)
+    memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+    def meet(index: int) -> bool:
+        window = Window(memory, index, 2, 8, 64, lambda: None)
+        for turn in range(1000):
+            window.areas[turn % 2][index][:8].view(np.int64)[0] = 10 * turn + index
+            window.signal()
+            while not window.reached():
+                window.doorbell.sleep(window.doorbell.glance(), 0.001)
+            if window.areas[turn % 2][1 - index][:8].view(np.int64)[0] != 10 * turn + 1 - index:
+                return False
+        return True
+
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if meet(1) else 1)
+    fine = meet(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert fine
+
+
+def test_doorbell_sleeps_no_longer_than_it_may() -> None:
+    words = memoryview(np.zeros(32, np.int32))
+    bell = Doorbell(words, np.frombuffer(words, np.int32).ctypes.data, 16, 1)
+    bell.sleep(bell.glance(), 5.0)  # at most 20 ms, so that a flag that was missed does no harm
+    assert words[17] == 0
+
+
+def test_states_of_processes() -> None:
+    assert process_state(os.getpid()) == "running"
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.kill(child, 19)  # SIGSTOP
+        while process_state(child) != "stopped":
+            time.sleep(0.001)
+    finally:
+        os.kill(child, 9)
+    while process_state(child) != "gone":  # a zombie counts as gone
+        time.sleep(0.001)
+    os.waitpid(child, 0)
+    assert process_state(child) == "gone"
