@@ -82,7 +82,6 @@ class Engine(ProcessSets):
         self.identity = transport.identities[self.rank]
         self._set_local_places()
         self.closed = False
-        self.callers = 0
         self.broken: CollectiveError | None = None
         self.unclean = False
         self.stopped_first = False
@@ -212,14 +211,14 @@ class Engine(ProcessSets):
         state = None if known is None else known.state
         assert self._driver is not None
         with self._lock:
-            self.callers += 1
+            self._progress.callers += 1
             if state is not None:
                 state.wanted += 1
         try:
             self._driver.wait(ticket, timeout)
         finally:
             with self._lock:
-                self.callers -= 1
+                self._progress.callers -= 1
                 if state is not None:
                     state.wanted -= 1
 
@@ -249,6 +248,11 @@ class Engine(ProcessSets):
             )
             raise
         return self._progress.count != before
+
+    @property
+    def callers(self) -> int:
+        """Threads that wait for tickets."""
+        return self._progress.callers
 
     def next_due(self) -> float | None:
         """Return when the engine thread has something to do: a monotonic time, or None."""

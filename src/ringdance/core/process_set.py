@@ -104,7 +104,7 @@ class ProcessSetState(PendingRequests):
         if not (self.pending or self.unnamed or self.join_ticket is not None):
             self.urgent = False
             return False
-        if not (self.wanted or self.urgent) and (
+        if not (self._progress.callers or self.urgent) and (
             self.eager_since is None or time.monotonic() - self.eager_since < self._cycle
         ):
             return False
@@ -116,7 +116,7 @@ class ProcessSetState(PendingRequests):
         """Return the time (monotonic) at which a round becomes due by itself, or None."""
         if not self.has_work():
             return None
-        if self.wanted or self.urgent:
+        if self._progress.callers or self.urgent:
             return self.not_before
         return None if self.eager_since is None else max(self.eager_since + self._cycle, self.not_before)
 

@@ -23,11 +23,18 @@ Steps = Generator[None, None, Any]
 
 
 class Progress:
-    """Counts what was achieved, so that whoever drives knows whether to pause."""
+    """What the parts of one engine tell each other while it runs.
 
-    __slots__ = ("count",)
+    Attributes:
+        count: grows with whatever is achieved, so that whoever drives knows whether to pause.
+        callers: threads that wait for tickets. While there are any, all that is pending is due, in every
+            set: two ranks may wait for two sets in different orders.
+    """
+
+    __slots__ = ("callers", "count")
 
     def __init__(self) -> None:
+        self.callers = 0
         self.count = 0
 
 
