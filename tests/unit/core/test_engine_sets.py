@@ -31,5 +31,5 @@ def test_two_sets_waited_for_in_opposite_orders(threaded: bool, hosts: tuple[str
         return found
 
     for rank, found in enumerate(job(3, program, hosts=hosts, threaded=threaded)):
-        expected = [[3 * step + 3.0, 2 * step + 1.0][: 2 if rank < 2 else 1] for step in range(20)]
-        assert found == sum(expected, [])
+        both = [[3 * step + 3.0, 2 * step + 1.0] for step in range(20)]
+        assert found == [value for pair in both for value in pair[: 2 if rank < 2 else 1]]
