@@ -239,9 +239,7 @@ class Engine(ProcessSets):
         except CollectiveError as error:
             self.fail(error)
         except Exception as error:
-            failure = EngineError(f"The engine of {self.identity} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self.fail(failure)
+            self.fail(self._failure(error))
         except BaseException as error:
             self.fail(
                 EngineError(f"{self.identity} was interrupted ({type(error).__name__}) during an exchange.")
@@ -288,6 +286,17 @@ class Engine(ProcessSets):
         """Take in notes, notice lost peers, look for stalls."""
         if self.closed:
             return
+        try:
+            self._look()
+        except Exception as error:
+            self.fail(self._failure(error))
+
+    def _failure(self, error: Exception) -> EngineError:
+        failure = EngineError(f"The engine of {self.identity} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+    def _look(self) -> None:
         for sender, message in self.transport.messages():
             self._hear(sender, json.loads(message))
         if self.closed:

@@ -145,6 +145,29 @@ def test_an_exception_in_a_step_breaks_the_engine_everywhere(
         assert "rank 1 on host loopback" in str(other)
 
 
+@pytest.mark.parametrize("waiting", [True, False])
+def test_an_error_while_looking_for_notes_breaks_the_engine(settings: Settings, waiting: bool) -> None:
+    """Also on the engine's own thread, where nobody would see it."""
+
+    def program(engine: Engine) -> None:
+        hvd.barrier()
+        if engine.rank == 0:
+
+            def messages() -> list[tuple[int, bytes]]:
+                raise OSError("the network is down")
+
+            engine.transport.messages = messages  # type: ignore[method-assign]
+            if waiting:
+                with pytest.raises(EngineError, match="OSError: the network is down"):
+                    hvd.allreduce(np.ones(3), name="never")
+            while engine.broken is None:
+                time.sleep(0.01)
+        with pytest.raises(CollectiveError, match="OSError: the network is down"):
+            hvd.allreduce(np.ones(3), name="after")
+
+    job(2, program, settings)
+
+
 def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path) -> None:
     def program(engine: Engine) -> str:
         for step in range(3):
