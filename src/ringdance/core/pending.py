@@ -22,6 +22,7 @@ class PendingRequests:
         pending: all named requests in flight; a name leaves when its operation is complete.
         news: those of them that are not in the table of known tensors.
         unnamed: requests without name, in order of submission.
+        running: those of them that are being executed; should the engine fail, they fail too.
         join_ticket: a pending join.
         eager_since: when the oldest request was submitted that the engine thread is to start.
         not_before: rounds are put off until then (monotonic) after one that achieved nothing.
@@ -32,6 +33,7 @@ class PendingRequests:
         self.pending: dict[str, Ticket] = {}
         self.news: dict[str, Ticket] = {}
         self.unnamed: deque[Ticket] = deque()
+        self.running: list[Ticket] = []
         self.join_ticket: Ticket | None = None
         self.eager_since: float | None = None
         self.not_before = 0.0
@@ -99,14 +101,16 @@ class PendingRequests:
     def tickets(self) -> list[Ticket]:
         """Return all that is pending here."""
         own = [self.join_ticket] if self.join_ticket is not None else []
-        held = [ticket for waiting in self._held.values() for ticket in waiting]
-        return [*self.pending.values(), *self.unnamed, *held, *own]
+        held = [ticket for line in self._held.values() for ticket in line]
+        running = [ticket for ticket in self.running if not ticket.done()]
+        return [*self.pending.values(), *running, *self.unnamed, *held, *own]
 
     def drop_all(self) -> list[Ticket]:
         """Forget all that is pending here, and return it."""
         dropped = self.tickets()
         self.pending.clear()
         self.unnamed.clear()
+        self.running = []
         self._held.clear()
         self.join_ticket = None
         return dropped

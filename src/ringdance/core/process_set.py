@@ -313,11 +313,13 @@ class ProcessSetState(PendingRequests):
             return False
         with self._lock:
             tickets = [self.unnamed.popleft() for _ in range(RUN if first and run else 1)]
+            self.running = tickets
         works = [Work(ticket.name, ticket.request.description, ticket) for ticket in tickets]
         if first:
             yield from self._run(works)
         else:
             yield from self._dispute(works[0])
+        self.running = []
         return True
 
     def _run_slots(self, slots: list[int]) -> Steps:

@@ -109,8 +109,9 @@ def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("name", ["broken", None])
 def test_an_exception_in_a_step_breaks_the_engine_everywhere(
-    settings: Settings, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    settings: Settings, kind: type[BaseException], name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ringdance.core.exchange.window import WindowExchange
 
@@ -129,7 +130,7 @@ def test_an_exception_in_a_step_breaks_the_engine_everywhere(
         arm.set()
         hvd.barrier()
         with pytest.raises((CollectiveError, KeyboardInterrupt)) as caught:
-            hvd.allreduce(np.ones(3), name="broken")
+            hvd.allreduce(np.ones(3), name=name)
         assert engine.broken is not None
         with pytest.raises(CollectiveError):
             hvd.allreduce(np.ones(3), name="after")

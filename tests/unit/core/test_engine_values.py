@@ -191,3 +191,23 @@ def test_settings_of_one_rank_do_not_reach_another_world() -> None:
     for value in (1, 10):
         for result in found[value]:
             same(result, np.full(9, 2 * value))
+
+
+@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1001])
+def test_pieces_of_any_size(window: bool, piece_bytes: int) -> None:
+    def program(engine: Engine) -> None:
+        for dtype in ("float64", "float16", "uint8"):
+            inputs = all_values(3, dtype, (501,))
+            close(hvd.allreduce(inputs[engine.rank]), reduced(inputs, "average"))
+            same(hvd.allgather(inputs[engine.rank]), np.concatenate(inputs))
+            same(hvd.broadcast(inputs[engine.rank], 1), inputs[1])
+            close(
+                hvd.reducescatter(inputs[engine.rank], op=hvd.Sum),
+                reduced(inputs, "sum")[rows_of(engine.rank, 501, 3)],
+            )
+            own = slice(167 * engine.rank, 167 * (engine.rank + 1))
+            same(hvd.alltoall(inputs[engine.rank]), np.concatenate([part[own] for part in inputs]))
+
+    job(3, program, Settings(piece_bytes=piece_bytes, small_bytes=0, window=window))
+    job(3, program, Settings(piece_bytes=piece_bytes, small_bytes=0), hosts=("a", "a", "b"))

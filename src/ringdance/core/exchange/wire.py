@@ -23,7 +23,7 @@ class WireExchange(Exchange):
     def __init__(self, transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress) -> None:
         super().__init__(transport.rank, transport.size, progress)
         self._transport = transport
-        self._piece = max(piece_bytes, small_bytes)
+        self._piece = max(64, piece_bytes, small_bytes) // 64 * 64  # whole elements of any dtype
         self._buffers = [np.empty(self._piece, np.uint8) for _ in range(_IN_FLIGHT)]
 
     def _finish(self, pending: Pending) -> Steps:
