@@ -12,6 +12,7 @@ bit, for n members::
     64 bits     number of the first unnamed request, and its complement
     128 bits    digest of its description, and the complement
     128 bits    digest of the first ``RUN`` of them, and the complement
+    32 bits     table entry whose data ride along with the vector, and its complement
     w bits      table entry i is ready here
 """
 
@@ -20,12 +21,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from ringdance.core.arithmetic import Reduction
 from ringdance.core.request import Description
 
 __all__ = ["RUN", "Entry", "KnownTensors", "VectorLayout", "run_digest", "set_bits"]
 
 RUN = 16
+# For data that are few enough to ride along with a vector: how they are reduced, and each member's place
+# for them in the window, for both turns.
+Rides = tuple[Reduction, list[list[np.ndarray[Any, Any]]]]
+_M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
 _M64 = (1 << 64) - 1
 GO, CALM, HEAD = 1, 2, 4
@@ -56,12 +65,13 @@ class VectorLayout:
         self.news_at = 3
         self.joined_at = 3 + size
         self.unnamed_at = 3 + 2 * size
-        self.ready_at = self.unnamed_at + 64 + 128 + 128
+        self.rider_at = self.unnamed_at + 64 + 128 + 128
+        self.ready_at = self.rider_at + 32
         self.unnamed_mask = (1 << 320) - 1
         # What a round looks like in which nobody has anything but known tensors, and the bits that show it.
         self.plain = GO | self.everyone << self.news_at | self.everyone << self.joined_at
         self.plain_mask = self.plain | HEAD
-        self.all_quiet = (1 << self.ready_at) - 1  # every header field neutral
+        self.all_quiet = (1 << self.rider_at) - 1  # every header field neutral, and nothing rides
 
     def width(self, entries: int) -> int:
         """Return the bytes of a vector for a table of ``entries``."""
@@ -74,6 +84,15 @@ class VectorLayout:
         field |= (first | (first ^ _M64) << 64) << 64
         # Without a run both halves are zero: no agreement with anybody.
         return field | ((run | (run ^ _M64) << 64) << 192 if run else 0)
+
+    def rider(self, slot: int) -> int:
+        """Return the field that says which entry's data ride along."""
+        return (slot | (slot ^ _M16) << 16) << self.rider_at
+
+    def same_rider(self, agreed: int) -> bool:
+        """Return whether all members' data are of the same entry."""
+        field = agreed >> self.rider_at
+        return (field ^ field >> 16) & _M16 == _M16
 
     def read_unnamed(self, agreed: int) -> tuple[bool, bool, bool]:
         """Return whether all have the same number, the same first description, the same run."""
@@ -94,6 +113,7 @@ class Entry:
     description: Description
     used: int
     disputed: bool = False
+    rides: Rides | None = None
 
 
 class KnownTensors:
@@ -123,13 +143,15 @@ class KnownTensors:
             return slot
         return None
 
-    def install(self, name: str, description: Description, used: int, disputed: bool) -> int:
+    def install(
+        self, name: str, description: Description, used: int, disputed: bool, rides: Rides | None = None
+    ) -> int:
         """Enter or replace a name; may evict another. Return its slot."""
         slot = self.slots.get(name)
         if slot is None:
             slot = self._room()
             self.slots[name] = slot
-        self.entries[slot] = Entry(name, description, used, disputed)
+        self.entries[slot] = Entry(name, description, used, disputed, rides)
         return slot
 
     def remove(self, slot: int) -> None:

@@ -85,7 +85,7 @@ class Driver:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while not ticket.done():
-                if self._chief.acquire(blocking=False):
+                if self._chief.acquire(False):
                     try:
                         self._drive(ticket, deadline)
                     finally:
@@ -105,6 +105,8 @@ class Driver:
             if self._try_step():
                 spin_until = 0.0
                 continue
+            if ticket.done():
+                return
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, nap = now + self._spin, 5e-5
@@ -112,7 +114,7 @@ class Driver:
                 raise _timeout(ticket)
             if now < spin_until:
                 yield_core()
-            elif not ticket.done():
+            else:
                 nap = self._sleep(now, nap)
 
     def _sit_out(self, ticket: Ticket, deadline: float | None) -> None:
@@ -135,7 +137,7 @@ class Driver:
     # -- both ----------------------------------------------------------------------------------
 
     def _try_step(self) -> bool:
-        if not self._place.acquire(blocking=False):
+        if not self._place.acquire(False):
             return False
         try:
             return self._engine.step()

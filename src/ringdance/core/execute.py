@@ -84,7 +84,10 @@ def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reducti
         source = requests[0].inputs[0]
         given = requests[0].outputs
         target = aligned_empty(source.shape, source.dtype) if given is None else given[0]
-        yield from exchange.allreduce((source.reshape(-1),), (target.reshape(-1),), how)
+        if source.ndim == 1:
+            yield from exchange.allreduce((source,), (target,), how)
+        else:
+            yield from exchange.allreduce((source.reshape(-1),), (target.reshape(-1),), how)
         return [[target]]
     outputs = [_outputs(request) for request in requests]
     inputs = [view.reshape(-1) for request in requests for view in request.inputs]

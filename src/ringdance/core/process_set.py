@@ -22,13 +22,14 @@ from ringdance.core.agreement import (
     HEAD,
     RUN,
     Entry,
+    Rides,
     VectorLayout,
     run_digest,
     set_bits,
 )
 from ringdance.core.arithmetic import Reduction, reduction
-from ringdance.core.batch import plan_batches
-from ringdance.core.exchange import Exchange, Progress, Steps
+from ringdance.core.batch import description_bytes, plan_batches
+from ringdance.core.exchange import Exchange, Progress, Steps, aligned_empty
 from ringdance.core.execute import Work, allreduce_flat, execute
 from ringdance.core.pending import PendingRequests
 from ringdance.core.recorder import Recorder
@@ -36,7 +37,7 @@ from ringdance.core.request import Description, Operation, Ticket, Verb
 from ringdance.core.verdict import mismatch_message
 from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
-from ringdance.transport.window import Window
+from ringdance.transport.window import RIDER_BYTES, Window
 
 __all__ = ["ProcessSetState"]
 
@@ -86,6 +87,7 @@ class ProcessSetState(PendingRequests):
         self._layout = VectorLayout(transport.size)
         self._plans: dict[int, list[tuple[list[Entry], tuple[str, ...], Reduction]] | None] = {}
         self._window = transport.window if transport.one_host else None
+        self._rider: tuple[int, Entry, Ticket, Reduction, list[np.ndarray[Any, Any]]] | None = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
         self._threshold = threshold
@@ -144,6 +146,13 @@ class ProcessSetState(PendingRequests):
         """Return this rank's vector. The lock is held."""
         layout = self._layout
         vector = layout.all_quiet
+        self._rider = None
+        if not (self.unnamed or self.news or self.stopping or self.join_ticket is not None):  # the usual case
+            if self._ready and self._window is not None:
+                vector |= self._load_rider(self._window)
+            if self.wanted:
+                vector ^= CALM
+            return (vector ^ HEAD) | self._ready << layout.ready_at
         place = self.transport.rank
         if self.stopping:
             vector ^= GO
@@ -170,6 +179,52 @@ class ProcessSetState(PendingRequests):
         if self.news:
             vector ^= 1 << (layout.news_at + place)
         return vector | self._ready << layout.ready_at
+
+    def _load_rider(self, window: Window) -> int:
+        """Let the data of the first ready request ride along if they are few; return the vector's field.
+
+        If all members choose the same entry, the round is its exchange too: one meeting instead of two.
+        """
+        slot = (self._ready & -self._ready).bit_length() - 1
+        entry = self._table.entries[slot]
+        assert entry is not None
+        if entry.rides is None:
+            return 0
+        how, turns = entry.rides
+        parts = turns[window.vector_turn ^ 1]
+        ticket = self.pending[entry.name]
+        how.prepare(ticket.request.inputs[0], parts[window.index])
+        self._rider = (slot, entry, ticket, how, parts)
+        return self._layout.rider(slot)
+
+    def _rides(self, description: Description) -> Rides | None:
+        """Return how the data of such a request are reduced, and where they lie, if they may ride along."""
+        d, window = description, self._window
+        if window is None or d.verb != Verb.ALLREDUCE or d.operation == Operation.ADASUM or d.detail:
+            return None
+        nbytes = description_bytes(d)
+        if len(d.shapes) != 1 or nbytes > RIDER_BYTES:
+            return None
+        how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
+        shape = d.shapes[0]
+        return how, [[r[:nbytes].view(how.dtype).reshape(shape) for r in turn] for turn in window.riders]
+
+    def _land_rider(self) -> int:
+        """Reduce what rode along; return the entry's bit."""
+        assert self._rider is not None
+        slot, entry, ticket, how, parts = self._rider
+        outputs = ticket.request.outputs
+        target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
+        how.combine(parts, target)
+        if how.late:
+            how.deliver(target, target)
+        entry.used = self.rounds
+        with self._lock:
+            self._ready &= ~(1 << slot)
+            del self.pending[entry.name]
+        self._recorder.add("batch", (self.set_id, self.rounds, "ALLREDUCE", (entry.name,), 0.0))
+        ticket.finish([target])
+        return 1 << slot
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
@@ -206,12 +261,15 @@ class ProcessSetState(PendingRequests):
         layout = self._layout
         with self._lock:
             vector = self._compose()
-        agreed = yield from self._agree(vector, layout.width(len(self._table.entries)))
+        agreed = yield from self._agree(vector, (layout.ready_at + len(self._table.entries) + 7) >> 3)
         self.rounds += 1
-        if (
-            agreed & layout.plain_mask == layout.plain and not self.joined
-        ):  # only known tensors: the usual case
+        if agreed & layout.plain_mask == layout.plain and not self.joined:
+            # Only known tensors: the usual case.
             ready = agreed >> layout.ready_at
+            if self._rider is not None and layout.same_rider(agreed):
+                ready ^= self._land_rider()
+                if not ready:
+                    return True
             if ready:
                 yield from self._run_ready(ready)
             return ready != 0
@@ -431,7 +489,9 @@ class ProcessSetState(PendingRequests):
         with self._lock:
             for number, (name, description) in enumerate(items):
                 disputed = not agreed >> 2 * number & 1
-                slot = self._table.install(name, description, self.rounds, disputed)
+                slot = self._table.install(
+                    name, description, self.rounds, disputed, None if disputed else self._rides(description)
+                )
                 self._plans.clear()
                 if agreed >> 2 * number & 2:
                     installed.append((slot, self._table.entries[slot]))

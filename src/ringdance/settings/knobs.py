@@ -126,7 +126,7 @@ class Settings:
         unit="bytes",
     )
     spin_microseconds: int = _knob(
-        50, integer(), "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
+        300, integer(), "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
     )
     thread_affinity: tuple[int, ...] = _knob(
         (), CORES, "Core for the engine's thread of each local rank (Linux); empty: not pinned.",

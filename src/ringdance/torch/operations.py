@@ -173,8 +173,11 @@ def allreduce_(
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it; not differentiable."""
     operation = pick_operation(average, op)
-    ticket = _submit_allreduce_(
-        (tensor,), operation, name, prescale_factor, postscale_factor, process_set, False, False
+    check_in_place(tensor)
+    views = (array_of(tensor),)
+    ticket = verbs.allreduce(
+        session.engine(), views, views, name=name, operation=operation, prescale=prescale_factor,
+        postscale=postscale_factor, set_id=set_id(process_set), wake=False,
     )
     ticket.wait()
     if not tensor.is_cpu:

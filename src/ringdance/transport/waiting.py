@@ -53,22 +53,26 @@ class Doorbell:
     """
 
     def __init__(self, words: memoryview, address: int, stride: int, index: int) -> None:
-        self._words = words
+        self.words = words
         self._stride = stride
         self._own = index * stride
         self._address = address
         self._spare: Any = None
 
+    def flag_of(self, index: int) -> int:
+        """Return where in ``words`` it stands whether the rank at place ``index`` sleeps."""
+        return index * self._stride + 1
+
     def close(self) -> None:
         """Leave the shared memory, which is about to go: a thread that still sleeps or rings meets nobody."""
-        spare = (ctypes.c_int32 * len(self._words))()
-        self._words = memoryview(spare).cast("B").cast("i")
+        spare = (ctypes.c_int32 * len(self.words))()
+        self.words = memoryview(spare).cast("B").cast("i")
         self._address = ctypes.addressof(spare)
         self._spare = spare
 
     def ring(self, index: int) -> None:
         """Wake the rank at place ``index`` if it sleeps."""
-        words, at = self._words, index * self._stride
+        words, at = self.words, index * self._stride
         if words[at + 1]:
             words[at] = (words[at] + 1) & 0x7FFFFFFF
             if HAVE_FUTEX:
@@ -82,12 +86,12 @@ class Doorbell:
 
     def glance(self) -> int:
         """Say that this rank is about to sleep; return what to pass to ``sleep``."""
-        self._words[self._own + 1] = 1
-        return self._words[self._own]
+        self.words[self._own + 1] = 1
+        return self.words[self._own]
 
     def awake(self) -> None:
         """Take back ``glance``: something turned up in between."""
-        self._words[self._own + 1] = 0
+        self.words[self._own + 1] = 0
 
     def sleep(self, seen: int, seconds: float) -> None:
         """Sleep until rung since ``glance`` returned ``seen``, or for ``seconds`` (at most 20 ms)."""
@@ -105,7 +109,7 @@ class Doorbell:
             )
         else:
             time.sleep(min(seconds, 0.0005))
-        self._words[self._own + 1] = 0
+        self.words[self._own + 1] = 0
 
 
 def process_state(pid: int) -> str:

@@ -3,7 +3,7 @@
 Layout, for m members::
 
     m control lines   64 bytes: arrived (int64), bell (int32), sleeping (int32)
-    m x 2 vectors     what is agreed upon, written in turn
+    m x 2 vectors     what is agreed upon, written in turn; behind each 256 bytes for data that ride along
     m x 2 areas       data, written in turn
 
 A member publishes what it wrote by counting up its ``arrived`` (``signal``) and may read
@@ -21,7 +21,9 @@ import numpy as np
 
 from ringdance.transport.waiting import NEEDS_FENCE, Doorbell
 
-__all__ = ["Window", "window_size"]
+__all__ = ["RIDER_BYTES", "Window", "window_size"]
+
+RIDER_BYTES = 256
 
 _LINE = 64
 _PAGE = 4096
@@ -33,7 +35,7 @@ def _round_up(number: int, unit: int) -> int:
 
 def window_size(members: int, vector_bytes: int, area_bytes: int) -> int:
     """Return the bytes a window of ``members`` needs."""
-    control = _round_up(members * (_LINE + 2 * _round_up(vector_bytes, _LINE)), _PAGE)
+    control = _round_up(members * (_LINE + 2 * (_round_up(vector_bytes, _LINE) + RIDER_BYTES)), _PAGE)
     return control + members * 2 * _round_up(area_bytes, _PAGE)
 
 
@@ -71,12 +73,19 @@ class Window:
         self._peers = [i * (_LINE // 8) for i in range(members) if i != index]
         self._count = 0
         self._late = 0  # how many of _peers are known to have arrived
-        self._ring: list[tuple[Doorbell, int]] = []
-        vector_room = _round_up(vector_bytes, _LINE)
+        self._ring: list[tuple[Doorbell, int, int]] = []  # the peers' places, and where their flags are
+        vector_room = _round_up(vector_bytes, _LINE) + RIDER_BYTES
         start = members * _LINE
         raw = memoryview(memory).cast("B")
         self.vectors = [
             [raw[start + (2 * m + turn) * vector_room :][:vector_room] for m in range(members)]
+            for turn in (0, 1)
+        ]
+        self.riders = [
+            [
+                memory[start + (2 * m + turn + 1) * vector_room - RIDER_BYTES :][:RIDER_BYTES]
+                for m in range(members)
+            ]
             for turn in (0, 1)
         ]
         start = _round_up(start + members * 2 * vector_room, _PAGE)
@@ -94,7 +103,9 @@ class Window:
             address = self.memory.ctypes.data + 8
             bells = (Doorbell(words, address, _LINE // 4, self.index), range(self.members))
         doorbell, places = bells
-        self._ring = [(doorbell, place) for m, place in enumerate(places) if m != self.index]
+        self._ring = [
+            (doorbell, place, doorbell.flag_of(place)) for m, place in enumerate(places) if m != self.index
+        ]
         return doorbell
 
     def touch(self) -> None:
@@ -109,8 +120,9 @@ class Window:
         self._count += 1
         self._counters[self._own] = self._count
         self._late = 0
-        for doorbell, place in self._ring:
-            doorbell.ring(place)
+        for doorbell, place, flag in self._ring:
+            if doorbell.words[flag]:
+                doorbell.ring(place)
 
     def reached(self) -> bool:
         """Return whether all members have signalled as often as this one."""

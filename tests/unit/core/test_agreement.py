@@ -31,7 +31,7 @@ def test_fields_of_a_vector_do_not_touch(size: int) -> None:
         layout.unnamed_mask << layout.unnamed_at,
     ]
     assert sum(fields) == layout.all_quiet  # no bit twice, none left out
-    assert layout.all_quiet.bit_length() == layout.ready_at
+    assert layout.all_quiet.bit_length() == layout.rider_at
     for entries in (0, 1, 8, 9, 1024):
         assert 8 * layout.width(entries) >= layout.ready_at + entries
         assert 8 * (layout.width(entries) - 1) < layout.ready_at + entries

@@ -43,16 +43,17 @@ class WindowExchange(Exchange):
         self._piece = min(max(piece_bytes, _LEAST_SHARE * size), window.area_bytes)
         self._small = min(small_bytes, self._piece)
         self._across = across
-        self._typed: dict[Any, list[list[Array]]] = {}
+        self._typed: dict[int, list[list[Array]]] = {}
 
     def _areas(self, dtype: np.dtype[Any]) -> list[Array]:
         """Return all members' areas, as ``dtype``, of the turn that begins."""
-        if dtype not in self._typed:
+        kind = dtype.num  # quicker to hash than the dtype
+        if kind not in self._typed:
             cut = self._window.area_bytes // dtype.itemsize * dtype.itemsize
-            self._typed[dtype] = [[area[:cut].view(dtype) for area in turn] for turn in self._window.areas]
+            self._typed[kind] = [[area[:cut].view(dtype) for area in turn] for turn in self._window.areas]
         window = self._window
         window.area_turn ^= 1
-        return self._typed[dtype][window.area_turn]
+        return self._typed[kind][window.area_turn]
 
     def _meet(self) -> Steps:
         window = self._window
