@@ -17,10 +17,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any
 
-from ringdance import __version__
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
 from ringdance.errors import LaunchError, NotInitializedError
@@ -147,7 +147,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
 
     threads = not settings.mpi_threads_disable
     room = vector_bytes(_world_size(said), settings.cache_capacity)
-    common = {name: getattr(settings, name) for name in _COMMON} | {"the version of ringdance": __version__}
+    common = {name: getattr(settings, name) for name in _COMMON} | {"the version of ringdance": version("ringdance")}
     transport = world_transport(
         comm,
         window_bytes=area_bytes(settings),
