@@ -147,7 +147,8 @@ def _start(comm: Any, settings: Settings) -> Engine:
 
     threads = not settings.mpi_threads_disable
     room = vector_bytes(_world_size(said), settings.cache_capacity)
-    common = {name: getattr(settings, name) for name in _COMMON} | {"the version of ringdance": version("ringdance")}
+    common = {name: getattr(settings, name) for name in _COMMON}
+    common["the version of ringdance"] = version("ringdance")
     transport = world_transport(
         comm,
         window_bytes=area_bytes(settings),
