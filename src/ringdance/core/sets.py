@@ -196,4 +196,7 @@ class ProcessSets(abc.ABC):
         with self._lock:
             tickets = state.drop_all()
         for ticket in tickets:
-            ticket.finish(error=error)
+            # An instance for each: raising one object again and again would make its traceback ever longer.
+            own = type(error)(*error.args)
+            own.__cause__ = error.__cause__
+            ticket.finish(error=own)

@@ -31,7 +31,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _load_syscall() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None)
     return library.syscall
 
 
