@@ -41,6 +41,9 @@ class Driven(Protocol):
 class Driver:
     """Drives one engine.
 
+    Attributes:
+        asleep: the engine thread rests and has to be woken.
+
     Args:
         engine: what is driven.
         spin_seconds: how long to poll before sleeping.
@@ -64,7 +67,7 @@ class Driver:
         self._chief = threading.Lock()
         self._bench: list[Ticket] = []
         self._wake = threading.Event()
-        self._asleep = False
+        self.asleep = False
         self._looked = time.monotonic()
         self._on_start = on_start
         self._thread: threading.Thread | None = None
@@ -76,8 +79,8 @@ class Driver:
 
     def wake(self) -> None:
         """Let the engine thread look for work."""
-        if self._asleep:
-            self._asleep = False
+        if self.asleep:
+            self.asleep = False
             self._wake.set()
 
     def wait(self, ticket: Ticket, timeout: float | None) -> None:
@@ -95,7 +98,7 @@ class Driver:
                 else:
                     self._sit_out(ticket, deadline)
         finally:
-            if self._asleep and not self._engine.callers and self._engine.next_due() is not None:
+            if self.asleep and not self._engine.callers and self._engine.next_due() is not None:
                 self.wake()
 
     def _drive(self, ticket: Ticket, deadline: float | None) -> None:
@@ -196,10 +199,10 @@ class Driver:
                 nap = self._sleep(now, nap)
 
     def _rest(self, seconds: float) -> None:
-        self._asleep = True
+        self.asleep = True
         if (not self._engine.callers and self._engine.next_due() is None) or seconds > 0:
             self._wake.wait(seconds)
-        self._asleep = False
+        self.asleep = False
         self._wake.clear()
         now = time.monotonic()
         if not self._engine.callers and now - self._looked >= 0.9 * _LOOK_EVERY:
@@ -208,7 +211,7 @@ class Driver:
     def join(self) -> None:
         """Wait for the engine thread to end (the engine is closed)."""
         thread = self._thread
-        self._asleep = False
+        self.asleep = False
         self._wake.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(5.0)

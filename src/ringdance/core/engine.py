@@ -151,7 +151,7 @@ class Engine(ProcessSets):
             if state.stopped or self.closed:  # since the look above; nobody would finish this ticket
                 raise self._gone_error(request.set_id)
             state.add(ticket, name, wake)
-        if wake:
+        if wake and (self._progress.callers or self._driver is None or self._driver.asleep):
             self._nudge()
         return ticket
 

@@ -25,6 +25,7 @@ class PendingRequests:
         running: those of them that are being executed; should the engine fail, they fail too.
         join_ticket: a pending join.
         eager_since: when the oldest request was submitted that the engine thread is to start.
+        eager_last: when the latest such request was submitted.
         not_before: rounds are put off until then (monotonic) after one that achieved nothing.
         in_round: a round is under way; its members rely on what this rank has told.
     """
@@ -36,6 +37,7 @@ class PendingRequests:
         self.running: list[Ticket] = []
         self.join_ticket: Ticket | None = None
         self.eager_since: float | None = None
+        self.eager_last = 0.0
         self.not_before = 0.0
         self.in_round = False
         self._pause = 0.0
@@ -68,8 +70,10 @@ class PendingRequests:
                 self._held.setdefault(name, []).append(ticket)
             else:
                 self._take(name, ticket)
-        if eager and self.eager_since is None:
-            self.eager_since = ticket.submitted
+        if eager:
+            self.eager_last = ticket.submitted
+            if self.eager_since is None:
+                self.eager_since = ticket.submitted
         self._pause = 0.0
         self.not_before = 0.0
 

@@ -107,7 +107,7 @@ class ProcessSetState(PendingRequests):
             self.urgent = False
             return False
         if not (self._progress.callers or self.urgent) and (
-            self.eager_since is None or time.monotonic() - self.eager_since < self._cycle
+            self.eager_since is None or time.monotonic() < self._eager_due(self.eager_since)
         ):
             return False
         if self._pause and time.monotonic() < self.not_before:
@@ -120,7 +120,14 @@ class ProcessSetState(PendingRequests):
             return None
         if self._progress.callers or self.urgent:
             return self.not_before
-        return None if self.eager_since is None else max(self.eager_since + self._cycle, self.not_before)
+        return None if self.eager_since is None else max(self._eager_due(self.eager_since), self.not_before)
+
+    def _eager_due(self, since: float) -> float:
+        """Return when what was submitted asynchronously is due: a cycle later, or once a burst has ended.
+
+        Starting in the middle of a burst would cut it in two, and make both threads fight for the core.
+        """
+        return max(since + self._cycle, min(self.eager_last + self._cycle / 8, since + 4 * self._cycle))
 
     def steps(self) -> Steps:
         """Run until all members have agreed to stop."""

@@ -191,12 +191,16 @@ def allreduce_async_(
 ) -> int:
     """Start an ``allreduce_``; returns a handle."""
     operation = pick_operation(average, op)
-    ticket = _submit_allreduce_(
-        (tensor,), operation, name, prescale_factor, postscale_factor, process_set, False, True
+    check_in_place(tensor)
+    views = (array_of(tensor),)
+    ticket = verbs.allreduce(
+        session.engine(), views, views, name=name, operation=operation, prescale=prescale_factor,
+        postscale=postscale_factor, set_id=set_id(process_set),
     )
 
     def finish(done: Ticket) -> Tensor:
-        _land((tensor,), done)
+        if not tensor.is_cpu:
+            _land((tensor,), done)
         return tensor
 
     return handles.hold(ticket, finish)
