@@ -40,7 +40,7 @@ def test_the_defaults_that_were_agreed():
     assert settings.fusion_threshold == 134217728
     assert settings.cycle_time == 1.0
     assert settings.cache_capacity == 1024
-    assert settings.piece_bytes == 1 << 20
+    assert settings.piece_bytes == 768 << 10
     assert settings.small_bytes == 16384
     assert settings.stall_check_time == 5.0
     assert settings.init_timeout == 120.0

@@ -114,7 +114,7 @@ class Settings:
 
     # Memory and exchange
     piece_bytes: int = _knob(
-        1 << 20, BYTES, "Size of the pieces in which a batch is streamed; should fit the cores' caches.",
+        768 << 10, BYTES, "Size of the pieces in which a batch is streamed; should fit the cores' caches.",
         unit="bytes",
     )
     small_bytes: int = _knob(
