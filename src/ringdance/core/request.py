@@ -110,21 +110,25 @@ class Ticket:
         submitted: when, in seconds of ``time.monotonic``.
     """
 
-    # Defaults live on the class: a ticket is made for every call, and most keep most of them.
-    order: int = -1
-    result: Any = None
-    received_splits: list[np.ndarray[Any, Any]] | None = None
-    error: BaseException | None = None
-    refusal: str | None = None
-    told: int = 0
-    _done: bool = False
-    _waiter: threading.Event | None = None
+    # Slots, not an instance dictionary with defaults on the class: filled in by several threads in varying
+    # order, such dictionaries crashed CPython 3.11.7 (dictresize of a key-sharing table).
+    __slots__ = (
+        "_done", "_waiter", "error", "name", "order", "received_splits", "refusal", "request", "result",
+        "submitted", "wait_on",
+    )  # fmt: skip
 
     def __init__(self, request: Request, name: str, wait_on: Callable[[Ticket, float | None], None]) -> None:
         self.request = request
         self.name = name
         self.wait_on = wait_on
         self.submitted = time.monotonic()
+        self.order = -1
+        self.result: Any = None
+        self.received_splits: list[np.ndarray[Any, Any]] | None = None
+        self.error: BaseException | None = None
+        self.refusal: str | None = None
+        self._done = False
+        self._waiter: threading.Event | None = None
 
     def done(self) -> bool:
         """Return whether the request is complete or has failed. Never blocks."""
