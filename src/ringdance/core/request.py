@@ -114,7 +114,7 @@ class Ticket:
     # order, such dictionaries crashed CPython 3.11.7 (dictresize of a key-sharing table).
     __slots__ = (
         "_done", "_waiter", "error", "name", "order", "received_splits", "refusal", "request", "result",
-        "submitted", "wait_on",
+        "submitted", "told", "wait_on",
     )  # fmt: skip
 
     def __init__(self, request: Request, name: str, wait_on: Callable[[Ticket, float | None], None]) -> None:
@@ -123,6 +123,7 @@ class Ticket:
         self.wait_on = wait_on
         self.submitted = time.monotonic()
         self.order = -1
+        self.told = 0
         self.result: Any = None
         self.received_splits: list[np.ndarray[Any, Any]] | None = None
         self.error: BaseException | None = None
