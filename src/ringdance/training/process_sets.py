@@ -172,6 +172,11 @@ def _ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
     return tuple(process_set.ranks or ())
 
 
+def ids_and_ranks() -> dict[int, list[int]]:
+    """Return the ranks of every registered set, the global one included, by id."""
+    return {number: list(ranks) for number, ranks in session.engine().process_sets().items()}
+
+
 def register_static(process_sets: list[ProcessSet]) -> None:
     """Register the sets given to ``init``: ids 1, 2, ... in their order. Collective over all ranks.
 

@@ -1,0 +1,25 @@
+"""The errors that scripts catch. The first two are Ringdance's own classes."""
+
+from __future__ import annotations
+
+from ringdance.errors import CollectiveError as HorovodInternalError
+from ringdance.errors import HostsUpdatedInterrupt
+
+__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework has another version than was compiled against. Never raised: nothing is compiled here.
+
+    Args:
+        name: the framework.
+        version: the version that is imported.
+        installed_version: the version that was compiled against.
+    """
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(
+            f"{name} {version} is in use, but the extension was built for {installed_version}.", name=name
+        )
+        self.version = version
+        self.installed_version = installed_version

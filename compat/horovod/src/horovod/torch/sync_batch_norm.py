@@ -1,0 +1,5 @@
+"""Batch normalisation over the batches of all ranks."""
+
+from ringdance.torch import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]
