@@ -43,7 +43,7 @@ def reduced(parts: Sequence[Array], operation: str, pre: float = 1.0, post: floa
     """In rank order; 16-bit floats in float32, rounded once; averages of integers cut off, exactly."""
     dtype = parts[0].dtype
     wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
-    scaled = [part if pre == 1.0 else scaled_by(part, pre, dtype) for part in parts]
+    scaled = [part if pre == 1.0 else scaled_by(part, pre, wide) for part in parts]
     total = scaled[0].astype(wide)
     for part in scaled[1:]:
         ufunc = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(operation, np.add)
@@ -58,6 +58,7 @@ def reduced(parts: Sequence[Array], operation: str, pre: float = 1.0, post: floa
 
 
 def scaled_by(array: Array, factor: float, dtype: np.dtype[Any]) -> Array:
+    """`array` times `factor`, as `dtype`; computed in double for integers, in float32 for 16-bit floats."""
     if dtype.kind in "iu":
         return np.trunc(array.astype(np.float64) * factor).astype(dtype)
     wide = np.float32 if dtype.itemsize == 2 else dtype.type

@@ -159,6 +159,20 @@ def test_scales_that_round(way: str, dtype: str) -> None:
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=digits, atol=digits)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_scaled_halves_are_rounded_once(way: str, dtype: str) -> None:
+    """Alone and in a group, and of every size: riding along with the agreement, small, and in pieces."""
+    for operation in ("sum", "average", "max"):
+        for shape in ((), (9,), (1000,), (50_001,)):
+            inputs = all_values(SIZE, dtype, shape)
+            want = reduced(inputs, operation, 0.3, 1 / 7)
+            scales = {"op": OPERATIONS[operation], "prescale_factor": 0.3, "postscale_factor": 1 / 7}
+            for _ in range(2):
+                same(hvd.allreduce(inputs[RANK], name=f"{dtype} {operation} {shape}", **scales), want)
+            for got in hvd.grouped_allreduce([inputs[RANK]] * 2, **scales):
+                same(got, want)
+
+
 def test_integers_wrap_as_in_numpy(way: str) -> None:
     for dtype in INTEGERS:
         top = np.full(5, np.iinfo(dtype).max, dtype)

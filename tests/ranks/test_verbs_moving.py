@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from by_numpy import DTYPES, FLOATS, INTEGERS, all_values, reduced, rows_of, same, values
+from by_numpy import DTYPES, FLOATS, HALVES, INTEGERS, all_values, reduced, rows_of, same, values
 
 import ringdance.numpy as hvd
 
@@ -144,6 +144,10 @@ def test_reducescatter_of_large_scaled_and_grouped(way: str) -> None:
     parts = all_values(SIZE, "float32", (100_003, 5))
     want = reduced(parts, "sum", 0.5, 4.0)[rows_of(RANK, 100_003, SIZE)]
     same(hvd.reducescatter(parts[RANK], op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), want)
+    for dtype in HALVES:
+        parts = all_values(SIZE, dtype, (101, 5))
+        want = reduced(parts, "average", 0.3, 7.0)[rows_of(RANK, 101, SIZE)]
+        same(hvd.reducescatter(parts[RANK], prescale_factor=0.3, postscale_factor=7.0), want)
     group = [all_values(SIZE, dtype, (4 + i, 3), i) for i, dtype in enumerate([*INTEGERS, *FLOATS])]
     later = hvd.grouped_reducescatter_async([row[RANK] for row in group], name="later", op=hvd.Sum)
     single = hvd.reducescatter_async(group[5][RANK])

@@ -3,7 +3,7 @@
 Rules (contract 3.4, its defects mended):
 
 - Sums are taken in rank order, so that the result does not depend on who computes it.
-- float16 and bfloat16 are widened to float32, reduced, scaled, and rounded once.
+- float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once.
 - Averages of integers are exact and truncate toward zero; other scales of integers are
   computed in double and truncated toward zero.
 - An average of float32 or float64 is the sum divided by the number of ranks, as NumPy does.
@@ -66,7 +66,8 @@ class Reduction:
     """How one kind of batch is reduced: dtype, operation, scales, number of ranks.
 
     Attributes:
-        identity: the exchange need not touch inputs before the sum (prescale is 1).
+        identity: the exchange need not touch inputs before the sum: there is no prescale, or ``combine``
+            applies it (16-bit floats: in float32, so that they are rounded once).
         deliver: copies what ``combine`` made to the caller's memory, scaling if ``late``.
         simple: reducing two parts is one call of ``ufunc``.
         late: scaling happens while the result is copied out (float32, float64), else the one
@@ -80,7 +81,8 @@ class Reduction:
         self.dtype = dtype
         self.wide = dtype.itemsize == 2 and not np.issubdtype(dtype, np.integer)
         self.prescale = prescale
-        self.identity = prescale == 1.0
+        self._wide_prescale = np.float32(prescale) if self.wide and prescale != 1.0 else None
+        self.identity = prescale == 1.0 or self.wide
         self.ufunc = _UFUNC[operation]
         self.wire = None if self.wide or dtype == np.bool_ else _WIRE_NAME.get(operation)
         divisor = size if operation == Operation.AVERAGE else 1
@@ -109,11 +111,9 @@ class Reduction:
             self._finish = lambda source, out: np.multiply(source, factor, out)
 
     def prepare(self, source: Array, out: Array) -> None:
-        """Copy ``source`` to ``out`` (same dtype), multiplied by prescale."""
+        """Copy ``source`` to ``out`` (same dtype), multiplied by prescale unless ``identity``."""
         if self.identity:
             out[...] = source
-        elif self.wide:
-            out[...] = source.astype(np.float32) * np.float32(self.prescale)
         elif self._integer:
             _scale_integers(source, self.prescale, out)
         else:
@@ -122,14 +122,12 @@ class Reduction:
     def combine(self, parts: Sequence[Array], out: Array, finish: bool = True) -> None:
         """Reduce ``parts`` (in rank order) into ``out``; scaled too, unless ``late`` or not to ``finish``."""
         if self.wide:
-            total = parts[0].astype(np.float32)
+            total = self._widen(parts[0])
             for part in parts[1:]:
-                self.ufunc(total, part.astype(np.float32), out=total)
-            if self.plain:
-                out[...] = total
-            else:
+                self.ufunc(total, self._widen(part), out=total)
+            if not self.plain:
                 self._finish(total, total)
-                out[...] = total
+            out[...] = total
             return
         if len(parts) == 1:
             out[...] = parts[0]
@@ -139,6 +137,12 @@ class Reduction:
                 self.ufunc(out, part, out=out)
         if finish:
             self.complete(out)
+
+    def _widen(self, part: Array) -> Array:
+        widened: Array = part.astype(np.float32)
+        if self._wide_prescale is not None:
+            widened *= self._wide_prescale
+        return widened
 
     def complete(self, total: Array) -> None:
         """Scale a sum in place as ``combine`` does."""
@@ -151,7 +155,7 @@ class Reduction:
 
     def alone(self, source: Array, out: Array) -> None:
         """Reduce over one rank only: scales alone."""
-        if self.identity and self.plain:
+        if self.prescale == 1.0 and self.plain:
             if out is not source:
                 out[...] = source
             return

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from by_numpy import FLOATS, INTEGERS, OPERATIONS, all_values, dtype_of, reduced, same
+from by_numpy import FLOATS, HALVES, INTEGERS, OPERATIONS, all_values, dtype_of, reduced, same
 
 from ringdance.core.arithmetic import dtype_named, reduction
 from ringdance.core.request import Operation
@@ -81,6 +81,18 @@ def test_halves_are_summed_in_float32(dtype: str) -> None:
     largest = [np.full(2, np.finfo(np.float16).max if dtype == "float16" else 3e38, dtype_of(dtype))] * 2
     if dtype == "float16":  # the sum overflows 16 bits, its half does not
         same(run(largest, Operation.AVERAGE), largest[0])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_halves_are_rounded_once_whatever_the_prescale(dtype: str, size: int) -> None:
+    parts = all_values(size, dtype, (4000,))
+    for name, number in OPERATIONS.items():
+        for pre, post in ((1 / 3, 1.0), (0.1, 3.3), (7.0, 1 / 7)):
+            same(run(parts, Operation(number), pre, post), reduced(parts, name, pre, post))
+            how, alone = reduction(dtype, Operation(number), pre, post, 1), np.empty_like(parts[0])
+            how.alone(parts[0], alone)
+            same(alone, reduced(parts[:1], name, pre, post))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 64])

@@ -57,7 +57,7 @@ def test_every_verb(layout: str, setting: str) -> None:
                         reduced(inputs, name),
                     )
                 close(
-                    hvd.allreduce(inputs[rank], prescale_factor=2.0, op=hvd.Sum), reduced(inputs, "sum", 2.0)
+                    hvd.allreduce(inputs[rank], prescale_factor=0.3, op=hvd.Sum), reduced(inputs, "sum", 0.3)
                 )
             rows = all_values(size, dtype, (7, 2))
             uneven = [row[: (3 * i) % 7] for i, row in enumerate(rows)]
