@@ -11,11 +11,11 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.job import Job, Options
-from ringdance.launch.linux import usable_cores
-from ringdance.launch.mpi import find_mpi
-from ringdance.launch.output import Sink
-from ringdance.launch.plan import build_plan, parse_hosts
+from ringdance.launch.hosts import parse_hosts
+from ringdance.launch.job import Job
+from ringdance.launch.order import Order
+from ringdance.launch.output import Sink, Style
+from ringdance.launch.running import Options
 
 
 def run(
@@ -51,50 +51,62 @@ def run(
     Raises:
         LaunchError: the ranks could not be started, or one failed: with the first failing rank's traceback.
     """
-    folder_of_results: list[dict[int, bytes]] = []
+    order = Order(
+        command_of_call(),
+        ranks=np,
+        hosts=parse_hosts(hosts) if hosts else None,
+        exports=env or {},
+        style=Style() if prefix else Style(""),
+        folder=os.fspath(output_filename) if output_filename else "",
+        start_timeout=start_timeout,
+        verbose=verbose,
+    )
+    return call(order, fn, args, kwargs)
+
+
+def command_of_call(executable: str | None = None) -> list[str]:
+    """The command of an order for :func:`call`; `executable` is the Python to use, by default this one."""
+    return [executable or sys.executable, "-m", "ringdance.launch.call"]
+
+
+def call(
+    order: Order, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on the ranks of `order`; what it returned, by rank.
+
+    Raises:
+        LaunchError: as of :func:`run`.
+    """
+    results: dict[int, bytes] = {}
     payload = _pack(fn, args, kwargs)
+    plan = order.plan()
 
     def prepare(folder: str) -> None:
         with open(os.path.join(folder, "call.pkl"), "wb") as file:
             file.write(payload)
 
-    def collect(folder: str) -> None:
-        folder_of_results.append(_results(folder, np))
-
-    plan = build_plan(
-        [sys.executable, "-m", "ringdance.launch.call"],
-        ranks=np,
-        mpi=find_mpi(),
-        cores=usable_cores(),
-        environ=os.environ,
-        hosts=parse_hosts(hosts) if hosts else None,
-        exports=env,
-        hostname=os.uname().nodename,
-        root=os.getuid() == 0,
-    )
     options = Options(
         out=_sink("stdout"),
         err=_sink("stderr"),
-        prefix=prefix,
-        folder=Path(output_filename) if output_filename else None,
-        start_timeout=start_timeout,
-        verbose=verbose,
+        style=order.style,
+        folder=order.make_folder(),
+        start_timeout=order.start_timeout,
+        verbose=order.verbose,
         folder_argument=True,
         prepare=prepare,
-        collect=collect,
+        collect=lambda folder: results.update(_results(folder, plan.ranks)),
     )
     outcome = Job(plan, options).run()
     if isinstance(outcome, Verdict):
-        raise LaunchError("\n" + render(outcome, np, str(output_filename or "")))
+        raise LaunchError("\n" + render(outcome, plan.ranks, order.folder))
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
-    results = folder_of_results[0]
-    missing = [rank for rank in range(np) if rank not in results]
+    missing = [rank for rank in range(plan.ranks) if rank not in results]
     if missing:
         raise LaunchError(
             f"ranks {missing} ended with exit code 0 before the function returned (sys.exit in it?)"
         )
-    return [pickle.loads(results[rank]) for rank in range(np)]
+    return [pickle.loads(results[rank]) for rank in range(plan.ranks)]
 
 
 def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:

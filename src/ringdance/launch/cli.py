@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from ringdance.errors import LaunchError
-from ringdance.launch.cause import Verdict, render
-from ringdance.launch.job import Job, Options
-from ringdance.launch.linux import usable_cores
-from ringdance.launch.mpi import find_mpi
-from ringdance.launch.plan import Plan, build_plan, parse_hosts
-from ringdance.launch.running import write_all
+from ringdance.launch.hosts import parse_hostfile, parse_hosts
+from ringdance.launch.order import Order, as_program, parse_exports, resolve_command, run_in_terminal
+from ringdance.launch.output import Style
 
 _EPILOG = """\
 examples:
@@ -33,14 +27,6 @@ Under mpiexec or srun run the script directly: it needs no `ringdance run`.
 """
 
 
-class CommandError(LaunchError):
-    """The user's command cannot be run; `code` is the exit code."""
-
-    def __init__(self, message: str, code: int = 2) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringdance run",
@@ -52,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
-    add("-H", "--hosts", metavar="HOST:SLOTS", help="localhost:SLOTS (this version: one machine)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="localhost:SLOTS (so far one machine)")
+    where.add_argument("--hostfile", metavar="FILE", help="the same from a file of lines `HOST slots=N`")
     add(
         "-x",
         "--env",
@@ -68,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="begin each output line with [rank] (default)",
     )
+    add("--timestamps", action="store_true", help="begin each output line with the time")
     add(
         "--start-timeout",
         type=float,
@@ -84,124 +73,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """``ringdance run``: `argv` without the program and ``run``; returns the exit code."""
-    parser = _parser()
-    try:
-        arguments = parser.parse_args(list(argv))
-    except SystemExit as end:  # argparse has said what is wrong, or shown the help
-        return int(end.code or 0)
-    try:
-        plan = _plan(arguments)
-        if arguments.dry_run:
-            print(plan.to_json() if arguments.json else plan.describe())
-            return 0
-        return _run(plan, arguments)
-    except LaunchError as error:
-        print(f"ringdance run: {error}", file=sys.stderr)
-        return getattr(error, "code", 2)
-    except KeyboardInterrupt:  # before the job's own handling
-        return 130
-    except BrokenPipeError:  # whoever read our output has gone, as in `ringdance run ... | head`
-        # Else the interpreter complains when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
+    return as_program("ringdance run", lambda: _main(_parser().parse_args(list(argv))))
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
-    hosts = parse_hosts(arguments.hosts) if arguments.hosts else None
-    ranks = arguments.num_proc if arguments.num_proc is not None else sum(slots for _, slots in hosts or [])
-    if arguments.num_proc is None and not hosts:
+def _main(arguments: argparse.Namespace) -> int:
+    order = _order(arguments)
+    plan = order.plan()
+    if arguments.dry_run:
+        print(plan.to_json() if arguments.json else plan.describe())
+        return 0
+    return run_in_terminal(order, plan)
+
+
+def _order(arguments: argparse.Namespace) -> Order:
+    hosts = None
+    if arguments.hosts:
+        hosts = parse_hosts(arguments.hosts)
+    elif arguments.hostfile:
+        hosts = parse_hostfile(arguments.hostfile)
+    elif arguments.num_proc is None:
         raise LaunchError("how many ranks? Give -np N, for example: ringdance run -np 2 python train.py")
-    return build_plan(
+    return Order(
         resolve_command(arguments.command),
-        ranks=ranks,
-        mpi=find_mpi(),
-        cores=usable_cores(),
-        environ=os.environ,
+        ranks=arguments.num_proc,
         hosts=hosts,
         exports=parse_exports(arguments.env, os.environ),
-        hostname=os.uname().nodename,
-        root=os.getuid() == 0,
-    )
-
-
-def _run(plan: Plan, arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.output_filename) if arguments.output_filename else None
-    if folder:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--output-filename {folder}: {error.strerror}") from None
-    if arguments.verbose:
-        print(plan.describe(), file=sys.stderr)
-    sys.stdout.flush()
-    options = Options(
-        out=write_all(1),
-        err=write_all(2),
-        prefix=arguments.prefix,
-        folder=folder,
+        style=Style("[{rank}] " if arguments.prefix else "", clock=arguments.timestamps),
+        folder=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
         verbose=arguments.verbose,
-        # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
-        stdin=-1 if sys.stdin is None or sys.stdin.isatty() else 0,
     )
-    outcome = Job(plan, options).run()
-    if isinstance(outcome, Verdict):
-        print(render(outcome, plan.ranks, str(folder or "")), file=sys.stderr, flush=True)
-        return outcome.code
-    return outcome
-
-
-def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """``NAME=VALUE``, or ``NAME`` for the value it has in `environ`.
-
-    Raises:
-        CommandError: ``NAME`` alone that is not set, or no name.
-    """
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or (not equals and name not in environ):
-            raise CommandError(
-                f"-x {text}: " + ("that variable is not set here" if name else "the name is missing")
-            )
-        found[name] = value if equals else environ[name]
-    return found
-
-
-def resolve_command(command: Sequence[str]) -> list[str]:
-    """The command with its program's path; checked, so that mistakes are told once and before the start.
-
-    Raises:
-        CommandError: no command, not found (code 127), not executable, or a Python script that is missing.
-    """
-    command = list(command[1:] if command[:1] == ["--"] else command)
-    if not command:
-        raise CommandError("what is to be run? For example: ringdance run -np 2 python train.py")
-    program = command[0]
-    if program in ("python", "python3"):
-        path: str | None = sys.executable
-    else:
-        path = shutil.which(program)
-    if path is None:
-        if os.path.isdir(program) or os.path.isfile(program):
-            hint = f"; did you mean `python {program}`?" if program.endswith(".py") else ""
-            raise CommandError(f"{program} is not an executable program{hint}")
-        raise CommandError(f"command not found: {program}", 127)
-    if os.path.basename(path).startswith("python"):
-        script = _script(command[1:])
-        if script and not os.path.exists(script):
-            raise CommandError(f"no such script: {script} (in {os.getcwd()})")
-    return [os.path.abspath(path), *command[1:]]
-
-
-def _script(arguments: Sequence[str]) -> str | None:
-    """The script among the arguments of a Python interpreter; None for -m, -c and standard input."""
-    rest = iter(arguments)
-    for word in rest:
-        if word in ("-X", "-W", "--check-hash-based-pycs"):
-            next(rest, None)
-        elif word == "-" or word.startswith(("-m", "-c")):
-            return None
-        elif not word.startswith("-"):
-            return word
-    return None

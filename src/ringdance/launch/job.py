@@ -9,17 +9,23 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch import linux
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
-from ringdance.launch.output import HELD_S, Banner, Sink
+from ringdance.launch.output import HELD_S, Banner
 from ringdance.launch.plan import Plan, session_environment
-from ringdance.launch.running import Rank, conclude, make_streams, nothing, short_folder, show_held
+from ringdance.launch.running import (
+    Options,
+    Rank,
+    conclude,
+    make_streams,
+    nothing,
+    short_folder,
+    show_held,
+)
 from ringdance.launch.signals import PASSED_ON, Signals
 from ringdance.launch.sweep import Sweep
 from ringdance.launch.wire import Channel, bare_command
@@ -29,33 +35,6 @@ _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it cou
 _TERM_S = 0.2  # after SIGTERM they may put their things in order
 _STOP_S = 0.8  # the same, after Ctrl-C
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to run a plan.
-
-    Attributes:
-        prefix: whether lines carry their rank.
-        folder: for per-rank files, or None.
-        start_timeout: seconds until all ranks must have started.
-        verbose: tell what is done, and show what mpiexec says in full.
-        out, err: where the ranks' output goes.
-        stdin: file descriptor of what rank 0 reads; -1 for nothing.
-        folder_argument: whether the command gets the job's folder as its last argument.
-        prepare: called with the job's folder before the ranks start, and `collect` before it is removed.
-    """
-
-    out: Sink
-    err: Sink
-    prefix: bool = True
-    folder: Path | None = None
-    start_timeout: float = 60.0
-    verbose: bool = False
-    stdin: int = -1
-    folder_argument: bool = False
-    prepare: Callable[[str], None] = lambda folder: None
-    collect: Callable[[str], None] = lambda folder: None
 
 
 class Job:
@@ -205,10 +184,9 @@ class Job:
                 self._ended(rank, None, time.time())
 
     def _welcome(self, channel: Channel, hello: Mapping[str, Any], descriptors: list[int]) -> Rank:
-        number, ranks = int(hello["rank"]), self._plan.ranks
-        options = self._options
+        number, ranks, options = int(hello["rank"]), self._plan.ranks, self._options
         try:
-            streams = make_streams(number, ranks, options.out, options.err, options.prefix, options.folder)
+            streams = make_streams(number, ranks, (options.out, options.err), options.style, options.folder)
         except OSError as error:
             raise LaunchError(f"--output-filename {options.folder}: {error}") from None
         rank = Rank(

@@ -1,8 +1,8 @@
 """From many pipes to one terminal: whole lines, each with its rank, and per-rank files.
 
 A line of rank 1 is shown as ``[1] text``: on stdout what the rank wrote to stdout, on stderr what
-it wrote to stderr. Lines of one stream keep their order; a last line without an end gets one.
-A carriage return ends a piece too, so progress bars stay readable.
+it wrote to stderr; :class:`Style` has other forms. Lines of one stream keep their order; a last line
+without an end gets one. A carriage return ends a piece too, so progress bars stay readable.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,18 +53,37 @@ class Lines:
         return [rest] if rest else []
 
 
+@dataclass(frozen=True)
+class Style:
+    """How the ranks' lines are shown.
+
+    Attributes:
+        prefix: before each piece; ``{rank}`` and ``{stream}`` (stdout or stderr) in it are filled in.
+        clock: whether the local time stands before the prefix.
+        closes: whether a last piece without an end gets one.
+    """
+
+    prefix: str = "[{rank}] "
+    clock: bool = False
+    closes: bool = True
+
+
+WITH_RANK = Style()
+
+
 class Stream:
     """One output stream of one rank.
 
     Args:
         sink: the launcher's stream.
-        prefix: before each piece, b"" for none.
+        style: how its pieces are shown, the prefix filled in.
         file: a copy goes there, None for nowhere.
         holds: whether tracebacks are held back and marked lines understood (stderr).
     """
 
-    def __init__(self, sink: Sink, prefix: bytes, file: BinaryIO | None = None, holds: bool = False) -> None:
-        self._sink, self._prefix, self._file, self._holds = sink, prefix, file, holds
+    def __init__(self, sink: Sink, style: Style, file: BinaryIO | None = None, holds: bool = False) -> None:
+        self._sink, self._style, self._file, self._holds = sink, style, file, holds
+        self._prefix = style.prefix.encode()
         self._lines = Lines()
         self.held: list[bytes] = []
         self.held_since: float | None = None
@@ -79,10 +99,11 @@ class Stream:
         if self._holds:
             pieces = self._sift(pieces)
         if pieces:
-            self._sink(b"".join(map(self._dress, pieces)) if self._prefix else b"".join(pieces))
+            self._sink(b"".join(map(self._dress, pieces)))
 
     def _dress(self, piece: bytes) -> bytes:
-        return self._prefix + piece if piece.endswith((b"\n", b"\r")) else self._prefix + piece + b"\n"
+        clock = time.ctime().encode() if self._style.clock else b""
+        return clock + self._prefix + piece
 
     def _sift(self, pieces: list[bytes]) -> list[bytes]:
         """What can be shown now."""
@@ -117,7 +138,8 @@ class Stream:
 
     def end(self) -> None:
         """The stream has ended: take its last piece."""
-        self._take([piece if piece.endswith(b"\r") else piece + b"\n" for piece in self._lines.end()])
+        end = b"\n" if self._style.closes else b""
+        self._take([piece if piece.endswith(b"\r") else piece + end for piece in self._lines.end()])
         if self._file:
             self._file.close()
             self._file = None

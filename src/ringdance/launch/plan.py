@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringdance.errors import LaunchError
+from ringdance.launch.hosts import LOCAL_NAMES, Host, HostList, place
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.wire import bare_command
 
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OF_A_RANK = (
     "OMPI_COMM_WORLD_",
     "OMPI_UNIVERSE_",
@@ -24,21 +25,6 @@ _OF_A_RANK = (
     "HYDRA_",
 )
 _SOCKET, _GUARDIAN = "SOCKET", "GUARDIAN"
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine and the ranks on it.
-
-    Attributes:
-        name: as given by the user.
-        slots: places for ranks.
-        ranks: global ranks, in order of local rank.
-    """
-
-    name: str
-    slots: int
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -98,21 +84,6 @@ def _span(ranks: Sequence[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """``"h1:2,h2:4"`` as names and slots, in the order given.
-
-    Raises:
-        LaunchError: an entry has no slot count or a bad one.
-    """
-    hosts = []
-    for entry in text.split(","):
-        name, colon, count = entry.strip().rpartition(":")
-        if not colon or not name or not count.isdigit() or int(count) < 1 or name.startswith("-"):
-            raise LaunchError(f"-H {text}: {entry.strip()!r} is not HOST:SLOTS, for example localhost:4")
-        hosts.append((name, int(count)))
-    return hosts
-
-
 def build_plan(
     command: Sequence[str],
     *,
@@ -120,10 +91,12 @@ def build_plan(
     mpi: Mpi,
     cores: int,
     environ: Mapping[str, str],
-    hosts: Sequence[tuple[str, int]] | None = None,
+    hosts: HostList | None = None,
     exports: Mapping[str, str] | None = None,
-    hostname: str = "localhost",
+    local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
+    binding: Sequence[str] | None = None,
+    mpi_args: Sequence[str] = (),
 ) -> Plan:
     """Decide everything about a job; looks at nothing but its arguments.
 
@@ -135,22 +108,24 @@ def build_plan(
         environ: the launcher's environment.
         hosts: names and slots, None for this machine with `ranks` slots.
         exports: variables to set for the ranks.
-        hostname: this machine's name, accepted in `hosts`.
+        local: which names in `hosts` are this machine.
         root: whether the user is root.
+        binding: options of mpiexec in place of ours that bind ranks to no cores.
+        mpi_args: more options of mpiexec; they win over ours.
 
     Raises:
         LaunchError: too few slots, or a host that is not this machine.
     """
     if ranks < 1:
         raise LaunchError(f"-np {ranks}: the number of ranks must be 1 or more")
-    placed = _place(ranks, hosts or [("localhost", ranks)], hostname)
+    placed = place(ranks, _one_machine(hosts or [("localhost", ranks)], local))
     exports = dict(exports or {})
     threads = None
     variables: dict[str, str] = {"PYTHONUNBUFFERED": "1"}
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
         threads = max(1, cores // max(len(host.ranks) for host in placed))
         variables["OMP_NUM_THREADS"] = str(threads)
-    options, extra = _MPIEXEC[mpi.family](ranks, root)
+    options, extra = _mpiexec(mpi.family, root, binding, mpi_args)
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return Plan(
         ranks=ranks,
@@ -163,56 +138,61 @@ def build_plan(
         ),
         threads=threads,
         mpi=mpi,
-        mpiexec=(mpi.mpiexec, *options),
+        mpiexec=(mpi.mpiexec, *options, "-n", str(ranks)),
     )
 
 
-def _place(ranks: int, hosts: Sequence[tuple[str, int]], hostname: str) -> tuple[Host, ...]:
+def _one_machine(hosts: HostList, local: Collection[str]) -> HostList:
+    """The same hosts as one: this machine, by the first name given for it, with all their slots."""
     for name, _ in hosts:
-        if name not in (*LOCAL_NAMES, hostname, hostname.partition(".")[0]):
+        if name not in local:
             raise LaunchError(
-                f"host {name!r} is not this machine ({hostname}); this version starts ranks on one machine. "
+                f"host {name!r} is not this machine; this version starts ranks on one machine. "
                 "Over several machines start the script with mpiexec or srun: it runs unchanged."
             )
-    if len(hosts) > 1:
-        raise LaunchError("-H names several hosts; this version starts ranks on one machine only")
-    total = sum(slots for _, slots in hosts)
-    if ranks > total:
-        raise LaunchError(
-            f"-np {ranks} needs {ranks} slots, but -H gives {total}; raise the count after the colon"
-        )
-    placed, first = [], 0
-    for name, slots in hosts:
-        here = min(slots, ranks - first)
-        if here:
-            placed.append(Host(name, slots, tuple(range(first, first + here))))
-        first += here
-    return tuple(placed)
+    return [(hosts[0][0], sum(slots for _, slots in hosts))]
 
 
-def _openmpi(ranks: int, root: bool) -> tuple[list[str], dict[str, str]]:
-    options = ["-n", str(ranks), "--bind-to", "none", "--map-by", "slot"]
-    # Always: mpiexec counts physical cores (affinity masks and hyperthreads differ), and what
-    # oversubscription changes in the ranks is only to yield when idle, which is wanted anyway.
-    options += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-    # The UCX window component prints an error when a shared window is made without its hardware.
-    extra = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
-    # On one machine only shared memory is needed; looking for network hardware takes MPI_Init a second.
-    extra |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
-    if root:
-        extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return options, extra
+def _mpiexec(
+    family: str, root: bool, binding: Sequence[str] | None, more: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Options of mpiexec, and variables that go with them."""
+    options: dict[str, list[str]] = {}
+    variables: dict[str, str] = {}
+    if family == "openmpi":
+        options = {"--bind-to": ["none"], "--map-by": ["slot"]}
+        # Always: mpiexec counts physical cores (affinity masks and hyperthreads differ), and what
+        # oversubscription changes in the ranks is only to yield when idle, which is wanted anyway.
+        fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+        # The UCX window component prints an error when a shared window is made without its hardware.
+        variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
+        # On one machine only shared memory is needed; looking for network hardware takes MPI_Init a second.
+        variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
+        if root:
+            variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    elif family == "mpich":
+        options, fixed = {"-bind-to": ["none"]}, ["-launcher", "fork"]
+    else:
+        fixed = ["-bootstrap", "fork"]
+        variables = {} if binding else {"I_MPI_PIN": "0"}
+    own = [_spelt(word, family) for word in (*(binding or ()), *more)]
+    ours = [] if binding is not None else [[name, *rest] for name, rest in options.items() if name not in own]
+    # A parameter that the user gives as an option would else be given twice.
+    for given in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
+        variables.pop(given, None)
+    return [*(word for words in ours for word in words), *fixed, *own], variables
 
 
-def _mpich(ranks: int, root: bool) -> tuple[list[str], dict[str, str]]:
-    return ["-launcher", "fork", "-bind-to", "none", "-n", str(ranks)], {}
+_LONG = re.compile(
+    r"-(allow-run-as-root|bind-to|bind-to-[a-z]+|cpu-set|display-[a-z]+|host|hostfile|machinefile|map-by|mca"
+    r"|merge-stderr-to-stdout|nooversubscribe|output-filename|oversubscribe|path|pmixmca|prefix|prtemca|rank-by"
+    r"|report-bindings|stdin|tag-output|timestamp-output|wdir|with-ft)"
+)
 
 
-def _intel(ranks: int, root: bool) -> tuple[list[str], dict[str, str]]:
-    return ["-bootstrap", "fork", "-n", str(ranks)], {"I_MPI_PIN": "0"}
-
-
-_MPIEXEC = {"openmpi": _openmpi, "mpich": _mpich, "intel": _intel}
+def _spelt(word: str, family: str) -> str:
+    """An option as Open MPI 5 wants it: older ones also took long options with one dash."""
+    return f"-{word}" if family == "openmpi" and _LONG.fullmatch(word) else word
 
 
 def session_environment(family: str, folder: str, shared: str) -> dict[str, str]:

@@ -74,6 +74,7 @@ def _exec(command: list[str], where: Mapping[str, int], streams: list[int], pare
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     for name, value in where.items():
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
+    os.environ["HOROVOD_HOSTNAME"] = os.uname().nodename
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,16 +1,43 @@
-"""What the launcher knows of a running rank, and what it makes of all of them in the end."""
+"""How a job is run, what the launcher knows of a running rank, and what it makes of all in the end."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
-from ringdance.launch.output import Sink, Stream, open_files
+from ringdance.launch.output import WITH_RANK, Sink, Stream, Style, open_files
 from ringdance.launch.wire import Channel
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a plan.
+
+    Attributes:
+        out, err: where the ranks' output goes.
+        style: how its lines are shown.
+        folder: for per-rank files, or None.
+        start_timeout: seconds until all ranks must have started.
+        verbose: tell what is done, and show what mpiexec says in full.
+        stdin: file descriptor of what rank 0 reads; -1 for nothing.
+        folder_argument: whether the command gets the job's folder as its last argument.
+        prepare: called with the job's folder before the ranks start, and `collect` before it is removed.
+    """
+
+    out: Sink
+    err: Sink
+    style: Style = WITH_RANK
+    folder: Path | None = None
+    start_timeout: float = 60.0
+    verbose: bool = False
+    stdin: int = -1
+    folder_argument: bool = False
+    prepare: Callable[[str], None] = lambda folder: None
+    collect: Callable[[str], None] = lambda folder: None
 
 
 @dataclass
@@ -65,7 +92,7 @@ class Rank:
 
 
 def make_streams(
-    rank: int, ranks: int, out: Sink, err: Sink, prefix: bool, folder: Path | None
+    rank: int, ranks: int, sinks: tuple[Sink, Sink], style: Style, folder: Path | None
 ) -> tuple[Stream, Stream]:
     """The stdout and stderr of a rank.
 
@@ -73,8 +100,10 @@ def make_streams(
         OSError: its files cannot be made in `folder`.
     """
     out_file, err_file = open_files(folder, rank, ranks) if folder else (None, None)
-    text = f"[{rank}] ".encode() if prefix else b""
-    return Stream(out, text, out_file), Stream(err, text, err_file, holds=True)
+    out, err = (
+        replace(style, prefix=style.prefix.format(rank=rank, stream=name)) for name in ("stdout", "stderr")
+    )
+    return Stream(sinks[0], out, out_file), Stream(sinks[1], err, err_file, holds=True)
 
 
 def conclude(

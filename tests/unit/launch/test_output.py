@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.output import Banner, Lines, Stream, open_files
+from ringdance.launch.output import Banner, Lines, Stream, Style, open_files
 
 
 def test_lines_are_cut_at_their_ends() -> None:
@@ -38,7 +38,7 @@ def test_every_line_carries_its_rank_and_a_last_one_gets_an_end(tmp_path: Path) 
     shown = io.BytesIO()
     file, other = open_files(tmp_path, 3, 12)
     other.close()
-    stream = Stream(shown.write, b"[3] ", file)
+    stream = Stream(shown.write, Style("[3] "), file)
     stream.feed(b"a\nb")
     assert shown.getvalue() == b"[3] a\n"
     stream.end()
@@ -48,7 +48,7 @@ def test_every_line_carries_its_rank_and_a_last_one_gets_an_end(tmp_path: Path) 
 
 def test_without_prefix_the_text_is_as_written() -> None:
     shown = io.BytesIO()
-    stream = Stream(shown.write, b"")
+    stream = Stream(shown.write, Style(""))
     stream.feed(b"a\nb\r\n")
     assert shown.getvalue() == b"a\nb\r\n"
 
@@ -58,7 +58,7 @@ TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: 
 
 def test_a_traceback_waits_and_can_be_dropped() -> None:
     shown = io.BytesIO()
-    stream = Stream(shown.write, b"", holds=True)
+    stream = Stream(shown.write, Style(""), holds=True)
     stream.feed(b"before\n" + TRACEBACK + b"other words\n")
     assert shown.getvalue() == b"before\n"
     assert stream.last_words().startswith("Traceback")
@@ -68,7 +68,7 @@ def test_a_traceback_waits_and_can_be_dropped() -> None:
 
 def test_a_traceback_that_was_handled_is_shown() -> None:
     shown = io.BytesIO()
-    stream = Stream(shown.write, b"[0] ", holds=True)
+    stream = Stream(shown.write, Style("[0] "), holds=True)
     stream.feed(TRACEBACK)
     stream.release()
     assert shown.getvalue().count(b"[0] ") == 3
@@ -77,7 +77,7 @@ def test_a_traceback_that_was_handled_is_shown() -> None:
 
 def test_marked_lines_are_understood_and_not_shown() -> None:
     shown = io.BytesIO()
-    stream = Stream(shown.write, b"", holds=True)
+    stream = Stream(shown.write, Style(""), holds=True)
     mark = {"rank": 1, "host": "h", "pid": 5, "time": 2.5, "kind": "exception", "message": "ValueError: x"}
     stream.feed(b"::ringdance-cause:: " + json.dumps(mark).encode() + b"\n::ringdance-cause:: nonsense\n")
     assert shown.getvalue() == b"::ringdance-cause:: nonsense\n"

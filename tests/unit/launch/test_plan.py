@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.errors import LaunchError
 from ringdance.launch.mpi import Mpi, family_of
-from ringdance.launch.plan import Plan, build_plan, parse_hosts, session_environment
+from ringdance.launch.plan import Plan, build_plan, session_environment
 
 OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test")
 
@@ -20,14 +20,15 @@ def plan(**changes: object) -> Plan:
 
 def test_openmpi_line_unbinds_and_yields() -> None:
     line = " ".join(plan(ranks=4).argv("SOCK", "77"))
-    assert line.startswith("/env/bin/mpiexec -n 4 --bind-to none --map-by slot --oversubscribe")
+    assert line.startswith("/env/bin/mpiexec --bind-to none --map-by slot --oversubscribe")
+    assert " -n 4 " in line
     assert "--mca mpi_yield_when_idle 1" in line
     assert line.endswith("SOCK 77 /env/bin/python train.py")
 
 
 @pytest.mark.parametrize(
     ("family", "words"),
-    [("mpich", "-launcher fork -bind-to none -n 3"), ("intel", "-bootstrap fork -n 3")],
+    [("mpich", "-bind-to none -launcher fork -n 3"), ("intel", "-bootstrap fork -n 3")],
 )
 def test_hydra_lines(family: str, words: str) -> None:
     made = plan(ranks=3, mpi=Mpi(family, "/env/bin/mpiexec", "test"))
@@ -74,31 +75,43 @@ def test_session_files_go_with_the_job() -> None:
     assert session_environment("mpich", "/tmp/job", "/dev/shm/job") == {}
 
 
-def test_hosts() -> None:
-    assert parse_hosts("localhost:4") == [("localhost", 4)]
-    assert parse_hosts("a.b:1, c:2") == [("a.b", 1), ("c", 2)]
-    made = plan(ranks=3, hosts=[("localhost", 4)])
-    assert made.hosts[0].slots == 4
-    assert made.hosts[0].ranks == (0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    "text", ["localhost", "localhost:", "localhost:0", "localhost:x", ":3", "-oProxy:2", ""]
-)
-def test_bad_hosts(text: str) -> None:
-    with pytest.raises(LaunchError, match="HOST:SLOTS"):
-        parse_hosts(text)
+def test_one_machine_under_several_names_is_one_host() -> None:
+    made = plan(ranks=3, hosts=[("localhost", 2), ("me", 2)], local=("localhost", "me"))
+    assert [(host.name, host.slots, host.ranks) for host in made.hosts] == [("localhost", 4, (0, 1, 2))]
 
 
 def test_more_ranks_than_slots() -> None:
-    with pytest.raises(LaunchError, match="-np 5 needs 5 slots, but -H gives 4"):
+    with pytest.raises(LaunchError, match="-np 5 needs 5 slots, but the hosts given have 4: localhost:4"):
         plan(ranks=5, hosts=[("localhost", 4)])
 
 
 @pytest.mark.parametrize("hosts", [[("other", 4)], [("localhost", 1), ("other", 4)]])
 def test_other_machines_are_refused(hosts: list[tuple[str, int]]) -> None:
-    with pytest.raises(LaunchError, match="one machine"):
-        plan(hosts=hosts, hostname="here")
+    with pytest.raises(LaunchError, match="host 'other' is not this machine"):
+        plan(hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "words"),
+    [
+        ("openmpi", {"mpi_args": ["--bind-to", "core"]}, "--map-by slot --oversubscribe"),
+        ("openmpi", {"binding": ["-bind-to", "core"]}, "--oversubscribe"),
+        ("openmpi", {"binding": []}, "--oversubscribe"),
+        ("mpich", {"mpi_args": ["-bind-to", "core"]}, "-launcher fork -bind-to core"),
+    ],
+)
+def test_the_users_own_binding_replaces_ours(family: str, given: dict[str, object], words: str) -> None:
+    line = " ".join(plan(mpi=Mpi(family, "/env/bin/mpiexec", "test"), **given).mpiexec)
+    assert line.startswith(f"/env/bin/mpiexec {words}")
+    assert line.count("bind-to") <= 1
+
+
+def test_options_with_one_dash_are_spelt_as_open_mpi_5_wants_them() -> None:
+    own = ["-bind-to", "none", "-mca", "btl", "tcp,self", "-x", "HOME", "-np"]
+    made = plan(mpi_args=own)
+    assert " ".join(made.mpiexec).endswith("--bind-to none --mca btl tcp,self -x HOME -np -n 2")
+    assert "OMPI_MCA_btl" not in dict(made.environment)
+    assert "OMPI_MCA_pml" in dict(made.environment)
 
 
 def test_no_ranks() -> None:
