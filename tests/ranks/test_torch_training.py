@@ -602,3 +602,28 @@ def test_the_old_idiom_with_synchronize() -> None:
         with pytest.warns(UserWarning, match="skip_synchronize") as seen:
             optimizer.step()
         assert len(seen) == 1
+
+
+@several
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_goes_on_after_a_join(overlap: bool) -> None:
+    net, reference = Net(), Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    optimizer._exchange.wants_overlap = overlap
+    plain = sgd(reference)
+    for steps in (3, 5):
+        for step in range(steps + RANK):
+            optimizer.zero_grad()
+            # The branch is used only when the first ranks have joined: they do not learn of it.
+            loss_of(net, step, RANK, step >= steps).backward()
+            optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(net.state_dict(), SIZE - 1)
+        hvd.broadcast_optimizer_state(optimizer, SIZE - 1)
+        assert 0 <= last < SIZE
+        for step in range(steps + SIZE - 1):
+            at_work = [rank for rank in range(SIZE) if step < steps + rank]
+            plain.zero_grad()
+            (sum(loss_of(reference, step, rank, step >= steps) for rank in at_work) / SIZE).backward()
+            plain.step()
+        assert_equal_weights(net, reference)

@@ -135,7 +135,6 @@ class GradientExchange:
     ) -> None:
         if passes <= 0:
             raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
-        self.engine: Engine = session.engine()
         self.source = source
         self.names = list(names)
         self.operation = operation
@@ -144,18 +143,34 @@ class GradientExchange:
         self.set_id = set_id
         self.early = early
         self.wants_overlap = overlap and early
-        self.overlap = False  # not before all ranks have agreed, with the first mask
-        self.step = 0
         self.groups = [tuple(group) for group in groups]
+        self._join(session.engine())
+        self.reset()
+
+    def _join(self, engine: Engine) -> None:
+        """Work in this job, all ranks from the same beginning: what earlier steps taught is forgotten."""
+        self.engine = engine
         digest = hashlib.blake2b("\0".join(self.names).encode(), digest_size=4).hexdigest()
-        counter = _seen.setdefault(self.engine, Counter())
-        key = digest, self.engine.members(set_id)
+        counter = _seen.setdefault(engine, Counter())
+        key = digest, engine.members(self.set_id)
         self.name = f"gradients.{digest}.{counter[key]}"
         counter[key] += 1
+        self._forget()
+        verbs.tell_of_joins(engine, self.start_afresh)
+
+    def _forget(self) -> None:
+        self.step = 0
+        self.overlap = False  # not before all ranks have agreed, with the first mask
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
         self._plan()
-        self.reset()
+
+    def _rejoin(self) -> bool:
+        """After shutdown() and init() the optimizer works in the new job, from its next exchange on."""
+        if not self.engine.closed or self.engine is session.engine():
+            return False
+        self._join(session.engine())
+        return True
 
     def _plan(self) -> None:
         """Cut the parameters into buckets: the groups, then the rest, in parts if computation overlaps."""
@@ -189,6 +204,11 @@ class GradientExchange:
         return [part[::-1] for part in parts]
 
     # What the binding calls.
+
+    def start_afresh(self) -> None:
+        """After ``join()``: ranks that had joined missed what the others agreed on meanwhile."""
+        self._forget()
+        self.reset()
 
     def reset(self) -> None:
         """Forget what was computed and reduced (zero_grad, or after an error)."""
@@ -232,6 +252,8 @@ class GradientExchange:
             bucket.surprises += 1
         last = (self.state.passes + 1) % self.passes == 0
         if last and bucket.missing == 0 and bucket.surprises == 0 and bucket.ticket is None:
+            if self._rejoin():
+                return
             kinds = self.source.kinds(self.state.computed)
             if all(kinds[member] >= AS_DENSE for member in bucket.expected):
                 bucket.kinds = bytes(kinds)
@@ -261,6 +283,7 @@ class GradientExchange:
     # The exchange.
 
     def _exchange(self) -> None:
+        self._rejoin()
         state, count = self.state, len(self.names)
         kinds = self.source.kinds(state.computed)
         for bucket in self.buckets:

@@ -12,7 +12,8 @@ the same name are told through ``Engine.refuse`` instead of being left waiting.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Operation", "UnsupportedOperationError", "allgather", "allreduce", "alltoall", "barrier", "broadcast",
-    "join", "pick_operation", "reducescatter",
+    "join", "pick_operation", "reducescatter", "tell_of_joins",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -284,6 +285,16 @@ def reducescatter(
 
 _BARRIER = Description(Verb.BARRIER)
 _JOIN = Description(Verb.JOIN)
+# Called when all ranks have joined. Held weakly: the methods' objects live as long as their users want.
+_listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def tell_of_joins(engine: Engine, method: Callable[[], None]) -> None:
+    """Call the bound method each time that ``join`` returns on this rank, as long as its object lives."""
+    known = [one for one in _listeners.get(engine, []) if one() is not None]
+    _listeners[engine] = [*known, weakref.WeakMethod(method)]
 
 
 def barrier(engine: Engine, set_id: int = 0) -> None:
@@ -295,4 +306,7 @@ def barrier(engine: Engine, set_id: int = 0) -> None:
 def join(engine: Engine) -> int:
     """Help the other ranks with zeros until all have joined; return the rank that came last."""
     last: int = engine.submit(Request(_JOIN), wake=False).wait()
+    for listener in [reference() for reference in _listeners.get(engine, [])]:
+        if listener is not None:
+            listener()
     return last
