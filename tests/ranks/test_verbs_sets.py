@@ -98,7 +98,7 @@ def test_arguments_that_do_not_go(way: str) -> None:
             hvd.add_process_set([0])
     with pytest.raises(ArgumentError, match=f"has the ranks 0 to {SIZE - 1}"):
         hvd.add_process_set([0, SIZE])
-    with pytest.raises(ArgumentError, match="every rank once"):
+    with pytest.raises(ArgumentError, match="each only once"):
         hvd.add_process_set([0, 0])
     with pytest.raises(ArgumentError):
         hvd.add_process_set([])
@@ -106,6 +106,20 @@ def test_arguments_that_do_not_go(way: str) -> None:
     assert not hvd.remove_process_set(ProcessSet([0]))
     with pytest.raises(ArgumentError, match="is not registered"):
         hvd.allreduce(np.ones(2), process_set=ProcessSet([0]))
+
+
+@several
+@pytest.mark.parametrize("wrong", [[0, SIZE], [SIZE - 1] * 2, [], [0.5], list(range(SIZE))])
+def test_arguments_that_do_not_go_on_one_rank(way: str, wrong: list[int]) -> None:
+    """The last rank alone makes a wrong call: the others hear of it instead of waiting."""
+    if RANK == SIZE - 1:
+        with pytest.raises(ArgumentError):
+            hvd.add_process_set(wrong)
+    else:
+        with pytest.raises(MismatchError, match=f"the call on rank {SIZE - 1} .* was wrong: A process set"):
+            hvd.add_process_set([0])
+    with sets_of([1]) as (made,):
+        assert made.process_set_id == 1
 
 
 @several

@@ -416,12 +416,13 @@ class ProcessSetState(PendingRequests):
             batch = [works[i] for i in positions]
             began = time.perf_counter()
             verb = batch[0].description.verb
-            if verb in (Verb.ADD_SET, Verb.REMOVE_SET) and self._change_set is not None:
-                results = yield from self._change_set(batch[0])
-            elif batch[0].ticket is not None and batch[0].ticket.refusal is not None:
+            results: list[Any]
+            if batch[0].ticket is not None and batch[0].ticket.refusal is not None:
                 results = [[] for _ in batch]  # all ranks made the same mistake, and have raised
             elif error := self._forbidden(batch[0]):
                 results = [error for _ in batch]
+            elif verb in (Verb.ADD_SET, Verb.REMOVE_SET) and self._change_set is not None:
+                results = yield from self._change_set(batch[0])
             else:
                 results = yield from execute(self.exchange, self.members, batch)
             self._recorder.add(

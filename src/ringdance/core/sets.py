@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import operator
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringdance.core.exchange import Progress, Steps, exchange_for
@@ -58,6 +59,10 @@ class ProcessSets(abc.ABC):
         """Take a request in (see ``Engine``)."""
 
     @abc.abstractmethod
+    def refuse(self, request: Request, message: str) -> None:
+        """Tell the peers of a wrong call (see ``Engine``)."""
+
+    @abc.abstractmethod
     def _sets_changed(self) -> None:
         """Take notice of sets that have come or gone."""
 
@@ -69,37 +74,57 @@ class ProcessSets(abc.ABC):
         """Return all registered sets: id -> ranks."""
         return {set_id: known.ranks for set_id, known in sorted(self._sets.items())}
 
-    def add_process_set(self, ranks: Sequence[int]) -> int:
+    def add_process_set(self, ranks: Iterable[int]) -> int:
         """Make a set and return its id. All ranks must call it with the same members; blocks until all have.
 
         Raises:
-            ArgumentError: a rank is out of range or repeated, or an equal set exists.
-            MismatchError: ranks asked for different members.
+            ArgumentError: on this rank, a rank is out of range or repeated, or an equal set exists; the
+                other ranks get a MismatchError that says so.
+            MismatchError: ranks asked for different members, or some have joined.
         """
-        wanted = tuple(sorted(int(rank) for rank in ranks))
+        request = Request(Description(Verb.ADD_SET), name="process_set.add")
+        try:
+            request.description = replace(request.description, detail=self._new_members(ranks))
+        except ArgumentError as error:
+            self.refuse(request, str(error))
+            raise
+        return int(self.submit(request, wake=False).wait())
+
+    def _new_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the sorted members of a set that can be made. Raises ArgumentError."""
+        try:
+            wanted = tuple(sorted(operator.index(rank) for rank in ranks))
+        except TypeError:
+            raise ArgumentError(f"A process set needs ranks, which are integers; got {ranks!r}.") from None
         if not wanted or wanted[0] < 0 or wanted[-1] >= self.size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
-                f"A process set needs distinct ranks between 0 and {self.size - 1}, got {list(ranks)}."
+                f"A process set needs at least one rank, and each only once; got {list(wanted)}, "
+                f"and this job has the ranks 0 to {self.size - 1}."
             )
         for set_id, known in self._sets.items():
             if known.ranks == wanted:
                 raise ArgumentError(
                     f"A process set with the ranks {list(wanted)} exists already: number {set_id}."
                 )
-        request = Request(Description(Verb.ADD_SET, detail=wanted), name="process_set.add")
-        return int(self.submit(request, wake=False).wait())
+        return wanted
 
     def remove_process_set(self, set_id: int) -> None:
         """Remove a set. All ranks must call it; what is pending in the set fails with ProcessSetRemovedError.
 
-        Raises ArgumentError for the set of all ranks and for unknown sets.
+        Raises:
+            ArgumentError: on this rank, the set is that of all ranks, or unknown; the other ranks get a
+                MismatchError that says so.
+            MismatchError: ranks named different sets, or some have joined.
         """
-        if set_id == 0:
-            raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
-        self._known(set_id)
-        self.submit(
-            Request(Description(Verb.REMOVE_SET, detail=(set_id,)), name="process_set.remove"), wake=False
-        ).wait()
+        request = Request(Description(Verb.REMOVE_SET, detail=(set_id,)), name="process_set.remove")
+        try:
+            if set_id == 0:
+                raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
+            self._known(set_id)
+        except ArgumentError as error:
+            self.refuse(request, str(error))
+            raise
+        self.submit(request, wake=False).wait()
 
     def _known(self, set_id: int) -> RegisteredSet:
         known = self._sets.get(set_id)

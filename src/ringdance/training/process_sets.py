@@ -125,21 +125,21 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set. All ranks of the job call this, members or not, with the same ranks; blocks.
 
     Raises:
-        ArgumentError: a rank is out of range, or a set of these ranks exists.
+        ArgumentError: a rank is out of range or repeated, or a set of these ranks exists. Ranks that
+            made the call rightly get a MismatchError that says so.
         NotImplementedError: the set was made from a communicator (give those to ``init``).
         MismatchError: ranks named different members; raised on all.
     """
-    if not isinstance(process_set, ProcessSet):
-        process_set = ProcessSet(process_set)
-    if process_set.mpi_comm is not None:
+    if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
         raise NotImplementedError("A set made from a communicator has to be given to init(process_sets=...).")
     engine = session.engine()
-    ranks = process_set.ranks or []
-    _check_range(ranks, engine.size)
-    for number, members in engine.process_sets().items():
-        if list(members) == ranks:
-            raise ArgumentError(f"A process set with the ranks {ranks} exists already: id {number}.")
-    process_set.process_set_id = engine.add_process_set(ranks)
+    # The engine checks the ranks, and tells the other ranks of a wrong call.
+    number = engine.add_process_set(
+        (process_set.ranks or ()) if isinstance(process_set, ProcessSet) else process_set
+    )
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(engine.members(number))
+    process_set.process_set_id = number
     return process_set
 
 

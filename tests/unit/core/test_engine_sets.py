@@ -1,6 +1,9 @@
-"""Sets that overlap, waited for in different orders."""
+"""Sets that overlap, and changes of sets that only some ranks make rightly."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from loopback_job import job
 
 from ringdance.core.engine import Engine
 from ringdance.core.request import Description, Operation, Request, Verb
+from ringdance.errors import RingdanceError
 
 
 @pytest.mark.parametrize("threaded", [True, False])
@@ -33,3 +37,59 @@ def test_two_sets_waited_for_in_opposite_orders(threaded: bool, hosts: tuple[str
     for rank, found in enumerate(job(3, program, hosts=hosts, threaded=threaded)):
         both = [[3 * step + 3.0, 2 * step + 1.0] for step in range(20)]
         assert found == [value for pair in both for value in pair[: 2 if rank < 2 else 1]]
+
+
+def attempt(call: Callable[[], Any]) -> str:
+    try:
+        return str(call())
+    except RingdanceError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_wrong_change_of_sets_on_one_rank(culprit: int, threaded: bool) -> None:
+    """The others hear of it, and who was wrong; the next call, at once, goes well."""
+
+    def program(engine: Engine) -> list[str]:
+        wrong = engine.rank == culprit
+        said = [attempt(lambda: engine.add_process_set([0, 3] if wrong else [0, 1]))]
+        said.append(attempt(lambda: engine.add_process_set([0, 1])))
+        said.append(attempt(lambda: engine.remove_process_set(7 if wrong else 1)))
+        said.append(attempt(lambda: engine.remove_process_set(1)))
+        return said
+
+    for rank, (added, number, removed, none) in enumerate(job(3, program, threaded=threaded)):
+        assert number == "1"
+        assert none == "None"
+        if rank == culprit:
+            assert added.startswith("ArgumentError: A process set needs")
+            assert removed.startswith("ArgumentError: There is no process set number 7")
+        else:
+            assert f"rank {culprit} on host" in added
+            assert "got [0, 3], and this job has the ranks 0 to 2" in added
+            assert f"rank {culprit} on host" in removed
+            assert "no process set number 7" in removed
+
+
+def test_a_wrong_change_of_sets_on_all_ranks() -> None:
+    def program(engine: Engine) -> list[str]:
+        said = [attempt(lambda: engine.add_process_set([])) for _ in range(3)]
+        return [*said, attempt(lambda: engine.add_process_set([0]))]
+
+    for said in job(2, program):
+        assert all(text.startswith("ArgumentError: A process set needs at least one") for text in said[:3])
+        assert said[3] == "1"
+
+
+def test_no_change_of_sets_while_a_rank_has_joined() -> None:
+    def program(engine: Engine) -> tuple[str, int]:
+        text = ""
+        if engine.rank == 0:
+            text = attempt(lambda: engine.add_process_set([0]))
+        engine.submit(Request(Description(Verb.JOIN))).wait()
+        return text, engine.add_process_set([1])
+
+    (said, number), (_, other) = job(2, program)
+    assert "while some ranks have joined (rank 1" in said
+    assert number == other == 1
