@@ -23,7 +23,7 @@ from typing import Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
-from ringdance.errors import LaunchError, NotInitializedError
+from ringdance.errors import ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
 from ringdance.transport.single import single_transport
 
@@ -143,7 +143,15 @@ def _start(comm: Any, settings: Settings) -> Engine:
     said = _launched_size()
     if comm is None and (said is None or (said == 1 and not _mpi_loaded())):
         return Engine(single_transport(), settings)
-    from ringdance.transport.mpi import library_version, world_transport
+    from ringdance.transport.mpi import library_version, rank_list, world_transport
+
+    if said is None and not _mpi_loaded():
+        if any(rank_list(comm)):
+            raise ArgumentError(
+                f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
+                "alone. Start it with `ringdance run -np N` or mpiexec."
+            )
+        return Engine(single_transport(), settings)
 
     threads = not settings.mpi_threads_disable
     room = vector_bytes(_world_size(said), settings.cache_capacity)

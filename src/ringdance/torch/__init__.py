@@ -64,6 +64,8 @@ from ringdance.training.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from ringdance.training.objects import allgather_object, broadcast_object
 from ringdance.training.process_sets import (
@@ -87,5 +89,5 @@ __all__ = [
     "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized",
     "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "shutdown", "size", "sparse_allreduce_async", "synchronize",
+    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]

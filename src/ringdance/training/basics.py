@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -15,32 +17,44 @@ from ringdance.training.process_sets import ProcessSet
 __all__ = [
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
     "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size",
+    "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size", "start_timeline",
+    "stop_timeline",
 ]
+
+_log = logging.getLogger("ringdance")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Join the job; returns when all ranks have. Does nothing but bind the sets if already joined.
 
     Args:
-        comm: ``None`` for the whole job, ranks of MPI_COMM_WORLD, or an mpi4py communicator.
+        comm: ``None`` for the whole job, ranks of MPI_COMM_WORLD, or an mpi4py communicator. Only the
+            processes that are meant may call then, with ranks in the same order.
         process_sets: sets that exist from the start; they get the ids 1, 2, ... in this order.
             ``"dynamic"`` is accepted: sets can always be added later here.
 
     Raises:
-        ArgumentError: sets are equal to one another or to the global set, or differ between ranks.
+        ArgumentError: sets are equal to one another or to the global set, or differ between ranks; raised
+            on all ranks. This process has joined then, and may call again with better ones.
+        KeyError: in a job that has sets already, none has the ranks of one that is given.
     """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ArgumentError(f"process_sets={process_sets!r}: give a list of ProcessSet, or 'dynamic'.")
+        process_sets = None
+    given = list(process_sets or ())
+    if not all(isinstance(one, ProcessSet) for one in given):
+        raise ArgumentError(f"process_sets={given!r}: every element must be a ProcessSet.")
     again = session.is_initialized()
     session.init(comm)
     if not again:
         handles.clear()
-    if isinstance(process_sets, str):
-        if process_sets.lower() != "dynamic":
-            raise ArgumentError(f"process_sets={process_sets!r}: give a list of ProcessSet, or 'dynamic'.")
-    elif process_sets is not None:
-        # After a first init whose list was refused there are no sets yet: a better list is taken then.
-        first = not again or len(session.engine().process_sets()) == 1
-        (sets_module.register_static if first else sets_module.bind)(list(process_sets))
+    # The first time also without sets: another rank may have given some, and must hear of it.
+    # After a first init whose list was refused there are no sets yet: a better list is taken then.
+    if not again or (given and len(session.engine().process_sets()) == 1):
+        sets_module.register_static(given)
+    else:
+        sets_module.bind(given)
 
 
 def shutdown() -> None:
@@ -89,9 +103,11 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may submit at once: always, MPI is called by one at a time."""
-    session.engine()
-    return True
+    """Return whether the program may use MPI itself (with mpi4py) from any thread.
+
+    Submitting from several threads is always possible.
+    """
+    return session.engine().transport.several_threads
 
 
 def mpi_enabled() -> bool:
@@ -137,3 +153,22 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Return False."""
     return False
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Accepted, and answered with a warning: the timeline is not written yet.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" arms it).
+    """
+    if not session.engine().settings.timeline:
+        raise ArgumentError(
+            "start_timeline() needs the timeline to be armed before init(): set RINGDANCE_TIMELINE=DYNAMIC."
+        )
+    _log.warning("ringdance: start_timeline(%r): the timeline is not written yet.", os.fspath(file_path))
+
+
+def stop_timeline() -> None:
+    """Accepted; does nothing while no timeline is written. Raises NotInitializedError before ``init()``."""
+    session.engine()

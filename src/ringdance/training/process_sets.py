@@ -5,11 +5,12 @@ Sets can be added and removed at any time. Ranks that are out of range or repeat
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 from ringdance import session
-from ringdance.errors import ArgumentError, MismatchError, NotInitializedError
+from ringdance.errors import ArgumentError, MismatchError
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
@@ -37,12 +38,14 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
-        members = list(ranks_or_comm)
-        if not all(isinstance(rank, int) or hasattr(rank, "__index__") for rank in members):
-            raise ArgumentError(f"ProcessSet needs ranks as integers, got {members!r}.")
-        self.ranks = sorted(int(rank) for rank in members)
+        try:
+            self.ranks = sorted(operator.index(rank) for rank in ranks_or_comm)
+        except TypeError:
+            raise ArgumentError(
+                f"ProcessSet needs ranks as integers, or an mpi4py communicator; got {ranks_or_comm!r}."
+            ) from None
         if len(set(self.ranks)) != len(self.ranks) or (self.ranks and self.ranks[0] < 0):
-            raise ArgumentError(f"ProcessSet({members!r}): every rank once, and none below 0.")
+            raise ArgumentError(f"ProcessSet({self.ranks}): every rank once, and none below 0.")
 
     def size(self) -> int | None:
         """Return the number of members; ``None`` while not registered."""
@@ -105,9 +108,12 @@ def set_id(process_set: ProcessSet) -> int:
     """Return the id of a registered set.
 
     Raises:
-        ArgumentError: it has not been registered, or has been removed.
+        ArgumentError: it has not been registered, has been removed, or is none.
     """
-    number = process_set.process_set_id
+    try:
+        number = process_set.process_set_id
+    except AttributeError:
+        raise ArgumentError(f"process_set must be a ProcessSet, got {process_set!r}.") from None
     if number is None:
         raise ArgumentError(
             f"{process_set} is not registered: pass it to init(process_sets=[...]) or to add_process_set()."
@@ -162,13 +168,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """Global ranks; those of a communicator are looked up in MPI_COMM_WORLD."""
+    """Return the ranks of a set, in the numbering of this job; those of a communicator are filled in."""
     if process_set.mpi_comm is not None:
-        from mpi4py import MPI
-
-        group = process_set.mpi_comm.Get_group()
-        ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), MPI.COMM_WORLD.Get_group())
-        process_set.ranks = sorted(ranks)
+        process_set.ranks = list(session.engine().transport.places_of(process_set.mpi_comm))
     return tuple(process_set.ranks or ())
 
 
@@ -184,39 +186,50 @@ def register_static(process_sets: list[ProcessSet]) -> None:
     come after the others, ordered by their ranks.
 
     Raises:
-        ArgumentError: sets are equal to one another or to the global set, or out of range.
-        MismatchError: (a ``NotInitializedError`` too, hence a ValueError) lists differ between ranks.
+        ArgumentError: on any rank, sets are equal to one another or to the global set, or out of range.
+        SetsDifferError: lists differ between ranks.
     """
     from ringdance.training.objects import allgather_object
 
     engine = session.engine()
-    given = [_ranks_of(one) for one in process_sets]
-    listed = [ranks for ranks, one in zip(given, process_sets, strict=True) if one.mpi_comm is None]
-    derived = sorted(
-        {ranks for ranks, one in zip(given, process_sets, strict=True) if one.mpi_comm is not None}
-    )
-    everywhere = allgather_object((listed, derived), name="init.process_sets")
-    for other, (theirs, _) in enumerate(everywhere):
-        if theirs != everywhere[0][0]:
-            raise SetsDifferError(
-                f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
-                f"{everywhere[0][0]}, rank {other} ({engine.hosts[other]}) has {theirs}. Give all the same."
+    given: list[tuple[int, ...]] = []
+    problem = None
+    try:
+        given = [_ranks_of(one) for one in process_sets]
+        _check_static(given, engine.size)
+    except ArgumentError as error:
+        problem = str(error)
+    listed = [ranks for ranks, one in zip(given, process_sets, strict=False) if one.mpi_comm is None]
+    everywhere = allgather_object((problem, listed, given), name="init.process_sets")
+    for rank, (wrong, theirs, _) in enumerate(everywhere):
+        if wrong is None and theirs == everywhere[0][1]:
+            continue
+        for one in process_sets:
+            one.process_set_id = None
+        if wrong is not None:
+            raise ArgumentError(f"init(process_sets=...) on rank {rank} ({engine.hosts[rank]}): {wrong}")
+        raise SetsDifferError(
+            f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
+            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Give all the same."
+        )
+    others = {ranks for _, _, theirs in everywhere for ranks in theirs}.difference(listed)
+    for ranks in [*listed, *sorted(others)]:
+        engine.add_process_set(ranks)
+    bind(process_sets)
+
+
+def _check_static(given: list[tuple[int, ...]], size: int) -> None:
+    for index, ranks in enumerate(given):
+        if not ranks:
+            raise ArgumentError("A process set needs at least one rank.")
+        _check_range(ranks, size)
+        if ranks in given[:index] or ranks == tuple(range(size)):
+            raise ArgumentError(
+                f"Process sets must differ from each other and from the global one: {list(ranks)}."
             )
-    wanted = listed + sorted({ranks for _, extra in everywhere for ranks in extra} - set(listed))
-    for index, ranks in enumerate(wanted):
-        _check_range(ranks, engine.size)
-        if ranks in wanted[:index] or ranks == tuple(range(engine.size)):
-            for one in process_sets:
-                one.process_set_id = None
-            raise ArgumentError(f"Process sets must differ from each other and from the global one: {ranks}.")
-    existing = {members: number for number, members in engine.process_sets().items()}
-    for ranks in wanted:
-        existing[ranks] = existing[ranks] if ranks in existing else engine.add_process_set(ranks)
-    for one, ranks in zip(process_sets, given, strict=True):
-        one.process_set_id = existing[ranks]
 
 
-class SetsDifferError(MismatchError, NotInitializedError):
+class SetsDifferError(MismatchError, ArgumentError):
     """The process sets given to ``init`` differ between ranks; a ValueError, as init's others are."""
 
 

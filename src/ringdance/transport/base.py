@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ringdance.errors import ArgumentError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -58,6 +60,7 @@ class Transport(abc.ABC):
         host_group: places (in this communicator) of the members on this host, ascending.
         window: the memory shared by this host's members, or None where there is none.
         doorbell: how a sleeping member on this host is woken, or None.
+        several_threads: whether the program may call the transport's library from any thread.
     """
 
     rank: int
@@ -66,6 +69,7 @@ class Transport(abc.ABC):
     host_group: tuple[int, ...]
     window: Window | None = None
     doorbell: Doorbell | None = None
+    several_threads: bool = True
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -74,6 +78,13 @@ class Transport(abc.ABC):
     @property
     def one_host(self) -> bool:
         return len(self.host_group) == self.size
+
+    def places_of(self, comm: Any) -> tuple[int, ...]:
+        """Return the places, ascending, of the members of a communicator that the user has made.
+
+        Raises ArgumentError where there is none of that kind, or if it has members that are not here.
+        """
+        raise ArgumentError(f"{comm!r} means nothing here: this process is not in an MPI job.")
 
     @abc.abstractmethod
     def allreduce(self, buffer: np.ndarray[Any, Any], operation: str) -> Pending:

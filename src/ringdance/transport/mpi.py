@@ -7,6 +7,7 @@ have agreed to stop: ``MPI_Finalize`` waits for everybody.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import socket
 import threading
@@ -20,7 +21,7 @@ from ringdance.transport.base import Identity, Pending, Transport
 from ringdance.transport.waiting import process_state
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "world_transport"]
+__all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "rank_list", "world_transport"]
 
 _log = logging.getLogger("ringdance")
 _initialized_here = False
@@ -102,6 +103,7 @@ class MpiTransport(Transport):
         self._comm = comm
         self._notes = comm.Dup()
         self._sent: list[Any] = []
+        self.several_threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         own = Identity(ranks[self.rank], socket.gethostname(), os.getpid())
@@ -144,6 +146,18 @@ class MpiTransport(Transport):
         self.window.touch()
         self.doorbell = self.window.doorbell
         node.Barrier()
+
+    def places_of(self, comm: Any) -> tuple[int, ...]:
+        mpi = self._mpi
+        if comm == mpi.COMM_NULL:
+            raise ArgumentError("MPI.COMM_NULL stands for no ranks: leave it out where a rank is no member.")
+        theirs, own = comm.Get_group(), self._comm.Get_group()
+        places = mpi.Group.Translate_ranks(theirs, list(range(theirs.Get_size())), own)
+        theirs.Free()
+        own.Free()
+        if mpi.UNDEFINED in places:
+            raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
+        return tuple(sorted(places))
 
     def _operation(self, name: str) -> Any:
         mpi = self._mpi
@@ -300,18 +314,23 @@ def _say_waiting(patience: float) -> None:
     )
 
 
+def rank_list(comm: Any) -> list[int]:
+    """Return what was given as ``comm`` as a list of ranks. Raises ArgumentError for anything else."""
+    try:
+        return [operator.index(rank) for rank in comm]
+    except TypeError:
+        raise ArgumentError(
+            f"init(comm=…): expected a list of ranks or an mpi4py communicator, got {comm!r}."
+        ) from None
+
+
 def _choose(mpi: Any, comm: Any) -> Any:
     world = mpi.COMM_WORLD
     if comm is None:
         return world.Dup()
     if isinstance(comm, mpi.Comm):
         return comm.Dup()
-    try:
-        ranks = [int(rank) for rank in comm]
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f"init(comm=…): expected a list of ranks or an mpi4py communicator, got {comm!r}."
-        ) from None
+    ranks = rank_list(comm)
     if not ranks:
         return world.Dup()
     if world.Get_rank() not in ranks:

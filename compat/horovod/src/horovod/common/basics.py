@@ -38,6 +38,8 @@ class HorovodBasics:
     ccl_built = staticmethod(basics.ccl_built)
     cuda_built = staticmethod(basics.cuda_built)
     rocm_built = staticmethod(basics.rocm_built)
+    start_timeline = staticmethod(basics.start_timeline)
+    stop_timeline = staticmethod(basics.stop_timeline)
 
     def __init__(self, *library: str) -> None:
         pass
