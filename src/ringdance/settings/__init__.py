@@ -17,7 +17,10 @@ from ringdance.errors import SettingError
 from ringdance.settings.knobs import KNOBS, LEGACY_PREFIX, OWN_PREFIX, Knob, Settings
 from ringdance.settings.names import BUILD_NAMES, LAUNCH_PREFIX, LAUNCHER_NAMES, RANK_NAMES
 
-__all__ = ["KNOBS", "Knob", "SettingWarning", "Settings", "load", "show"]
+__all__ = ["KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "load", "show", "without_effect"]
+
+TOLD = "RINGDANCE_JOB_TOLD"
+"""Variable in which a launcher names those variables of which it has said that they have no effect."""
 
 
 class SettingWarning(UserWarning):
@@ -37,15 +40,13 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     notes: list[str] = []
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for knob in KNOBS:
-        given = [(name, environ[name].strip()) for name in (knob.own, knob.legacy) if environ.get(name)]
-        variable, text = next((pair for pair in given if pair[1]), ("", ""))
-        if not variable:
-            continue
-        values[knob.name] = value = _value(knob, variable, text, notes)
+    for knob, variable, text in _given(environ):
+        values[knob.name] = _value(knob, variable, text, notes)
         origins[knob.name] = f"environment variable {variable}"
-        if knob.no_effect and value != knob.default:
-            notes.append(f"{variable}={text} has no effect: {knob.no_effect}.")
+    told = environ.get(TOLD, "").split(",")
+    for variable, text, reason in without_effect(environ):
+        if variable not in told:
+            notes.append(f"{variable}={text} has no effect: {reason}.")
     settings = Settings(**values, origins=origins)
     if 0 < settings.stall_shutdown_time < settings.stall_check_time:
         notes.append(
@@ -60,6 +61,30 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
         for note in notes:
             warnings.warn(note, SettingWarning, stacklevel=2)
     return settings
+
+
+def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Variables of `environ` that change a knob to no effect, each with its text and the reason."""
+    found = []
+    for knob, variable, text in _given(environ):
+        if knob.no_effect:
+            try:
+                changed = _value(knob, variable, text, []) != knob.default
+            except SettingError:  # load() tells of it
+                continue
+            if changed:
+                found.append((variable, text, knob.no_effect))
+    return found
+
+
+def _given(environ: Mapping[str, str]) -> Iterator[tuple[Knob, str, str]]:
+    """Each knob that is set, the variable that sets it, and its text."""
+    for knob in KNOBS:
+        for variable in (knob.own, knob.legacy):
+            text = environ.get(variable, "").strip()
+            if text:
+                yield knob, variable, text
+                break
 
 
 def _value(knob: Knob, variable: str, text: str, notes: list[str]) -> Any:

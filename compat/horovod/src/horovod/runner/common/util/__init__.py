@@ -1,0 +1,1 @@
+"""Hosts, the configuration file, and the environment of the ranks."""

@@ -1,0 +1,213 @@
+"""Options that become ``HOROVOD_*`` variables, and the configuration file (YAML) that can hold them.
+
+One table: attribute of the parsed arguments, variable, section and key of the file, type. The file's
+values fill what the command line leaves open; both win over the caller's environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "KNOBS", "read_config", "set_args_from_config", "set_env_from_args", "unknown_keys",
+    "validate_config_args",
+]  # fmt: skip
+
+
+def number(text: Any) -> int | float:
+    """A whole number where it is one. ValueError if it is none at all."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One such option.
+
+    Attributes:
+        dest: attribute of the parsed arguments; the option is ``--`` and this with dashes.
+        env: the variable's name, without ``HOROVOD_``.
+        section, key: place in the configuration file.
+        kind: type of the value: bool, int, float, str, or :func:`number`.
+        inverted: the file says the opposite of the attribute.
+    """
+
+    dest: str
+    env: str
+    section: str
+    key: str
+    kind: Callable[[Any], Any]
+    inverted: bool = False
+
+    @property
+    def option(self) -> str:
+        """As typed on the command line."""
+        return "--" + self.dest.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The whole name of the environment variable."""
+        return f"HOROVOD_{self.env}"
+
+    def text(self, value: Any) -> str:
+        """The variable's text for a value of the attribute."""
+        if self.dest == "fusion_threshold_mb":
+            value *= 1 << 20
+        if self.dest == "log_with_timestamp":  # the variable says whether to hide it
+            value = not value
+        return str(int(value) if isinstance(value, bool) else value)
+
+
+KNOBS = (
+    Knob("fusion_threshold_mb", "FUSION_THRESHOLD", "params", "fusion_threshold_mb", int),
+    Knob("cycle_time_ms", "CYCLE_TIME", "params", "cycle_time_ms", float),
+    Knob("cache_capacity", "CACHE_CAPACITY", "params", "cache_capacity", int),
+    Knob("hierarchical_allreduce", "HIERARCHICAL_ALLREDUCE", "params", "hierarchical_allreduce", bool),
+    Knob("hierarchical_allgather", "HIERARCHICAL_ALLGATHER", "params", "hierarchical_allgather", bool),
+    Knob("torus_allreduce", "TORUS_ALLREDUCE", "params", "torus_allreduce", bool),
+    Knob("autotune", "AUTOTUNE", "autotune", "enabled", bool),
+    Knob("autotune_log_file", "AUTOTUNE_LOG", "autotune", "log_file", str),
+    Knob("autotune_warmup_samples", "AUTOTUNE_WARMUP_SAMPLES", "autotune", "warmup_samples", int),
+    Knob("autotune_steps_per_sample", "AUTOTUNE_STEPS_PER_SAMPLE", "autotune", "steps_per_sample", int),
+    Knob("autotune_bayes_opt_max_samples", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune",
+         "bayes_opt_max_samples", int),
+    Knob("autotune_gaussian_process_noise", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune",
+         "gaussian_process_noise", float),
+    Knob("timeline_filename", "TIMELINE", "timeline", "filename", str),
+    Knob("timeline_mark_cycles", "TIMELINE_MARK_CYCLES", "timeline", "mark_cycles", bool),
+    Knob("no_stall_check", "STALL_CHECK_DISABLE", "stall_check", "enabled", bool, inverted=True),
+    Knob("stall_check_warning_time_seconds", "STALL_CHECK_TIME_SECONDS", "stall_check",
+         "warning_time_seconds", number),
+    Knob("stall_check_shutdown_time_seconds", "STALL_SHUTDOWN_TIME_SECONDS", "stall_check",
+         "shutdown_time_seconds", number),
+    Knob("mpi_threads_disable", "MPI_THREADS_DISABLE", "library_options", "mpi_threads_disable", bool),
+    Knob("num_nccl_streams", "NUM_NCCL_STREAMS", "library_options", "num_nccl_streams", int),
+    Knob("thread_affinity", "THREAD_AFFINITY", "library_options", "thread_affinity", str),
+    Knob("gloo_timeout_seconds", "GLOO_TIMEOUT_SECONDS", "library_options", "gloo_timeout_seconds", number),
+    Knob("log_level", "LOG_LEVEL", "logging", "level", str),
+    Knob("log_with_timestamp", "LOG_HIDE_TIME", "logging", "with_timestamp", bool),
+)  # fmt: skip
+
+# HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD", and so on: scripts take the names from here.
+globals().update({knob.variable: knob.variable for knob in KNOBS})
+
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+_CONTROLLERS = ("gloo", "mpi")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The mapping in a configuration file.
+
+    Raises:
+        ValueError: it cannot be read, is no YAML, or is no mapping of mappings; names the file.
+    """
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = yaml.safe_load(file) or {}
+    except OSError as error:
+        raise ValueError(f"--config-file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config-file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--config-file {path}: expected sections such as `params:`, found {config!r}")
+    return config
+
+
+def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """Sections and keys (``section.key``) that mean nothing."""
+    known = {(knob.section, knob.key) for knob in KNOBS}
+    for section, content in config.items():
+        if section == "controller":
+            continue
+        if section not in {name for name, _ in known}:
+            yield str(section)
+        else:
+            yield from (f"{section}.{key}" for key in content or () if (section, key) not in known)
+
+
+def set_args_from_config(
+    args: argparse.Namespace, config: Mapping[str, Any], override_args: Collection[str] = ()
+) -> None:
+    """Take from `config` what is not in `override_args`, the attributes that the command line has set.
+
+    Raises:
+        ValueError: a value of a wrong type, or an unknown controller.
+    """
+    given = {"use_gloo", "use_mpi", "use_jsrun"} & set(override_args)
+    controller = config.get("controller")
+    if controller is not None:
+        if controller not in _CONTROLLERS:
+            raise ValueError(f"controller={controller} must be one of {', '.join(_CONTROLLERS)}")
+        if not given:
+            setattr(args, f"use_{controller}", True)
+    for knob in KNOBS:
+        content = config.get(knob.section)
+        if content is not None and not isinstance(content, dict):
+            raise ValueError(f"{knob.section}: expected keys with values, found {content!r}")
+        value = (content or {}).get(knob.key)
+        if value is not None and knob.dest not in override_args:
+            value = _convert(knob, value)
+            setattr(args, knob.dest, not value if knob.inverted else value)
+
+
+def _convert(knob: Knob, value: Any) -> Any:
+    name = f"{knob.section}.{knob.key}={value}"
+    if knob.kind is bool:
+        if value not in (True, False):  # 1 and 0 are
+            raise ValueError(f"{name} must be true or false")
+        return bool(value)
+    if isinstance(value, bool | dict | list) and not (knob.dest == "thread_affinity" and type(value) is list):
+        raise ValueError(f"{name} must be one value")
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    try:
+        return knob.kind(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a number") from None
+
+
+def validate_config_args(args: argparse.Namespace) -> None:
+    """Check the values, wherever they come from.
+
+    Raises:
+        ValueError: ``name=value must be ...``.
+    """
+    for knob in KNOBS:
+        value = getattr(args, knob.dest, None)
+        if value is None:
+            continue
+        problem = ""
+        if knob.dest == "autotune_gaussian_process_noise":
+            problem = "" if 0 <= value <= 1 else "between 0 and 1"
+        elif knob.dest == "log_level":
+            problem = "" if str(value).upper() in _LEVELS else "one of " + ", ".join(_LEVELS)
+        elif knob.dest == "thread_affinity":
+            cores = str(value).split(",")
+            problem = "" if all(core.strip().isdecimal() for core in cores) else "core numbers, such as 0,2"
+        elif knob.kind not in (bool, str):
+            problem = "" if value >= 0 else ">= 0"
+        if problem:
+            raise ValueError(f"{knob.dest}={value} must be {problem}")
+
+
+def set_env_from_args(env: MutableMapping[str, str], args: argparse.Namespace) -> MutableMapping[str, str]:
+    """Set in `env` the variables of what is given in `args`; the others stay as they are. Returns `env`."""
+    for knob in KNOBS:
+        value = getattr(args, knob.dest, None)
+        if value is None:
+            continue
+        if knob.dest.startswith("autotune_") and not args.autotune:
+            continue
+        if knob.dest == "timeline_mark_cycles" and not args.timeline_filename:
+            continue
+        env[knob.variable] = knob.text(value)
+    if getattr(args, "tcp_flag", None):
+        env["NCCL_IB_DISABLE"] = "1"
+    if getattr(args, "nics", None):
+        env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(args.nics))
+    return env

@@ -1,0 +1,40 @@
+"""``horovodrun``, also ``python -m horovod.runner.launch``: Horovod's command line for our launcher."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from horovod.runner.build import check_build
+from horovod.runner.options import parse_args
+from horovod.runner.request import order_of, tell
+from ringdance.launch.order import CommandError, as_program, resolve_command, run_in_terminal
+
+__all__ = ["check_build", "parse_args", "run_commandline"]
+
+
+def run_commandline() -> int:
+    """Do what this process's command line says; the exit code."""
+    return as_program("horovodrun", _main)
+
+
+def _main() -> int:
+    try:
+        args = parse_args()
+        if args.check_build:
+            print(check_build(args.verbose))
+            return 0
+        return _run(args)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    order = order_of(args, resolve_command(args.command))
+    plan = order.plan()
+    tell(args, order, lambda line: print(f"horovodrun: {line}", file=sys.stderr))
+    return run_in_terminal(order, plan)
+
+
+if __name__ == "__main__":
+    sys.exit(run_commandline())

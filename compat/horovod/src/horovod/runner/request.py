@@ -1,0 +1,145 @@
+"""From Horovod's arguments to an order for Ringdance's launcher, and what has to be said about it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from horovod.runner.common.util import config_parser
+from ringdance.errors import LaunchError
+from ringdance.launch.hosts import HostList, parse_hostfile, parse_hosts
+from ringdance.launch.order import Order
+from ringdance.launch.output import Style
+from ringdance.settings import TOLD, without_effect
+
+__all__ = ["order_of", "tell"]
+
+_GONE = {
+    "use_gloo": "--gloo: Gloo is not used; MPI and shared memory connect the processes",
+    "use_jsrun": "--jsrun: jsrun is not used; mpiexec starts the processes",
+}
+_ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script", "reset_limit", "cooldown_range")
+
+
+def order_of(args: argparse.Namespace, command: Sequence[str]) -> Order:
+    """The order for parsed arguments; the options of single processes become variables for the ranks.
+
+    Raises:
+        ValueError: an option's text cannot be used.
+        LaunchError: the hosts cannot be understood or found.
+    """
+    exports: dict[str, str] = {}
+    config_parser.set_env_from_args(exports, args)
+    if args.elastic_timeout is not None:
+        exports["HOROVOD_ELASTIC_TIMEOUT"] = str(args.elastic_timeout)
+    _check_interfaces(args.nics or ())
+    ranks, hosts = _size(args)
+    # The ranks need not tell again what `tell` says.
+    exports[TOLD] = ",".join(name for name, _, _ in without_effect({**os.environ, **exports}))
+    return Order(
+        command,
+        ranks=ranks,
+        hosts=hosts,
+        exports=exports,
+        style=Style("[{rank}]<{stream}>:", clock=args.prefix_output_with_timestamp, closes=False),
+        folder=args.output_filename or "",
+        start_timeout=args.start_timeout,
+        verbose=args.verbose,
+        binding=None if args.binding_args is None else _words("--binding-args", args.binding_args),
+        mpi_args=_words("--mpi-args", args.mpi_args or ""),
+    )
+
+
+def _words(option: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{option}={text!r} cannot be split into words: {error}") from None
+
+
+def _check_interfaces(names: Collection[str]) -> None:
+    here = {name for _, name in socket.if_nameindex()}
+    for name in sorted(names):
+        if name not in here:
+            raise ValueError(
+                f"network interface {name!r} does not exist here; there are: {', '.join(sorted(here))}"
+            )
+
+
+def _size(args: argparse.Namespace) -> tuple[int | None, HostList | None]:
+    """How many ranks, and where."""
+    hosts: HostList | None = None
+    if args.host_discovery_script:
+        hosts = _discover(args.host_discovery_script, args.slots, args.start_timeout)
+    elif args.hosts:
+        hosts = parse_hosts(args.hosts)
+    elif args.hostfile:
+        hosts = parse_hostfile(args.hostfile)
+    least = args.num_proc or args.min_num_proc
+    slots = sum(count for _, count in hosts or ())
+    elastic = args.host_discovery_script or args.min_num_proc
+    if elastic and hosts and least and slots >= least:
+        # As in an elastic job: all slots that there are, up to the most that is wanted.
+        return min(slots, args.max_num_proc or slots), hosts
+    return least, hosts
+
+
+def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str, int]]:
+    """Hosts that the discovery script prints now, one a line: ``host`` or ``host:slots``."""
+    path = os.path.abspath(script) if os.path.exists(script) else script
+    try:
+        done = subprocess.run([path], capture_output=True, text=True, check=False, timeout=timeout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"--host-discovery-script {script}: {error}") from None
+    if done.returncode:
+        raise LaunchError(
+            f"--host-discovery-script {script} ended with exit code {done.returncode}: {done.stderr.strip()}"
+        )
+    found: dict[str, int] = {}
+    for line in done.stdout.split():
+        counted = ":" in line
+        if not counted and slots is None:
+            raise LaunchError(
+                f"--host-discovery-script {script} prints {line!r} without a number of slots: "
+                "print HOST:SLOTS, or give --slots-per-host"
+            )
+        for host, count in parse_hosts(line if counted else f"{line}:{slots}"):
+            found[host] = count
+    if not found:
+        raise LaunchError(f"--host-discovery-script {script} prints no host")
+    return list(found.items())
+
+
+def tell(args: argparse.Namespace, order: Order, say: Callable[[str], None]) -> None:
+    """Say, a line for each reason, which of the given things will change nothing."""
+    for line in _lines(args, order):
+        say(line)
+
+
+def _lines(args: argparse.Namespace, order: Order) -> Iterator[str]:
+    yield from (line for dest, line in _GONE.items() if getattr(args, dest))
+    given = [_option(dest) for dest in _ELASTIC if getattr(args, dest) is not None]
+    if given:
+        yield (
+            f"{', '.join(given)}: this job keeps the processes and hosts that it starts with; "
+            "processes that come and go do not exist yet"
+        )
+    options = {knob.variable: knob.option for knob in config_parser.KNOBS if knob.variable in order.exports}
+    reasons: dict[str, list[str]] = {}
+    for name, text, reason in without_effect({**os.environ, **order.exports}):
+        reasons.setdefault(reason, []).append(options.get(name, f"{name}={text}"))
+    for reason, names in reasons.items():
+        yield f"{', '.join(names)}: no effect, {reason}"
+    if args.config_file:
+        for key in config_parser.unknown_keys(config_parser.read_config(args.config_file)):
+            yield f"--config-file {args.config_file}: {key} is not known and has no effect"
+
+
+def _option(dest: str) -> str:
+    if dest == "cooldown_range":
+        return "--blacklist-cooldown-range"
+    return "--" + dest.replace("_num_proc", "_np").replace("_", "-")
