@@ -25,6 +25,7 @@ from ringdance import settings as settings_module
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
 from ringdance.errors import ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
+from ringdance.settings.names import PLACE_NAMES
 from ringdance.transport.single import single_transport
 
 __all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "shutdown"]
@@ -113,6 +114,7 @@ def init(comm: Any = None) -> None:
         _configure_log(settings)
         _process.pid = os.getpid()
         _process.engine = _start(comm, settings)
+        _publish_place(_process.engine)
         if not _process.hooked:
             _process.hooked = True
             atexit.register(_at_exit)
@@ -174,6 +176,16 @@ def _start(comm: Any, settings: Settings) -> Engine:
             "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
         )
     return Engine(transport, settings, threaded=threads, report=_log.warning)
+
+
+def _publish_place(found: Engine) -> None:
+    """Set the variables in which scripts read their place: as `ringdance run` does, mpiexec does not."""
+    if not _process.mpi:
+        return
+    for name in PLACE_NAMES:
+        value = str(getattr(found, name.lower()))
+        os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = value
+    os.environ["HOROVOD_HOSTNAME"] = found.identity.host
 
 
 def _mpi_loaded() -> bool:

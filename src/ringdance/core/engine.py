@@ -115,9 +115,20 @@ class Engine(ProcessSets):
 
     def _pin(self) -> None:
         cores = self.settings.thread_affinity
-        if self.local_rank < len(cores) and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, {cores[self.local_rank]})
+        if not cores or not hasattr(os, "sched_setaffinity"):
+            return
+        origin = self.settings.origin("thread_affinity")
+        if len(cores) < self.local_size:
+            if self.local_rank == 0:
+                self._report(
+                    f"thread_affinity ({origin}) is ignored: it names {len(cores)} cores for the "
+                    f"{self.local_size} ranks of {self.identity.host}"
+                )
+            return
+        try:
+            os.sched_setaffinity(0, {cores[self.local_rank]})
+        except OSError as error:
+            self._report(f"{self.identity}: core {cores[self.local_rank]} ({origin}): {error.strerror}")
 
     # -- submitting ----------------------------------------------------------------------------
 

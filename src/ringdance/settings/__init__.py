@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -58,8 +59,9 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
         settings = replace(settings, stall_shutdown_time=0.0, origins=origins)
     notes.extend(_unknown(environ))
     if _is_first(environ):
+        level = _level_of_caller()
         for note in notes:
-            warnings.warn(note, SettingWarning, stacklevel=2)
+            warnings.warn(note, SettingWarning, stacklevel=level)
     return settings
 
 
@@ -118,6 +120,14 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
         near = difflib.get_close_matches(name.removeprefix(prefix).upper(), rest, n=1, cutoff=0.6)
         hint = f"did you mean {rest[near[0]]}?" if near else "`ringdance settings` lists all names."
         yield f"{name} is not a setting of Ringdance; {hint}"
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` with which load()'s warnings name the line of the user's script that called init()."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("ringdance", "horovod"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _is_first(environ: Mapping[str, str]) -> bool:

@@ -108,8 +108,8 @@ class Settings:
         "Exchange gradients on the engine's thread during backward; auto: where cores are free for it.",
     )
     dynamic_process_sets: bool = _switch(
-        False, "Allow process sets to be added and removed after init.", legacy="DYNAMIC_PROCESS_SETS",
-        no_effect="process sets can always be added and removed",
+        False, "Accepted, since scripts set it: process sets can always be added and removed.",
+        legacy="DYNAMIC_PROCESS_SETS", own=False,
     )
 
     # Memory and exchange
@@ -139,6 +139,10 @@ class Settings:
     init_timeout: float = _knob(
         120.0, number(above=True), "How long init() waits for all ranks before it names the missing ones.",
         unit="s",
+    )
+    elastic_timeout: float = _knob(
+        600.0, number(above=True), "How long ranks that start again after an error wait for one another.",
+        unit="s", legacy="ELASTIC_TIMEOUT",
     )
 
     # Watching

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# Both launchers set these for their workers.
-_PLACE = "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE"
+PLACE_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+"""Which rank a process is, where: with either prefix. Set by launchers, and by init() where none has."""
 
 # Horovod's launchers only; Ringdance asks MPI instead.
 _LAUNCHER = """
-HOSTNAME GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT START_TIMEOUT ELASTIC_TIMEOUT SPARK_START_TIMEOUT
+HOSTNAME GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT START_TIMEOUT SPARK_START_TIMEOUT
 SPARK_USE_LOCAL_RANK_GPU_INDEX SPARK_PYTHONPATH SPARK_WORK_DIR
 """
 
@@ -21,8 +21,8 @@ LOCAL_VERSION MIXED_INSTALL TEST_GPU
 """
 
 LAUNCHER_NAMES: frozenset[str] = frozenset(
-    [f"HOROVOD_{name}" for name in f"{_PLACE} {_LAUNCHER}".split()]
-    + [f"RINGDANCE_{name}" for name in _PLACE.split()]
+    [f"HOROVOD_{name}" for name in (*PLACE_NAMES, *_LAUNCHER.split())]
+    + [f"RINGDANCE_{name}" for name in PLACE_NAMES]
 )
 BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.split())
 

@@ -1,0 +1,5 @@
+"""A sampler that knows which samples of an epoch are done."""
+
+from ringdance.torch.elastic.sampler import ElasticSampler
+
+__all__ = ["ElasticSampler"]

@@ -1,0 +1,16 @@
+"""The state of a training in PyTorch."""
+
+from ringdance.torch.elastic.state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+    set_handler_registry,
+)
+
+__all__ = [
+    "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler", "TorchState",
+    "get_handler_registry", "set_handler_registry",
+]

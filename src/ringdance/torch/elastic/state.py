@@ -1,0 +1,172 @@
+"""The state of a training in PyTorch: model, optimizer, sampler and the like, and plain attributes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ringdance.torch.elastic.sampler import ElasticSampler
+from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
+from ringdance.training.elastic import ObjectState
+from ringdance.training.objects import broadcast_object
+
+__all__ = [
+    "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler", "TorchState",
+    "get_handler_registry", "set_handler_registry",
+]
+
+
+class StateHandler:
+    """Saves, restores and synchronises one object that has ``state_dict`` and ``load_state_dict``.
+
+    As it is: for objects whose state is small, such as learning rate schedulers; rank 0's is sent whole.
+
+    Attributes:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._saved: Any = None
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy of the object's state."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Load what was saved last."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Take over rank 0's state; what was saved stays what it is."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.object"))
+
+    def set_value(self, value: Any) -> None:
+        """Handle another object instead, and save it."""
+        self.value = value
+        self.save()
+
+    def reset(self) -> None:
+        """The job has started again, perhaps with other ranks."""
+
+
+class ModelStateHandler(StateHandler):
+    """For modules."""
+
+    def sync(self) -> None:
+        """Broadcast parameters and buffers, in place."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """For optimizers, wrapped by DistributedOptimizer or not."""
+
+    def sync(self) -> None:
+        """Broadcast the optimizer's state and options."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class SamplerStateHandler(StateHandler):
+    """For ElasticSampler."""
+
+    def reset(self) -> None:
+        """Deal the remaining samples out among the ranks that there are now, also without a ``sync``."""
+        self.value.reset()
+
+
+# The first that fits is taken. Of a scheduler or scaler, rank 0's must not replace the object on other
+# ranks, as a plain attribute would: it is tied to this rank's optimizer.
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, StateHandler),
+    (torch.amp.GradScaler, StateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Return the list of (type, handler class) by which TorchState finds a handler: the first that fits."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Use another list for states that are made from now on."""
+    global _registry
+    _registry = registry
+
+
+def _handler_for(value: Any) -> StateHandler | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
+class TorchState(ObjectState):
+    """Model, optimizer, samplers and plain attributes, committed and restored together.
+
+    Modules, optimizers, ``ElasticSampler``, learning rate schedulers and GradScalers are saved by their
+    ``state_dict`` and restored in place; all else is as told at ``ObjectState``. Assigning another object to
+    such an attribute (``state.model = other``) tracks and saves that one from then on.
+
+    ``sync`` gives all ranks rank 0's present weights and attributes; what was saved is the last commit
+    still (on other ranks than 0, of weights their own), so ``restore`` is to be followed by ``sync``,
+    as ``run`` does.
+
+    Args:
+        model: a module, or None.
+        optimizer: an optimizer, or None.
+        kwargs: more attributes.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        attributes = {"model": model, "optimizer": optimizer, **kwargs}
+        handlers = {name: _handler_for(value) for name, value in attributes.items()}
+        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
+        for name in self._handlers:
+            object.__setattr__(self, name, attributes.pop(name))
+        super().__init__(**attributes)
+
+    def save(self) -> None:
+        """Keep a copy of everything."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last; modules, optimizers and samplers stay the same objects."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Take over rank 0's state. A collective."""
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """The job has started again: samplers deal out anew."""
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def _copied(self, value: Any) -> Any:
+        # A tensor by itself is data; one that is trained or part of a graph belongs to something else.
+        if type(value) is torch.Tensor and not value.requires_grad:
+            return value.clone()
+        return super()._copied(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handlers = self.__dict__.get("_handlers", {})
+        if name in handlers:
+            handlers[name].set_value(value)
+        elif name in self.__dict__.get("_saved_state", ()):
+            handler = _handler_for(value)
+            if handler is not None:  # None before, a model now
+                handlers[name] = handler
+                del self._saved_state[name]
+        super().__setattr__(name, value)
