@@ -28,7 +28,7 @@ from ringdance.settings import Settings
 from ringdance.settings.names import PLACE_NAMES
 from ringdance.transport.single import single_transport
 
-__all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "shutdown"]
+__all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "regroup", "shutdown"]
 
 _log = logging.getLogger("ringdance")
 
@@ -52,6 +52,7 @@ class _Process:
     """What this process has: its engine, and how it got to its end."""
 
     engine: Engine | None = None
+    comm: Any = None  # what init() was given
     bound: bool = False  # some thread has had an engine of its own
     pid: int = 0
     mpi: bool = False
@@ -114,6 +115,7 @@ def init(comm: Any = None) -> None:
         _configure_log(settings)
         _process.pid = os.getpid()
         _process.engine = _start(comm, settings)
+        _process.comm = comm
         _publish_place(_process.engine)
         if not _process.hooked:
             _process.hooked = True
@@ -129,6 +131,28 @@ def shutdown() -> None:
         found, _process.engine = _process.engine, None
     if found is not None:
         _process.clean &= found.shutdown()
+
+
+def regroup() -> Any:
+    """Leave the job and wait until all ranks have, so that it can be started again; they must come here.
+
+    Also after the engine has failed, as long as all processes live.
+
+    Returns:
+        What ``init`` was given, to be given to it again.
+
+    Raises:
+        RankLostError: a process has ended, or did not come within the setting ``elastic_timeout``.
+    """
+    former = engine()
+    shutdown()
+    if _process.mpi and former.size > 1:
+        from ringdance.transport.mpi import meet
+
+        meet(_process.comm, former.transport.identities, former.settings.elastic_timeout)
+        # Whatever went wrong before: all have left it behind.
+        _process.clean = True
+    return _process.comm
 
 
 def _launched_size() -> int | None:
@@ -262,7 +286,7 @@ def _at_exit() -> None:
     if _process.pid != os.getpid():
         return
     if found is not None and not _process.failed:
-        _process.clean &= found.shutdown("has ended its program")
+        _process.clean &= found.shutdown("has ended its program", departing=True)
         if found.unclean and found.stopped_first:
             _cause(found, "exit", f"{found.identity} ended its program while other ranks waited for it.")
             _process.clean = False

@@ -57,6 +57,7 @@ class Engine(ProcessSets):
         broken: why the engine failed, or None.
         unclean: after a stop, whether some rank was still waiting for something.
         stopped_first: whether this rank asked for the stop before it heard of another's.
+        departed: a rank whose program has ended, so that this job cannot be started again; else "".
 
     Args:
         transport: of the whole job; owned by the engine from here on.
@@ -85,6 +86,7 @@ class Engine(ProcessSets):
         self.broken: CollectiveError | None = None
         self.unclean = False
         self.stopped_first = False
+        self.departed = ""
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
         self._report = report or (lambda text: None)
         self._stop_reason = ""
@@ -329,6 +331,7 @@ class Engine(ProcessSets):
     def _check_living(self, state: ProcessSetState, place: int) -> None:
         if not self.closed and state.transport.state(place) == "gone":
             who = state.transport.identities[place]
+            self.departed = str(who)
             self.fail(
                 RankLostError(
                     f"{who} died while {self.identity} waited for it. Look for its last output, "
@@ -344,8 +347,10 @@ class Engine(ProcessSets):
         elif kind == "status":
             self._watch.hear(sender, note)
         elif kind == "stop":
+            self.departed = self.departed or note["departed"]
             self._stop(f"{self.transport.identities[sender]} {note['reason']}")
         elif kind == "failed" and not self.closed:
+            self.departed = self.departed or note["departed"]
             self.fail(RankLostError(note["message"]), tell=False)
 
     # -- ending --------------------------------------------------------------------------------
@@ -362,12 +367,18 @@ class Engine(ProcessSets):
                 with contextlib.suppress(Exception):
                     self.transport.post(place, message)
 
-    def shutdown(self, reason: str = "has called shutdown()", patience: float = _SHUTDOWN_PATIENCE) -> bool:
+    def shutdown(
+        self,
+        reason: str = "has called shutdown()",
+        patience: float = _SHUTDOWN_PATIENCE,
+        departing: bool = False,
+    ) -> bool:
         """Stop on all ranks; what is pending anywhere fails with ShutDownError.
 
         Args:
             reason: goes into the others' messages, after this rank's name.
             patience: seconds to wait for the others' agreement.
+            departing: this rank's program ends, it will not come back.
 
         Returns:
             Whether all ranks agreed, so that nothing is left in flight.
@@ -378,7 +389,8 @@ class Engine(ProcessSets):
         if not self.closed:
             self.stopped_first = not self._stop_reason
             self._stop_reason = self._stop_reason or f"{self.identity} {reason}"
-            self._tell_all({"kind": "stop", "reason": reason})
+            departed = str(self.identity) if departing else ""
+            self._tell_all({"kind": "stop", "reason": reason, "departed": departed})
             self._stop(self._stop_reason)
             self._nudge()
         try:
@@ -440,13 +452,14 @@ class Engine(ProcessSets):
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         if tell:
-            self._tell_all({"kind": "failed", "message": message})
+            self._tell_all({"kind": "failed", "message": message, "departed": self.departed})
         for state, _ in self._machines:
             self._fail_tickets(state, error)
         self._stop_ticket.finish(error=None)
 
     def leave(self, message: str) -> None:
         """This rank ends in an error: tell the others, who fail with RankLostError."""
+        self.departed = str(self.identity)
         self.fail(RankLostError(message))
 
     def _closed_error(self) -> CollectiveError:

@@ -11,17 +11,18 @@ import operator
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ringdance.errors import ArgumentError, LaunchError, SettingError
+from ringdance.errors import ArgumentError, LaunchError, RankLostError, SettingError
 from ringdance.transport.base import Identity, Pending, Transport
 from ringdance.transport.waiting import process_state
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "rank_list", "world_transport"]
+__all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "meet", "rank_list", "world_transport"]
 
 _log = logging.getLogger("ringdance")
 _initialized_here = False
@@ -246,6 +247,42 @@ class MpiTransport(Transport):
         self.messages()
         for comm in (self._node, self._notes, self._comm):
             comm.Free()
+
+
+def meet(comm: Any, peers: Sequence[Identity], patience: float) -> None:
+    """Wait until all ranks of a job that has ended come here, to start it again.
+
+    Args:
+        comm: as for ``world_transport``; for a list of ranks nothing is waited for here.
+        peers: the ranks of the former job.
+        patience: seconds.
+
+    Raises:
+        RankLostError: a process on this host has ended, or not all came in time.
+    """
+    from mpi4py import MPI
+
+    where = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(where, MPI.Comm):
+        return
+    here = socket.gethostname()
+    arrived = where.Ibarrier()
+    began = time.monotonic()
+    looked, nap = began, 1e-4
+    while not arrived.Test():
+        now = time.monotonic()
+        if now > looked + 0.1:
+            looked = now
+            gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
+            if gone:
+                raise RankLostError(f"The job cannot start again: {gone[0]} has ended.")
+        if now > began + patience:
+            raise RankLostError(
+                f"The job cannot start again: not all {len(peers)} ranks were ready within {patience:g} s "
+                "(setting elastic_timeout). Look for a rank that hangs, or that has left its training loop."
+            )
+        time.sleep(nap)
+        nap = min(2 * nap, 0.02)
 
 
 def _free_shared_memory() -> int:
