@@ -36,6 +36,7 @@ class Driven(Protocol):
     def look(self) -> None: ...
     def next_due(self) -> float | None: ...
     def pausing_until(self) -> float: ...
+    def abandon(self, ticket: Ticket) -> None: ...
 
 
 class Driver:
@@ -117,8 +118,19 @@ class Driver:
                 raise _timeout(ticket)
             if now < spin_until:
                 yield_core()
+            elif self._engine.closed:
+                self._give_up(ticket)
             else:
                 nap = self._sleep(now, nap)
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """The engine is closed: a ticket that is not done when nobody is in a step never will be."""
+        if self._place.acquire(timeout=0.02):
+            try:
+                if not ticket.done():
+                    self._engine.abandon(ticket)
+            finally:
+                self._place.release()
 
     def _sit_out(self, ticket: Ticket, deadline: float | None) -> None:
         """Wait while another caller drives; it hands its place over when it leaves."""

@@ -457,6 +457,10 @@ class Engine(ProcessSets):
             self._fail_tickets(state, error)
         self._stop_ticket.finish(error=None)
 
+    def abandon(self, ticket: Ticket) -> None:
+        """Fail a ticket that an interrupt has taken out of all lists; the engine is closed."""
+        ticket.finish(error=None if ticket is self._stop_ticket else self._closed_error())
+
     def leave(self, message: str) -> None:
         """This rank ends in an error: tell the others, who fail with RankLostError."""
         self.departed = str(self.identity)

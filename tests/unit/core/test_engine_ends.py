@@ -220,6 +220,30 @@ def test_a_stall_is_said_by_the_lowest_rank_and_ends_the_job_in_time(tmp_path: P
     assert "rank 2 on host loopback" in words
 
 
+@pytest.mark.parametrize("threaded", [True, False])
+def test_what_an_interrupt_has_taken_out_fails_too(settings: Settings, threaded: bool) -> None:
+    """Ctrl-C after a ticket has left the lists, before it is finished: who waits for it is not left alone."""
+
+    def program(engine: Engine) -> None:
+        engine.submit(request_of("x"), wake=False).wait()  # from now on its data ride along
+
+        def interrupted(kind: str, details: Any) -> None:
+            raise KeyboardInterrupt
+
+        if engine.rank == 0:
+            engine.recorder.add = interrupted  # type: ignore[method-assign]
+        ticket = engine.submit(request_of("x"), wake=False)
+        if engine.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                ticket.wait(20.0)
+            with pytest.raises(EngineError, match="was interrupted"):
+                ticket.wait(20.0)
+        else:
+            ticket.wait(20.0)
+
+    job(2, program, settings, threaded=threaded)
+
+
 def test_shutdown_ends_what_others_wait_for(settings: Settings) -> None:
     def program(engine: Engine) -> bool:
         hvd.barrier()
