@@ -6,21 +6,9 @@ from typing import Any
 
 import torch
 
+from ringdance.training.compression import Compressor
+
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
-
-
-class Compressor:
-    """Base for own compressions: ``compress`` makes a tensor smaller, ``decompress`` restores its type."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor to be exchanged, and what ``decompress`` needs."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the exchanged tensor in its former type."""
-        raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
@@ -37,38 +25,34 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-    if tensor.dtype.is_floating_point and tensor.dtype is not dtype:
-        return tensor.to(dtype), tensor.dtype
-    return tensor, None
+class _Cast(Compressor):
+    """Casts floating tensors to ``dtype``, and back."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor in the small type, and its former type."""
+        if tensor.dtype.is_floating_point and tensor.dtype is not cls.dtype:
+            return tensor.to(cls.dtype), tensor.dtype
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in its former type."""
+        return tensor if ctx is None else tensor.to(ctx)
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(_Cast):
     """Casts floating tensors to float16. Values above 65,504 become infinite; scale the loss, or use bf16."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor as float16, and its former type."""
-        return _cast(tensor, torch.float16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its former type."""
-        return tensor if ctx is None else tensor.to(ctx)
+    dtype = torch.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_Cast):
     """Casts floating tensors to bfloat16: the range of float32 with 8 bits of precision."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor as bfloat16, and its former type."""
-        return _cast(tensor, torch.bfloat16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its former type."""
-        return tensor if ctx is None else tensor.to(ctx)
+    dtype = torch.bfloat16
 
 
 class Compression:

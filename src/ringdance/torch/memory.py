@@ -14,9 +14,10 @@ __all__ = ["array_of", "check_in_place", "from_array", "host_tensor", "view_of"]
 
 Array = np.ndarray[Any, Any]
 
-_PLAIN = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool}
-)
+_PLAIN = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+})  # fmt: skip
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -58,12 +59,21 @@ def view_of(tensor: torch.Tensor) -> Array:
         raise ArgumentError(f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent.") from None
 
 
-def array_of(tensor: torch.Tensor) -> Array:
-    """Return ``view_of(host_tensor(tensor))``, by the short way for the usual tensors."""
-    if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
-        array: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
-        return array
-    return view_of(host_tensor(tensor))
+def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
+    """Return ``view_of(host_tensor(tensor))``, by the short way for the usual tensors.
+
+    Raises:
+        ArgumentError: not a tensor, not dense, of a type that cannot be sent; not one block if ``in_place``.
+    """
+    try:
+        if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():
+            return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+    except (AttributeError, RuntimeError, TypeError):
+        pass  # not a tensor, sparse, or with pending negation: told or dealt with below
+    host = host_tensor(tensor)
+    if in_place:
+        check_in_place(tensor)
+    return view_of(host)
 
 
 def from_array(array: Array) -> torch.Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.torch import operations as ops
-from ringdance.torch.memory import check_in_place
+from ringdance.torch import requests
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set
 
@@ -43,13 +42,12 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
     for name, tensor in named:
         # Memory that is not one block (channels_last) goes through a copy.
         wire = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        check_in_place(wire)
-        ticket = ops.submit_broadcast(wire, root_rank, name, global_process_set, in_place=True, wake=False)
+        ticket = requests.submit_broadcast(wire, root_rank, name, global_process_set, in_place=True)
         pending.append((tensor, wire, ticket))
     engine.flush()
     for tensor, wire, ticket in pending:
         ticket.wait()
-        ops._land((wire,), ticket)
+        requests.land((wire,), ticket)
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)
 

@@ -10,13 +10,17 @@ __all__ = ["Compressor"]
 class Compressor(Protocol):
     """Makes a tensor smaller before it is exchanged, and gives it back afterwards.
 
-    Any object (a class with static methods too) with these two will do. Both bindings'
-    own ones, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating tensors and pass
-    others unchanged; sums of 16-bit floats are taken in float32 and rounded once.
+    Any object with these two will do: a class with static methods, given as it is, or an object with
+    methods. The bindings' own ones, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating tensors
+    and pass others unchanged; sums of 16-bit floats are taken in float32 and rounded once.
     """
 
-    def compress(self, tensor: Any) -> tuple[Any, Any]:
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
         """Return the smaller tensor and what ``decompress`` needs to know."""
+        ...
 
-    def decompress(self, tensor: Any, ctx: Any) -> Any:
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
         """Return the tensor in its former type."""
+        ...
