@@ -2,7 +2,7 @@
 
 unit, faults and dropin are one pytest each; ranks is one mpiexec for each number of ranks, with
 a pytest on every rank: only rank 0 prints, and what another rank says is shown when it fails.
-The last line counts all tests.
+dropin has a folder of that kind too, for 2 and 3 ranks. The last line counts all tests.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PARTS = ("unit", "ranks", "faults", "dropin")
+CONTRACT = TESTS / "dropin" / "contract"
+CONTRACT_SIZES = (2, 3)
 LIMIT = 600.0  # seconds for one pytest (all ranks of a job together)
 SLOW_LIMIT = 4 * 3600.0
 NOTHING_COLLECTED = 5
@@ -93,7 +95,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def run_plain(part: str, options: list[str], limit: float) -> Part:
-    command = [sys.executable, "-m", "pytest", str(TESTS / part), "-q", *options]
+    command = [sys.executable, "-m", "pytest", str(TESTS / part), f"--ignore={CONTRACT}", "-q", *options]
     code, last = stream(command, dict(os.environ), limit)
     if code == NOTHING_COLLECTED:
         return Part(part, counted(last), [])
@@ -117,13 +119,13 @@ def launcher(size: int) -> tuple[list[str], dict[str, str]]:
     return command, environ
 
 
-def run_ranks(size: int, options: list[str], limit: float) -> Part:
+def run_ranks(tests: Path, size: int, options: list[str], limit: float) -> Part:
     """One job of `size` ranks; mpiexec's exit code is not believed, each rank has to report its own."""
-    title = f"{size} rank{'s' if size > 1 else ''}"
+    title = f"{tests.relative_to(TESTS)} on {size} rank{'s' if size > 1 else ''}"
     print(f"\n--- {title} ---", flush=True)
     with tempfile.TemporaryDirectory(prefix="ringdance-tests-") as folder:
         command, environ = launcher(size)
-        command += [sys.executable, __file__, "--as-rank", folder, *options]
+        command += [sys.executable, __file__, "--as-rank", folder, str(tests), *options]
         code, last = stream(command, environ, limit)
         problems = []
         for rank in range(size):
@@ -141,8 +143,8 @@ def run_ranks(size: int, options: list[str], limit: float) -> Part:
     return Part(title, counted(last), problems)
 
 
-def as_rank(folder: str, options: list[str]) -> int:
-    """Be one rank: run pytest here, and leave its exit code in `folder`."""
+def as_rank(folder: str, tests: str, options: list[str]) -> int:
+    """Be one rank: run pytest on `tests` here, and leave its exit code in `folder`."""
     import pytest
 
     sys.path.insert(0, str(TESTS))
@@ -153,7 +155,7 @@ def as_rank(folder: str, options: list[str]) -> int:
         output = os.open(Path(folder, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-    code = int(pytest.main([str(TESTS / "ranks"), "-q", "--color=no", "-p", "no:cacheprovider", *options]))
+    code = int(pytest.main([tests, "-q", "--color=no", "-p", "no:cacheprovider", *options]))
     sys.stdout.flush()
     Path(folder, f"rank-{rank}.json").write_text(str(code))
     return 0
@@ -161,7 +163,7 @@ def as_rank(folder: str, options: list[str]) -> int:
 
 def main() -> int:
     if sys.argv[1:2] == ["--as-rank"]:
-        return as_rank(sys.argv[2], sys.argv[3:])
+        return as_rank(sys.argv[2], sys.argv[3], sys.argv[4:])
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("parts", nargs="*", metavar="PART", help="unit, ranks, faults, dropin; default: all")
@@ -181,10 +183,15 @@ def main() -> int:
         if not any((TESTS / part).rglob("test_*.py")):
             continue
         if part == "ranks":
-            done += [run_ranks(size, options, limit) for size in arguments.np]
+            done += [run_ranks(TESTS / "ranks", size, options, limit) for size in arguments.np]
         else:
             print(f"\n--- {part} ---", flush=True)
             done.append(run_plain(part, options, limit))
+        if part == "dropin":
+            # Each test skips its form for a GPU where there is none: too many to list.
+            quiet = [*options, "-rfE"]
+            sizes = [size for size in arguments.np if size in CONTRACT_SIZES]
+            done += [run_ranks(CONTRACT, size, quiet, limit) for size in sizes]
     print("\n" + "\n".join(map(str, done)))
     total: Counter[str] = sum((part.counts for part in done), Counter())
     total.pop("deselected", None)

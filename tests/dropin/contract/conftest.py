@@ -1,0 +1,42 @@
+"""As Horovod's users run tests: on real ranks, everything armed by the environment before init().
+
+A test that needs a GPU is skipped without one; with RINGDANCE_TEST_GPU=1 it fails instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `contract_inputs`
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Where the tensors lie: in host memory, and on this rank's GPU."""
+    import torch
+    from contract_inputs import gpu
+
+    return torch.device("cpu") if request.param == "cpu" else gpu()
+
+
+@pytest.fixture(scope="module")
+def halves() -> Iterator[Any]:
+    """The ranks with even and those with odd numbers as process sets: (mine, the other)."""
+    import horovod.torch as hvd
+
+    if hvd.size() == 1:
+        pytest.skip("one rank has no two sets")
+    even = hvd.add_process_set(range(0, hvd.size(), 2))
+    odd = hvd.add_process_set(range(1, hvd.size(), 2))
+    yield (even, odd) if even.included() else (odd, even)
+    assert hvd.remove_process_set(odd)
+    assert hvd.remove_process_set(even)
