@@ -4,6 +4,7 @@ Names, signatures and results are those of Horovod's torch module; see the funct
 """
 
 from ringdance.errors import CollectiveError
+from ringdance.torch import elastic as elastic
 from ringdance.torch.batch_norm import SyncBatchNorm
 from ringdance.torch.compression import Compression, Compressor
 from ringdance.torch.operations import (

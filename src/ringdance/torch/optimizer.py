@@ -84,21 +84,21 @@ class _Distributed:
         """
         exchange = self._exchange
         self._opt_called = True  # what learning rate schedulers look at
-        if exchange is None:
-            return super().step(closure)  # type: ignore[misc]
         if self._by_hand and not self._skip:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
                 "harmless here, the gradients are not reduced again; backward() has reduced them already.",
                 stacklevel=2,
             )
+        self._by_hand = False
+        if exchange is None:
+            return super().step(closure)  # type: ignore[misc]
         if closure is None:
             if not self._skip:
                 self._settle()
             result = super().step()  # type: ignore[misc]
         else:
             result = super().step(self._reducing(closure, exchange))  # type: ignore[misc]
-        self._by_hand = False
         exchange.step_done()
         return result
 

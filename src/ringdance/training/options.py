@@ -40,7 +40,7 @@ def check_groups(
         index_of: the index of a parameter, ``None`` for what is not one of the optimizer's.
 
     Raises:
-        ArgumentError: anything else, or a parameter twice.
+        ArgumentError: anything else, or a parameter of the optimizer twice.
     """
     if groups is None or groups == 0:
         return []
@@ -51,10 +51,8 @@ def check_groups(
     found: list[tuple[int, ...]] = []
     seen: set[int] = set()
     for group in groups:
-        indices = [index_of(parameter) for parameter in group]
-        if None in indices:
-            raise ArgumentError("groups: every element must be one of the parameters that the optimizer has.")
-        members = tuple(index for index in indices if index is not None)
+        # As with named_parameters, what the optimizer does not have is left out.
+        members = tuple(index for index in map(index_of, group) if index is not None)
         if len(set(members)) != len(members) or seen.intersection(members):
             raise ArgumentError("groups: a parameter may be in one group only, and once.")
         seen.update(members)

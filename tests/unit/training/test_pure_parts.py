@@ -20,8 +20,8 @@ def test_groups_by_number_are_nearly_equal_and_in_order() -> None:
 
 def test_groups_by_lists() -> None:
     places = {"a": 0, "b": 1, "c": 2}
-    assert check_groups([["c", "a"], []], [0, 1, 2], places.get) == [(2, 0)]
-    for wrong in ([["x"]], [["a", "a"]], [["a"], ["a"]], "ab", -1, 1.5):
+    assert check_groups([["c", "x", "a"], []], [0, 1, 2], places.get) == [(2, 0)]
+    for wrong in ([["a", "a"]], [["a"], ["a"]], "ab", -1, 1.5):
         with pytest.raises(ArgumentError):
             check_groups(wrong, [0, 1, 2], places.get)
 
