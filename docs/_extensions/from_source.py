@@ -1,0 +1,130 @@
+"""Directives whose content is taken from the code when the pages are built, so that it is typed once.
+
+``{settings}``: all settings. ``{horovod-variables}``: what each ``HOROVOD_*`` variable does here.
+``{horovodrun-options}``: the same for the options of ``horovodrun``. ``{output-of} COMMAND``: what that
+command prints.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from ringdance.settings import KNOBS, Knob, show
+from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
+
+Row = tuple[str, ...]
+
+
+def table(head: Row, rows: Iterable[Row]) -> str:
+    """A Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def settings_rows() -> Iterator[Row]:
+    """Name in the environment, default, meaning; of the settings that Ringdance itself has."""
+    for knob in KNOBS:
+        if knob.own:
+            names = f"`{knob.own}`" + (f"<br>`{knob.legacy}`" if knob.legacy else "")
+            yield names, show(knob, knob.default), knob.doc + _without_effect(knob)
+
+
+def _without_effect(knob: Knob) -> str:
+    return f" *No effect: {knob.no_effect}.*" if knob.no_effect else ""
+
+
+def horovod_rows() -> Iterator[Row]:
+    """Each ``HOROVOD_*`` variable and its effect; those of the build and of its launchers in one row each."""
+    for knob in KNOBS:
+        if not knob.legacy:
+            continue
+        if knob.no_effect:
+            yield f"`{knob.legacy}`", f"no effect: {knob.no_effect}"
+        else:
+            yield f"`{knob.legacy}`", f"{knob.doc} Default: {show(knob, knob.default)}. Also `{knob.own}`."
+    launcher = sorted(name for name in LAUNCHER_NAMES if name.startswith("HOROVOD_"))
+    yield _joined(launcher), "set by launchers; never set them yourself"
+    yield _joined(sorted(BUILD_NAMES)), "no effect: they steered the build, and nothing is compiled here"
+
+
+def option_rows() -> Iterator[Row]:
+    """The options of ``horovodrun`` with what they do here, as its own help tells it."""
+    from horovod.runner.options import _parser
+
+    for group in _parser()._action_groups:
+        for action in group._group_actions:
+            if action.option_strings:
+                yield _joined(action.option_strings), (action.help or "").replace("%%", "%")
+
+
+def _joined(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+class _Table(SphinxDirective):
+    """A table made from data."""
+
+    head: ClassVar[Row]
+    rows: ClassVar[Any]
+
+    def run(self) -> list[nodes.Node]:
+        """Put the table where the directive stands."""
+        return self.parse_text_to_nodes(table(self.head, type(self).rows()))
+
+
+class Settings(_Table):
+    """``{settings}``."""
+
+    head = ("environment", "default", "meaning")
+    rows = staticmethod(settings_rows)
+
+
+class HorovodVariables(_Table):
+    """``{horovod-variables}``."""
+
+    head = ("variable", "here")
+    rows = staticmethod(horovod_rows)
+
+
+class HorovodrunOptions(_Table):
+    """``{horovodrun-options}``."""
+
+    head = ("option", "here")
+    rows = staticmethod(option_rows)
+
+
+class OutputOf(SphinxDirective):
+    """``{output-of} COMMAND``: a command of this package, and what it prints."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        """Run it in an environment without settings."""
+        command = self.arguments[0]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RINGDANCE_", "HOROVOD_"))}
+        kept |= {"COLUMNS": "100", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"}
+        done = subprocess.run(shlex.split(command), env=kept, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise self.error(f"{command}: exit code {done.returncode}: {done.stderr}")
+        text = f"$ {command}\n{done.stdout}"
+        return [nodes.literal_block(text, text, language="console")]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.add_directive("settings", Settings)
+    app.add_directive("horovod-variables", HorovodVariables)
+    app.add_directive("horovodrun-options", HorovodrunOptions)
+    app.add_directive("output-of", OutputOf)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,110 @@
+"""README.md and docs/: every code block is run, parsed, or says why not; links and figures are right."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from doc_blocks import PAGES, PARSED, ROOT, RUN, Block, blocks, difference, script
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+REASONS = ("needs a package index", "needs a network", "needs several machines", "needs Slurm", "needs a GPU")
+
+
+def test_every_block_is_run_or_parsed_or_says_why_not(record_property) -> None:
+    """Counts them; those that are not run here are listed with their reasons."""
+    not_run = []
+    for block in BLOCKS:
+        if "not run:" in block.marks:
+            reason = block.marks["not run:"]
+            assert reason.startswith(REASONS), f"{block.place}: {reason!r} is none of {REASONS}"
+            not_run.append(f"{block.place}: {reason}")
+        elif "in" in block.marks:
+            other = ROOT / block.marks["in"]
+            assert block.page.name in other.read_text(), block.place
+        elif "drawing" not in block.marks:
+            good = block.language in (*RUN, *PARSED) or block.language.startswith("{")
+            assert good, f"{block.place}: no test knows what to do with {block.language!r}"
+    runnable = sum(block.runs_here for block in BLOCKS)
+    print(f"{len(BLOCKS)} blocks, {runnable} of them run. Not run:", *not_run, sep="\n  ")
+    record_property("not run", not_run)
+    assert runnable > 3 * len(not_run)
+
+
+def test_no_block_is_overlooked() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^\s*(?:```|~~~|:::)", page.read_text(), re.M)
+        visible = [block for block in blocks(page) if not {"hidden", "hidden file"} & block.marks.keys()]
+        assert len(fences) == 2 * len(visible), page
+
+
+def test_data_blocks_are_well_formed() -> None:
+    data = [block for block in BLOCKS if block.language in PARSED]
+    assert data
+    for block in data:
+        match block.language:
+            case "toml":
+                tomllib.loads(block.text)
+            case "json":
+                json.loads(block.text)
+            case _:
+                assert isinstance(yaml.safe_load(block.text), dict), block.place
+
+
+def test_figures_are_those_of_the_readme() -> None:
+    """What "Coming from Horovod" quotes was measured by the benchmarks whose results the README gives."""
+    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "coming-from-horovod.md").read_text()
+    table = page.split("| measured |")[1].split("\n\n")[0]
+    quoted = [text for row in table.splitlines()[2:] for text in re.findall(r"\d[\d.,]*", row.split("|")[3])]
+    assert len(quoted) >= 4
+    for text in quoted:
+        assert re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.]*\d)", readme), text
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if script(page)], ids=lambda page: page.stem)
+def test_python_blocks_compile(page: Path) -> None:
+    compile(script(page), str(page), "exec")
+
+
+def test_extras_that_pages_install_exist() -> None:
+    known = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for page in PAGES:
+        for used in re.findall(r"ringdance\[([\w,]+)\]|'\.\[([\w,]+)\]'", page.read_text()):
+            assert set("".join(used).split(",")) <= known, (page, used)
+
+
+def test_the_comparison_of_outputs_can_fail() -> None:
+    def compared(shown: str, said: str, **marks: str) -> bool:
+        return difference(Block(PAGES[0], 1, "console", "", marks), shown, said) is None
+
+    assert compared("[0] a\n[1] b\n", "[0] a\n[1] b\n")
+    assert not compared("[0] a\n[1] b\n", "[1] b\n[0] a\n")
+    assert compared("[0] a\n[1] b\n", "[1] b\n[0] a\n", **{"any order": ""})
+    assert compared("first\n...\nlast\n", "first\n2\n3\nlast\n")
+    assert compared("first\n...\nlast\n", "first\nlast\n")
+    assert not compared("first\n...\nlast\n", "first\n2\n")
+    assert compared("loss ...\n", "loss 0.25\n")
+    assert not compared("loss ...\n", "lost 0.25\n")
+    assert compared("pid 4711\n", "pid 99\n", varies="4711")
+    assert not compared("pid 4711\n", "pid 99\n")
+    assert compared("one\n  two\n", "one two\n", **{"joined lines": ""})
+
+
+@pytest.mark.limit(250)
+def test_every_page_is_reached_and_builds_without_warnings(tmp_path: Path) -> None:
+    """Sphinx warns of a broken link, of a page in no table of contents, and of a docstring it cannot read."""
+    pytest.importorskip("sphinx")
+    words = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "doctrees")]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *words, str(ROOT / "docs"), str(tmp_path / "html")],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "html" / "coming-from-horovod.html").exists()
