@@ -246,8 +246,8 @@ def test_a_machine_is_told_from_others():
 def test_the_signature_of_run():
     names = [
         "num_proc", "min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts",
-        "hostfile", "host_discovery_script", "start_timeout", "ssh_port", "ssh_identity_file", "disable_cache",
-        "output_filename", "verbose", "use_gloo", "use_mpi", "mpi_args", "network_interface",
+        "hostfile", "host_discovery_script", "start_timeout", "ssh_port", "ssh_identity_file",
+        "disable_cache", "output_filename", "verbose", "use_gloo", "use_mpi", "mpi_args", "network_interface",
         "network_interfaces", "executable", "np", "min_np", "max_np",
     ]  # fmt: skip
     parameters = inspect.signature(horovod.run).parameters

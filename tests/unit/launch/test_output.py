@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,53 @@ def test_without_prefix_the_text_is_as_written() -> None:
     stream = Stream(shown.write, Style(""))
     stream.feed(b"a\nb\r\n")
     assert shown.getvalue() == b"a\nb\r\n"
+
+
+HOROVOD = Style("[1]<stdout>:", closes=False)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([b"one\ntwo\n"], b"[1]<stdout>:one\n[1]<stdout>:two\n"),
+        ([b"one\n\ntwo"], b"[1]<stdout>:one\n[1]<stdout>:\n[1]<stdout>:two"),
+        ([b"a\rb\rc\n"], b"[1]<stdout>:a\r[1]<stdout>:b\r[1]<stdout>:c\n"),
+        ([b"\xc3", b"\xa9 \xe2\x82", b"\xac\n"], "[1]<stdout>:é €\n".encode()),
+        ([b"par", b"t one ", b"and two"], b"[1]<stdout>:part one and two"),
+        ([b"x" * 100000, b"y\n"], b"[1]<stdout>:" + b"x" * 100000 + b"y\n"),
+        ([b"end\r"], b"[1]<stdout>:end\r"),
+        ([], b""),
+    ],
+)
+def test_a_style_that_leaves_the_last_piece_as_it_is(pieces: list[bytes], expected: bytes) -> None:
+    shown, copy = io.BytesIO(), io.BytesIO()
+    copy.close = lambda: None  # type: ignore[method-assign]
+    stream = Stream(shown.write, HOROVOD, copy)
+    for piece in pieces:
+        stream.feed(piece)
+    stream.end()
+    assert shown.getvalue() == expected
+    assert copy.getvalue() == expected
+
+
+def test_lines_are_shown_as_they_come() -> None:
+    shown = io.BytesIO()
+    stream = Stream(shown.write, HOROVOD)
+    stream.feed(b"one\ntw")
+    assert shown.getvalue() == b"[1]<stdout>:one\n"
+
+
+def test_the_time_stands_before_the_prefix() -> None:
+    shown = io.BytesIO()
+    stream = Stream(shown.write, replace(HOROVOD, clock=True))
+    before = time.time()
+    stream.feed(b"one\ntwo")
+    stream.end()
+    for line in shown.getvalue().decode().splitlines():
+        stamp, bracket, rest = line.partition("[1]<stdout>:")
+        assert bracket
+        assert rest in ("one", "two")
+        assert before - 1 <= time.mktime(time.strptime(stamp)) <= time.time()
 
 
 TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: boom\n"
