@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ringdance.core.agreement import VectorLayout
 from ringdance.core.driver import Driver
+from ringdance.core.ending import EngineEnd
 from ringdance.core.execute import execute_alone
 from ringdance.core.process_set import ProcessSetState
-from ringdance.core.recorder import Recorder
-from ringdance.core.request import Description, Request, Ticket, Verb
-from ringdance.core.sets import ProcessSets, area_bytes
+from ringdance.core.request import Request, Ticket, Verb
+from ringdance.core.sets import area_bytes
 from ringdance.core.watch import StallWatch
 from ringdance.errors import (
     ArgumentError,
@@ -28,7 +27,6 @@ from ringdance.errors import (
     EngineError,
     ProcessSetRemovedError,
     RankLostError,
-    ShutDownError,
     StallError,
 )
 from ringdance.settings import Settings
@@ -38,7 +36,6 @@ from ringdance.transport.waiting import Doorbell
 __all__ = ["Engine", "area_bytes", "vector_bytes"]
 
 _REFUSED = (-2,)
-_SHUTDOWN_PATIENCE = 30.0
 
 
 def vector_bytes(size: int, capacity: int) -> int:
@@ -46,7 +43,7 @@ def vector_bytes(size: int, capacity: int) -> int:
     return VectorLayout(size).width(max(1, capacity))
 
 
-class Engine(ProcessSets):
+class Engine(EngineEnd):
     """One rank's engine.
 
     Attributes:
@@ -75,28 +72,14 @@ class Engine(ProcessSets):
         threaded: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__()
-        self.settings = settings
-        self.transport = transport
-        self.rank, self.size = transport.rank, transport.size
-        self.hosts = tuple(identity.host for identity in transport.identities)
-        self.identity = transport.identities[self.rank]
+        super().__init__(transport, settings)
         self._set_local_places()
-        self.closed = False
-        self.broken: CollectiveError | None = None
-        self.unclean = False
-        self.stopped_first = False
-        self.departed = ""
-        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
         self._report = report or (lambda text: None)
-        self._stop_reason = ""
-        self._stop_ticket = Ticket(Request(Description(Verb.BARRIER)), "shutdown", self._wait)
         self._watch = StallWatch(
             transport, settings.stall_check_time, settings.stall_shutdown_time, settings.stall_check_disable
         )
         self._register(0, tuple(range(self.size)), transport)
-        self._bell: Doorbell | None = self._find_bell()
-        self._driver: Driver | None = None
+        self._bell = self._find_bell()
         if self.size > 1:
             name = f"ringdance engine {self.rank}"
             self._driver = Driver(
@@ -304,11 +287,6 @@ class Engine(ProcessSets):
         except Exception as error:
             self.fail(self._failure(error))
 
-    def _failure(self, error: Exception) -> EngineError:
-        failure = EngineError(f"The engine of {self.identity} failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return failure
-
     def _look(self) -> None:
         for sender, message in self.transport.messages():
             self._hear(sender, json.loads(message))
@@ -351,124 +329,4 @@ class Engine(ProcessSets):
             self._stop(f"{self.transport.identities[sender]} {note['reason']}")
         elif kind == "failed" and not self.closed:
             self.departed = self.departed or note["departed"]
-            self.fail(RankLostError(note["message"]), tell=False)
-
-    # -- ending --------------------------------------------------------------------------------
-
-    def _stop(self, reason: str) -> None:
-        self._stop_reason = self._stop_reason or reason
-        for state, _ in self._machines:
-            state.stopping = True
-
-    def _tell_all(self, note: dict[str, Any]) -> None:
-        message = json.dumps(note).encode()
-        for place in range(self.size):
-            if place != self.rank:
-                with contextlib.suppress(Exception):
-                    self.transport.post(place, message)
-
-    def shutdown(
-        self,
-        reason: str = "has called shutdown()",
-        patience: float = _SHUTDOWN_PATIENCE,
-        departing: bool = False,
-    ) -> bool:
-        """Stop on all ranks; what is pending anywhere fails with ShutDownError.
-
-        Args:
-            reason: goes into the others' messages, after this rank's name.
-            patience: seconds to wait for the others' agreement.
-            departing: this rank's program ends, it will not come back.
-
-        Returns:
-            Whether all ranks agreed, so that nothing is left in flight.
-        """
-        if self._driver is None:
-            self.closed = True
-            return True
-        if not self.closed:
-            self.stopped_first = not self._stop_reason
-            self._stop_reason = self._stop_reason or f"{self.identity} {reason}"
-            departed = str(self.identity) if departing else ""
-            self._tell_all({"kind": "stop", "reason": reason, "departed": departed})
-            self._stop(self._stop_reason)
-            self._nudge()
-        try:
-            # Also after an agreed stop: the engine thread may still be freeing communicators.
-            self._driver.wait(self._stop_ticket, patience)
-        except TimeoutError:
-            missing = self._missing_ranks()
-            self.fail(
-                ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s.")
-            )
-        self._driver.join()
-        return self.broken is None and self._stop_ticket.done()
-
-    def _missing_ranks(self) -> str:
-        missing = {
-            str(state.transport.identities[state.transport.host_group[place]])
-            for state, _ in self._machines
-            if state.transport.window is not None
-            for place in state.transport.window.missing()
-        }
-        return ", ".join(sorted(missing)) or "other ranks"
-
-    def _close(self) -> None:
-        """All sets have agreed to stop: give everything back."""
-        self.closed = True
-        self._learn_stop_reason()
-        error = ShutDownError(f"{self._stop_reason} while this operation was pending.")
-        for set_id in sorted(self._sets, reverse=True):
-            state = self._sets[set_id].state
-            if state is not None:
-                self.unclean |= not state.calm
-                self._fail_tickets(state, error)
-        self._bell = None
-        try:
-            for set_id in sorted(self._sets, reverse=True):
-                state = self._sets[set_id].state
-                if state is not None:
-                    state.transport.close(True)
-        finally:
-            self._stop_ticket.finish()
-
-    def _learn_stop_reason(self) -> None:
-        """The note that says who stops can be slower than the round in which it does."""
-        patience = time.monotonic() + 0.2
-        while not self._stop_reason and time.monotonic() < patience:
-            for sender, message in self.transport.messages():
-                self._hear(sender, json.loads(message))
-        self._stop_reason = self._stop_reason or "Another rank has shut down"
-
-    def fail(self, error: CollectiveError, tell: bool = True) -> None:
-        """Break the engine: tell the peers, write down what was going on, fail all tickets."""
-        if self.closed:
-            return
-        self.broken = error
-        self.closed = True
-        pending = [ticket.name for state, _ in self._machines for ticket in state.tickets()]
-        message = str(error)
-        path = self.recorder.dump(self.identity, message, pending)
-        if path and error.args:
-            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
-        if tell:
-            self._tell_all({"kind": "failed", "message": message, "departed": self.departed})
-        for state, _ in self._machines:
-            self._fail_tickets(state, error)
-        self._stop_ticket.finish(error=None)
-
-    def abandon(self, ticket: Ticket) -> None:
-        """Fail a ticket that an interrupt has taken out of all lists; the engine is closed."""
-        ticket.finish(error=None if ticket is self._stop_ticket else self._closed_error())
-
-    def leave(self, message: str) -> None:
-        """This rank ends in an error: tell the others, who fail with RankLostError."""
-        self.departed = str(self.identity)
-        self.fail(RankLostError(message))
-
-    def _closed_error(self) -> CollectiveError:
-        if self.broken is not None:
-            return type(self.broken)(str(self.broken))
-        return ShutDownError(
-            f"{self._stop_reason or 'This rank has shut down'}; nothing more can be submitted."
-        )
+            self.fail((StallError if note["stall"] else RankLostError)(note["message"]), tell=False)

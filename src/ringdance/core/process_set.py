@@ -1,4 +1,4 @@
-"""One process set: what is pending here, and the state machine that agrees and executes.
+"""One process set: the state machine by which its members agree, round by round.
 
 ``steps()`` is a generator; each ``next()`` does what can be done without waiting. It runs
 rounds: all members AND their vectors (see ``agreement``), execute what is ready everywhere,
@@ -9,33 +9,17 @@ follows from agreed facts only.
 from __future__ import annotations
 
 import pickle
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ringdance.core.agreement import (
-    CALM,
-    GO,
-    HEAD,
-    RUN,
-    Entry,
-    Rides,
-    VectorLayout,
-    run_digest,
-    set_bits,
-)
+from ringdance.core.agreed import AgreedRequests
+from ringdance.core.agreement import CALM, GO, HEAD, RUN, Entry, Rides, run_digest, set_bits
 from ringdance.core.arithmetic import Reduction, reduction
-from ringdance.core.batch import description_bytes, plan_batches
-from ringdance.core.exchange import Exchange, Progress, Steps, aligned_empty
-from ringdance.core.execute import Work, allreduce_flat, execute
-from ringdance.core.pending import PendingRequests
-from ringdance.core.recorder import Recorder
+from ringdance.core.batch import description_bytes
+from ringdance.core.exchange import Exchange, Steps, aligned_empty
 from ringdance.core.request import Description, Operation, Ticket, Verb
-from ringdance.core.verdict import mismatch_message
-from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
 from ringdance.transport.window import RIDER_BYTES, Window
 
@@ -43,59 +27,34 @@ __all__ = ["ProcessSetState"]
 
 _NEWS_AT_ONCE = 256
 _LONGEST_PAUSE = 0.010
-_MOST_PLANS = 256
 
 
-class ProcessSetState(PendingRequests):
+class ProcessSetState(AgreedRequests):
     """The members' agreement, as seen from one of them.
 
     Args:
         set_id: number of the set, 0 for all ranks.
         transport: the members' communicator.
         exchange: how they move data.
-        lock: guards what submitting threads touch.
-        change_set: carries out an agreed ADD_SET or REMOVE_SET; a state machine of the engine.
+        cycle_seconds: how long an asynchronous request may wait for company.
+        others: see ``AgreedRequests``.
     """
 
     def __init__(
-        self,
-        set_id: int,
-        transport: Transport,
-        exchange: Exchange,
-        *,
-        capacity: int,
-        threshold: int,
-        cycle_seconds: float,
-        lock: threading.Lock,
-        progress: Progress,
-        recorder: Recorder,
-        change_set: Callable[[Work], Steps] | None = None,
+        self, set_id: int, transport: Transport, exchange: Exchange, *, cycle_seconds: float, **others: Any
     ) -> None:
-        super().__init__(capacity)
-        self.set_id = set_id
-        self.transport = transport
-        self.exchange = exchange
-        self.members = transport.members
-        self.joined = 0
+        super().__init__(set_id, transport, exchange, **others)
         self.wanted = 0  # threads that wait for a ticket of this set
         self.urgent = False
         self.stopping = False
         self.stopped = False
         self.calm = True  # after the stop: whether nobody was left waiting
-        self.rounds = 0
         self._last_joined = -1
-        self._layout = VectorLayout(transport.size)
-        self._plans: dict[int, list[tuple[list[Entry], tuple[str, ...], Reduction]] | None] = {}
         self._window = transport.window if transport.one_host else None
         self._rider: tuple[int, Entry, Ticket, Reduction, list[np.ndarray[Any, Any]]] | None = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
-        self._threshold = threshold
         self._cycle = cycle_seconds
-        self._lock = lock
-        self._progress = progress
-        self._recorder = recorder
-        self._change_set = change_set
 
     # -- the driver --------------------------------------------------------------------------
 
@@ -299,55 +258,6 @@ class ProcessSetState(PendingRequests):
             achieved |= yield from self._hear_news(set_bits(news)[0])
         return achieved
 
-    def _run_ready(self, ready: int) -> Steps:
-        """Execute what is ready everywhere; the plan of a set of all-reduces is remembered."""
-        if self.joined:
-            yield from self._run_slots(set_bits(ready))
-            return
-        if ready in self._plans:
-            plan = self._plans[ready]
-        else:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[ready] = self._plan(set_bits(ready))
-        if plan is None:
-            yield from self._run_slots(set_bits(ready))
-            return
-        pending = self.pending
-        with self._lock:
-            self._ready &= ~ready
-        for entries, names, how in plan:
-            began = time.monotonic()
-            tickets = [pending[name] for name in names]
-            for entry in entries:
-                entry.used = self.rounds
-            outputs = yield from allreduce_flat(self.exchange, [ticket.request for ticket in tickets], how)
-            self._recorder.add(
-                "batch", (self.set_id, self.rounds, "ALLREDUCE", names, time.monotonic() - began)
-            )
-            with self._lock:
-                for name in names:
-                    del pending[name]
-            for ticket, output in zip(tickets, outputs, strict=True):
-                ticket.finish(output)
-
-    def _plan(self, slots: list[int]) -> list[tuple[list[Entry], tuple[str, ...], Reduction]] | None:
-        """Return the batches of these entries if all are plain all-reduces of one dtype each, else None."""
-        entries = [entry for entry in (self._table.entries[slot] for slot in slots) if entry is not None]
-        for entry in entries:
-            d = entry.description
-            if d.verb != Verb.ALLREDUCE or d.operation == Operation.ADASUM or d.detail or entry.disputed:
-                return None
-            if len(set(d.dtypes)) != 1:
-                return None
-        plan = []
-        for positions in plan_batches([entry.description for entry in entries], self._threshold):
-            batch = [entries[i] for i in positions]
-            d = batch[0].description
-            how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
-            plan.append((batch, tuple(entry.name for entry in batch), how))
-        return plan
-
     def _see_joined(self, joined: int) -> bool:
         new = joined & ~self.joined
         self.joined = joined
@@ -371,105 +281,6 @@ class ProcessSetState(PendingRequests):
                 self._number(waiting)
         if ticket is not None:
             ticket.finish(self._last_joined)
-
-    def _run_unnamed(self, agreed: int) -> Steps:
-        number, first, run = self._layout.read_unnamed(agreed)
-        if not number:
-            return False
-        with self._lock:
-            tickets = [self.unnamed.popleft() for _ in range(RUN if first and run else 1)]
-            self.running = tickets
-        works = [Work(ticket.name, ticket.request.description, ticket) for ticket in tickets]
-        if first:
-            yield from self._run(works)
-        else:
-            yield from self._dispute(works[0])
-        self.running = []
-        return True
-
-    def _run_slots(self, slots: list[int]) -> Steps:
-        """Execute table entries that are ready on all members."""
-        works: list[Work] = []
-        disputes: list[tuple[int, Work]] = []
-        with self._lock:
-            for slot in slots:
-                entry = self._table.entries[slot]
-                if entry is None:
-                    continue  # everybody who is left has joined
-                entry.used = self.rounds
-                self._ready &= ~(1 << slot)
-                ticket = None if self._joined_here else self.pending[entry.name]
-                work = Work(entry.name, entry.description, ticket)
-                if entry.disputed:
-                    disputes.append((slot, work))
-                else:
-                    works.append(work)
-        yield from self._run(works)
-        for slot, work in disputes:
-            yield from self._dispute(work)
-            self._table.remove(slot)
-            self._plans.clear()
-
-    def _run(self, works: list[Work]) -> Steps:
-        alone = len(works) == 1
-        for positions in [[0]] if alone else plan_batches([w.description for w in works], self._threshold):
-            batch = [works[i] for i in positions]
-            began = time.perf_counter()
-            verb = batch[0].description.verb
-            results: list[Any]
-            if batch[0].ticket is not None and batch[0].ticket.refusal is not None:
-                results = [[] for _ in batch]  # all ranks made the same mistake, and have raised
-            elif error := self._forbidden(batch[0]):
-                results = [error for _ in batch]
-            elif verb in (Verb.ADD_SET, Verb.REMOVE_SET) and self._change_set is not None:
-                results = yield from self._change_set(batch[0])
-            else:
-                results = yield from execute(self.exchange, self.members, batch)
-            self._recorder.add(
-                "batch",
-                (self.set_id, self.rounds, verb.name, [w.name for w in batch], time.perf_counter() - began),
-            )
-            self._finish(batch, results)
-
-    def _forbidden(self, work: Work) -> MismatchError | None:
-        """Return why an agreed request cannot be executed, the same on all members."""
-        d = work.description
-        if self.joined and d.verb not in (Verb.ALLREDUCE, Verb.BARRIER):
-            who = ", ".join(str(self.transport.identities[i]) for i in set_bits(self.joined))
-            return MismatchError(
-                f"'{work.name}': {d.verb.name.lower()} is not possible while some ranks have joined ({who}); "
-                "only allreduce is. Call join() after the last such operation."
-            )
-        size = self.transport.size
-        if d.operation == Operation.ADASUM and size & (size - 1):
-            return MismatchError(
-                f"'{work.name}': Adasum needs a power of two of ranks, and there are {size}."
-            )
-        return None
-
-    def _finish(self, batch: list[Work], results: list[Any]) -> None:
-        with self._lock:
-            for work in batch:
-                if work.ticket is not None and self.pending.get(work.name) is work.ticket:
-                    del self.pending[work.name]
-        for work, result in zip(batch, results, strict=True):
-            if work.ticket is None:
-                continue
-            if isinstance(result, Exception):
-                work.ticket.finish(error=result)
-            else:
-                work.ticket.finish(result)
-
-    def _dispute(self, work: Work) -> Steps:
-        """All members have submitted the name, but not the same: tell each the same."""
-        own = None if work.ticket is None else (work.ticket.request.description, work.ticket.refusal)
-        everybody = yield from self.exchange.gather_bytes(pickle.dumps((work.name, own)))
-        told = [pickle.loads(payload) for payload in everybody]
-        # Names of unnamed requests contain the verb, which may be what they differ in: all say the first.
-        submitted = [entry for _, entry in told]
-        error = MismatchError(mismatch_message(told[0][0], self.transport.identities, submitted))
-        self._recorder.add("mismatch", str(error))
-        self._finish([work], [error])
 
     def _choose_news(self) -> list[tuple[str, Ticket]]:
         """Return what is told next: what was told longest ago, or never, comes first."""

@@ -1,0 +1,181 @@
+"""How an engine ends: by agreement of all ranks, or broken; either way nobody is left waiting."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import time
+from typing import Any
+
+from ringdance.core.driver import Driver
+from ringdance.core.recorder import Recorder
+from ringdance.core.request import Description, Request, Ticket, Verb
+from ringdance.core.sets import ProcessSets
+from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
+from ringdance.settings import Settings
+from ringdance.transport.base import Transport
+from ringdance.transport.waiting import Doorbell
+
+__all__ = ["EngineEnd"]
+
+_SHUTDOWN_PATIENCE = 30.0
+
+
+class EngineEnd(ProcessSets):
+    """The part of the engine that stops, fails and gives everything back. Attributes: see ``Engine``."""
+
+    _driver: Driver | None = None
+    _bell: Doorbell | None = None
+
+    def __init__(self, transport: Transport, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.hosts = tuple(identity.host for identity in transport.identities)
+        self.identity = transport.identities[self.rank]
+        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
+        self.closed = False
+        self.broken: CollectiveError | None = None
+        self.unclean = False
+        self.stopped_first = False
+        self.departed = ""
+        self._stop_reason = ""
+        self._stop_ticket = Ticket(Request(Description(Verb.BARRIER)), "shutdown", self._wait)
+
+    @abc.abstractmethod
+    def _wait(self, ticket: Ticket, timeout: float | None) -> None:
+        """Block until a ticket is done."""
+
+    @abc.abstractmethod
+    def _nudge(self) -> None:
+        """Let whoever drives look for work."""
+
+    @abc.abstractmethod
+    def _hear(self, sender: int, note: dict[str, Any]) -> None:
+        """Take in a note of another rank."""
+
+    def _stop(self, reason: str) -> None:
+        self._stop_reason = self._stop_reason or reason
+        for state, _ in self._machines:
+            state.stopping = True
+
+    def _tell_all(self, note: dict[str, Any]) -> None:
+        message = json.dumps(note).encode()
+        for place in range(self.size):
+            if place != self.rank:
+                with contextlib.suppress(Exception):
+                    self.transport.post(place, message)
+
+    def shutdown(
+        self,
+        reason: str = "has called shutdown()",
+        patience: float = _SHUTDOWN_PATIENCE,
+        departing: bool = False,
+    ) -> bool:
+        """Stop on all ranks; what is pending anywhere fails with ShutDownError.
+
+        Args:
+            reason: goes into the others' messages, after this rank's name.
+            patience: seconds to wait for the others' agreement.
+            departing: this rank's program ends, it will not come back.
+
+        Returns:
+            Whether all ranks agreed, so that nothing is left in flight.
+        """
+        if self._driver is None:
+            self.closed = True
+            return True
+        if not self.closed:
+            self.stopped_first = not self._stop_reason
+            self._stop_reason = self._stop_reason or f"{self.identity} {reason}"
+            departed = str(self.identity) if departing else ""
+            self._tell_all({"kind": "stop", "reason": reason, "departed": departed})
+            self._stop(self._stop_reason)
+            self._nudge()
+        try:
+            # Also after an agreed stop: the engine thread may still be freeing communicators.
+            self._driver.wait(self._stop_ticket, patience)
+        except TimeoutError:
+            missing = self._missing_ranks()
+            self.fail(
+                ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s.")
+            )
+        self._driver.join()
+        return self.broken is None and self._stop_ticket.done()
+
+    def _missing_ranks(self) -> str:
+        missing = {
+            str(state.transport.identities[state.transport.host_group[place]])
+            for state, _ in self._machines
+            if state.transport.window is not None
+            for place in state.transport.window.missing()
+        }
+        return ", ".join(sorted(missing)) or "other ranks"
+
+    def _close(self) -> None:
+        """All sets have agreed to stop: give everything back."""
+        self.closed = True
+        self._learn_stop_reason()
+        error = ShutDownError(f"{self._stop_reason} while this operation was pending.")
+        for set_id in sorted(self._sets, reverse=True):
+            state = self._sets[set_id].state
+            if state is not None:
+                self.unclean |= not state.calm
+                self._fail_tickets(state, error)
+        self._bell = None
+        try:
+            for set_id in sorted(self._sets, reverse=True):
+                state = self._sets[set_id].state
+                if state is not None:
+                    state.transport.close(True)
+        finally:
+            self._stop_ticket.finish()
+
+    def _learn_stop_reason(self) -> None:
+        """The note that says who stops can be slower than the round in which it does."""
+        patience = time.monotonic() + 0.2
+        while not self._stop_reason and time.monotonic() < patience:
+            for sender, message in self.transport.messages():
+                self._hear(sender, json.loads(message))
+        self._stop_reason = self._stop_reason or "Another rank has shut down"
+
+    def fail(self, error: CollectiveError, tell: bool = True) -> None:
+        """Break the engine: tell the peers, write down what was going on, fail all tickets."""
+        if self.closed:
+            return
+        self.broken = error
+        self.closed = True
+        pending = [ticket.name for state, _ in self._machines for ticket in state.tickets()]
+        message = str(error)
+        path = self.recorder.dump(self.identity, message, pending)
+        if path and error.args:
+            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
+        if tell:
+            stall = isinstance(error, StallError)
+            self._tell_all({"kind": "failed", "message": message, "departed": self.departed, "stall": stall})
+        for state, _ in self._machines:
+            self._fail_tickets(state, error)
+        self._stop_ticket.finish(error=None)
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Fail a ticket that an interrupt has taken out of all lists; the engine is closed."""
+        ticket.finish(error=None if ticket is self._stop_ticket else self._closed_error())
+
+    def leave(self, message: str) -> None:
+        """This rank ends in an error: tell the others, who fail with RankLostError."""
+        self.departed = str(self.identity)
+        self.fail(RankLostError(message))
+
+    def _closed_error(self) -> CollectiveError:
+        if self.broken is not None:
+            return type(self.broken)(str(self.broken))
+        return ShutDownError(
+            f"{self._stop_reason or 'This rank has shut down'}; nothing more can be submitted."
+        )
+
+    def _failure(self, error: Exception) -> EngineError:
+        failure = EngineError(f"The engine of {self.identity} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
