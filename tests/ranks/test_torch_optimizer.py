@@ -1,0 +1,176 @@
+"""DistributedOptimizer as an object: what it wraps, old idioms, Adasum, sets, join."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch_nets import Net, assert_equal_weights, assert_same_on_all_ranks, data, joined_loss, loss_of, sgd
+
+import ringdance.torch as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.ranks(2, 3, 4)
+
+
+def test_two_optimizers_as_in_a_gan() -> None:
+    def train(make: Callable[[Any], Any], loss: Callable[..., Any]) -> tuple[nn.Module, nn.Module]:
+        generator, critic = Net(seed=5), nn.Linear(3, 1, dtype=torch.float64)
+        with torch.no_grad():
+            critic.weight.fill_(0.3), critic.bias.fill_(-0.1)
+        of_generator, of_critic = make(generator), make(critic)
+        for step in range(8):
+            of_generator.zero_grad()
+            loss(lambda x: critic(generator(x)).square().mean(), step).backward()
+            of_generator.step()
+            of_critic.zero_grad()  # clears what the generator's pass left
+            loss(lambda x: (critic(generator(x).detach()) - 1).square().mean(), step).backward()
+            of_critic.step()
+        return generator, critic
+
+    mine = train(
+        lambda net: hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+        ),
+        lambda of, step: of(data(step, RANK)[0]),
+    )
+    theirs = train(
+        lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        lambda of, step: sum(of(data(step, rank)[0]) for rank in range(SIZE)) / SIZE,
+    )
+    for net, reference in zip(mine, theirs, strict=True):
+        assert_equal_weights(net, reference)
+
+
+def test_adasum_optimizer() -> None:
+    if SIZE == 3:
+        net = Net()
+        optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), op=hvd.Adasum)
+        loss_of(net, 0, RANK).backward()
+        with pytest.raises(NotImplementedError, match="2, 4, 8"):
+            optimizer.step()
+        return
+
+    def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+        return (1 - (dot / (2 * aa) if aa else 0)) * a + (1 - (dot / (2 * bb) if bb else 0)) * b
+
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters(), op=hvd.Adasum
+    )
+    replicas = [Net() for _ in range(SIZE)]
+    plain = [torch.optim.Adam(replica.parameters(), lr=0.01) for replica in replicas]
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(net, step, RANK).backward()
+        optimizer.step()
+        starts = [parameter.detach().clone() for parameter in replicas[0].parameters()]
+        for rank, (replica, one) in enumerate(zip(replicas, plain, strict=True)):
+            one.zero_grad()
+            loss_of(replica, step, rank).backward()
+            one.step()
+        for place, parameters in enumerate(zip(*[replica.parameters() for replica in replicas], strict=True)):
+            changes = [parameter.detach() - starts[place] for parameter in parameters]
+            while len(changes) > 1:
+                changes = [combine(a, b) for a, b in zip(changes[::2], changes[1::2], strict=True)]
+            for parameter in parameters:
+                parameter.data.copy_(starts[place] + changes[0])
+    assert_equal_weights(net, replicas[0], 1e-10)
+
+
+def test_a_process_set_trains_alone() -> None:
+    if SIZE < 3:
+        pytest.skip("for 3 or more ranks")
+    pair = hvd.add_process_set([0, 2])
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), process_set=pair)
+    reference = Net()
+    plain = sgd(reference)
+    together = [0, 2] if pair.included() else [RANK]
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(net, step, RANK).backward()
+        optimizer.step()
+        plain.zero_grad()
+        (sum(loss_of(reference, step, rank) for rank in together) / len(together)).backward()
+        plain.step()
+    assert_equal_weights(net, reference)
+    assert hvd.remove_process_set(pair)
+
+
+def test_the_wrapped_optimizer() -> None:
+    net = Net()
+    base = sgd(net)
+    loss_of(net, 0, 0).backward()
+    base.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(base, net.named_parameters())
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert type(optimizer).__module__ == "ringdance.torch.optimizer"
+    assert "momentum_buffer" in optimizer.state[net.first.weight]
+    assert optimizer.state is base.state
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(net, 1, RANK).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_on_all_ranks(net)
+
+
+def test_the_old_idiom_with_synchronize() -> None:
+    net, reference = Net(), Net()
+    optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(net, step, RANK).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        with optimizer.skip_synchronize(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+        plain.zero_grad()
+        joined_loss(reference, step).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        plain.step()
+    assert_equal_weights(net, reference)
+    if SIZE > 1:
+        loss_of(net, 9, RANK).backward()
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match="skip_synchronize") as seen:
+            optimizer.step()
+        assert len(seen) == 1
+
+
+@several
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_goes_on_after_a_join(overlap: bool) -> None:
+    net, reference = Net(), Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    optimizer._exchange.wants_overlap = overlap
+    plain = sgd(reference)
+    for steps in (3, 5):
+        for step in range(steps + RANK):
+            optimizer.zero_grad()
+            # The branch is used only when the first ranks have joined: they do not learn of it.
+            loss_of(net, step, RANK, step >= steps).backward()
+            optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(net.state_dict(), SIZE - 1)
+        hvd.broadcast_optimizer_state(optimizer, SIZE - 1)
+        assert 0 <= last < SIZE
+        for step in range(steps + SIZE - 1):
+            at_work = [rank for rank in range(SIZE) if step < steps + rank]
+            plain.zero_grad()
+            (sum(loss_of(reference, step, rank, step >= steps) for rank in at_work) / SIZE).backward()
+            plain.step()
+        assert_equal_weights(net, reference)
