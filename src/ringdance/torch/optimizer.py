@@ -209,8 +209,8 @@ def DistributedOptimizer(
     parameters = [parameter for _, parameter in pairs]
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
     trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
-    if isinstance(groups, (list, tuple)) and not all(
-        isinstance(one, Tensor) for group in groups for one in group
+    if isinstance(groups, (list, tuple)) and any(
+        isinstance(group, Tensor) or not all(isinstance(one, Tensor) for one in group) for group in groups
     ):
         raise ArgumentError("groups must be a positive number or a list of lists of parameters.")
     if groups is not None and (isinstance(groups, bool) or (isinstance(groups, int) and groups <= 0)):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = ["Compressor"]
 
 
+@runtime_checkable
 class Compressor(Protocol):
     """Makes a tensor smaller before it is exchanged, and gives it back afterwards.
 

@@ -41,7 +41,7 @@ class HorovodBasics:
     start_timeline = staticmethod(basics.start_timeline)
     stop_timeline = staticmethod(basics.stop_timeline)
 
-    def __init__(self, *library: str) -> None:
+    def __init__(self, pkg_path: str, *args: str) -> None:
         pass
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:

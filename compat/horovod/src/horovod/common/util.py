@@ -92,10 +92,10 @@ def rocm_built(verbose: bool = False) -> bool:
 
 
 @contextlib.contextmanager
-def env(**variables: str | None) -> Iterator[None]:
+def env(**kwargs: str | None) -> Iterator[None]:
     """Set environment variables (``None`` removes one) and put the former ones back at the end."""
-    former = {name: os.environ.get(name) for name in variables}
-    _set(variables)
+    former = {name: os.environ.get(name) for name in kwargs}
+    _set(kwargs)
     try:
         yield
     finally:

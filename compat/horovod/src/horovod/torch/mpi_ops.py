@@ -64,7 +64,7 @@ from ringdance.torch import (
     synchronize,
 )
 
-_basics = HorovodBasics()
+_basics = HorovodBasics(__file__)
 
 __all__ = [
     "Adasum", "Average", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",

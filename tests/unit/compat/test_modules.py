@@ -1,0 +1,151 @@
+"""Horovod's modules: what importing them brings, what is not here, and the small things in horovod.common."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("horovod")
+
+import horovod
+import horovod.torch as hvd
+import ringdance.errors
+import ringdance.torch
+from horovod.common import exceptions, util
+
+
+def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environ},
+    )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "horovod",
+        "horovod.common.util, horovod.common.exceptions",
+        "horovod.common.elastic",
+        "horovod.runner.launch",
+    ],
+)
+def test_no_framework_is_imported(names: str) -> None:
+    done = python(
+        f"import sys, {names}\n"
+        "print([m for m in ('torch', 'tensorflow', 'keras', 'jax', 'mxnet', 'mpi4py') if m in sys.modules])"
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_original_is_noticed(tmp_path: Path) -> None:
+    """Its package would be mixed with this one, whichever was installed last."""
+    folder = tmp_path / "horovod-0.28.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    done = python("import horovod.torch", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: horovod 0.28.1 and ringdance-horovod are both installed")
+    assert "pip uninstall --yes horovod ringdance-horovod" in error
+
+
+def test_the_version_compares_like_the_original_s() -> None:
+    version = pytest.importorskip("packaging.version")
+    assert version.Version("0.28.0") < version.Version(horovod.__version__) < version.Version("0.28.2")
+    assert horovod.__version__.endswith(ringdance.__version__)
+    assert {"run", "__version__"}.issubset(dir(horovod))
+    with pytest.raises(AttributeError, match="'horovod' has no attribute 'torrch'"):
+        _ = horovod.torrch  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("statement", "advice"),
+    [
+        ("from horovod.spark.common.store import Store", "horovod.run(function"),
+        ("import horovod.tensorflow.keras as hvd", "import horovod.torch as hvd"),
+        ("import horovod.keras", "ringdance.numpy"),
+        ("from horovod.ray import RayExecutor", "horovodrun"),
+        ("import horovod.mxnet", "has ended"),
+        ("from horovod.data.data_loader_base import AsyncDataLoaderMixin", "prefetch_factor"),
+    ],
+)
+def test_what_is_not_here_says_what_to_use(statement: str, advice: str) -> None:
+    with pytest.raises(ImportError, match="is not part of ringdance-horovod") as caught:
+        exec(statement)
+    assert advice in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_are_those_of_ringdance() -> None:
+    for name in ringdance.torch.__all__:
+        assert getattr(hvd, name) is getattr(ringdance.torch, name)
+    assert hvd.elastic.run is ringdance.torch.elastic.run
+    assert hvd.optimizer.__name__ == "horovod.torch.optimizer"
+
+
+def test_errors_are_one_family() -> None:
+    assert exceptions.HorovodInternalError is hvd.HorovodInternalError is ringdance.errors.CollectiveError
+    for kind in (ringdance.errors.MismatchError, ringdance.errors.ShutDownError, ringdance.errors.StallError):
+        assert issubclass(kind, hvd.HorovodInternalError)
+    assert issubclass(ringdance.errors.NotInitializedError, (ValueError, hvd.HorovodInternalError))
+    assert not issubclass(exceptions.HostsUpdatedInterrupt, hvd.HorovodInternalError)
+    assert exceptions.HostsUpdatedInterrupt(True).skip_sync is True
+    assert exceptions.HostsUpdatedInterrupt().skip_sync is False
+    mismatch = exceptions.HorovodVersionMismatchError("torch", "2.1", "2.0")
+    assert (mismatch.name, mismatch.version, mismatch.installed_version) == ("torch", "2.1", "2.0")
+    assert all(word in str(mismatch) for word in ("torch", "2.1", "2.0"))
+
+
+def test_built_before_init() -> None:
+    for module in (hvd, hvd.mpi_ops, hvd.mpi_ops._basics):
+        assert module.mpi_built() is True
+        assert module.gloo_built() is module.gloo_enabled() is False
+        assert not any([module.ddl_built(), module.ccl_built(), module.cuda_built(), module.rocm_built()])
+        assert type(module.nccl_built()) is int
+        assert module.nccl_built() < 21000
+
+
+def test_what_is_available(capsys: pytest.CaptureFixture[str]) -> None:
+    assert util.extension_available("torch")
+    assert not util.extension_available("tensorflow", verbose=True)
+    assert "not available" in capsys.readouterr().out
+    assert util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2") is None
+    with pytest.raises(ImportError, match=r"horovod\.mxnet is not available"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+    assert util.gpu_available("tensorflow") is False
+    assert (util.mpi_built(), util.gloo_built(), util.nccl_built(verbose=True)) == (True, False, False)
+
+
+def test_environment_for_a_while() -> None:
+    os.environ["RD_ONE"] = "before"
+    with util.env(RD_ONE=None, RD_TWO="2"):
+        assert "RD_ONE" not in os.environ
+        assert os.environ["RD_TWO"] == "2"
+    assert os.environ.pop("RD_ONE") == "before"
+    assert "RD_TWO" not in os.environ
+
+
+def test_small_helpers() -> None:
+    assert util.split_list([1, 2, 3, 4, 5, 6, 7], 3) == [[1, 2, 3], [4, 5], [6, 7]]
+    assert util.split_list([], 2) == [[], []]
+    assert [n for n in range(-1, 20) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8, 16]
+    assert util.is_iterable(()) is True
+    assert util.is_iterable(3) is False
+    assert util.is_version_greater_equal_than("2.13.0+cpu", "2.9.1")
+    assert not util.is_version_greater_equal_than("1.9.0", "1.10.0")
+    with pytest.raises(ValueError, match=r"1\.2\.3"):
+        util.is_version_greater_equal_than("newest", "1.0.0")
+    calls: list[int] = []
+    remembered = util._cache(lambda n: calls.append(n) or n)
+    assert [remembered(1), remembered(1), remembered(2)] == [1, 1, 2]
+    assert calls == [1, 2]
