@@ -1,13 +1,15 @@
 """Directives whose content is taken from the code when the pages are built, so that it is typed once.
 
 ``{settings}``: all settings. ``{horovod-variables}``: what each ``HOROVOD_*`` variable does here.
-``{horovodrun-options}``: the same for the options of ``horovodrun``. ``{output-of} COMMAND``: what that
-command prints.
+``{horovodrun-options}``: the same for the options of ``horovodrun``. ``{absent-modules}``: modules of
+``horovod`` whose import says what to use instead. ``{output-of} COMMAND``: what that command prints.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import shlex
 import subprocess
 import sys
@@ -67,6 +69,19 @@ def option_rows() -> Iterator[Row]:
                 yield _joined(action.option_strings), (action.help or "").replace("%%", "%")
 
 
+def absent_rows() -> Iterator[Row]:
+    """Modules of Horovod that are not here, with the advice that importing them gives."""
+    import horovod
+
+    for module in sorted(module.name for module in pkgutil.iter_modules(horovod.__path__, "horovod.")):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            if error.name == module:
+                advice = str(error).partition(": ")[2]
+                yield f"`{module}`", advice[:1].upper() + advice[1:]
+
+
 def _joined(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -103,6 +118,13 @@ class HorovodrunOptions(_Table):
     rows = staticmethod(option_rows)
 
 
+class AbsentModules(_Table):
+    """``{absent-modules}``."""
+
+    head = ("module", "use instead")
+    rows = staticmethod(absent_rows)
+
+
 class OutputOf(SphinxDirective):
     """``{output-of} COMMAND``: a command of this package, and what it prints."""
 
@@ -126,5 +148,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("settings", Settings)
     app.add_directive("horovod-variables", HorovodVariables)
     app.add_directive("horovodrun-options", HorovodrunOptions)
+    app.add_directive("absent-modules", AbsentModules)
     app.add_directive("output-of", OutputOf)
     return {"parallel_read_safe": True}

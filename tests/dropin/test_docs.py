@@ -70,7 +70,7 @@ def one_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         cwd=folder, env=environ, text=True, timeout=240,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    return folder, done.stdout
+    return folder, f"{done.stdout}\nexit code {done.returncode}"
 
 
 @pytest.mark.limit(300)
@@ -78,6 +78,11 @@ def one_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_the_python_blocks_of_a_page_run(page: Path, one_job: tuple[Path, str]) -> None:
     folder, said = one_job
     assert all((folder / page.stem / f"done.{rank}").exists() for rank in (0, 1)), said
+
+
+def test_the_job_of_all_pages_ends_well(one_job: tuple[Path, str]) -> None:
+    _, said = one_job
+    assert said.endswith("exit code 0"), said
 
 
 @pytest.mark.limit(300)

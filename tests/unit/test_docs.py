@@ -13,6 +13,8 @@ import pytest
 import yaml
 from doc_blocks import PAGES, PARSED, ROOT, RUN, Block, blocks, difference, script
 
+from ringdance.settings import Settings
+
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 REASONS = ("needs a package index", "needs a network", "needs several machines", "needs Slurm", "needs a GPU")
 
@@ -71,6 +73,12 @@ def test_figures_are_those_of_the_readme() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if script(page)], ids=lambda page: page.stem)
 def test_python_blocks_compile(page: Path) -> None:
     compile(script(page), str(page), "exec")
+
+
+def test_the_stall_warnings_time_is_the_default() -> None:
+    for name in ("coming-from-horovod.md", "explanation/errors.md", "howto/when-it-hangs-or-fails.md"):
+        named = re.findall(r"after (\d+) s(?:econds)?\b(?! \()", (ROOT / "docs" / name).read_text(), re.I)
+        assert f"{Settings().stall_check_time:g}" in named, name
 
 
 def test_extras_that_pages_install_exist() -> None:
