@@ -77,6 +77,8 @@ class SamplerStateHandler(StateHandler):
         self.value.reset()
 
 
+_GradScaler: type = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # PyTorch before 2.3
+
 # The first that fits is taken. Of a scheduler or scaler, rank 0's must not replace the object on other
 # ranks, as a plain attribute would: it is tied to this rank's optimizer.
 _registry: list[tuple[type, type[StateHandler]]] = [
@@ -84,7 +86,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, StateHandler),
-    (torch.amp.GradScaler, StateHandler),
+    (_GradScaler, StateHandler),
 ]
 
 
