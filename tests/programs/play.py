@@ -19,6 +19,8 @@ from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedErro
 
 __all__ = ["Report", "play"]
 
+_OFTEN = 0.2  # how often a rank is delayed before a call,
+_NAPS = 16  # and how many times about in a row of them: a thousand calls need no more
 REFUSED = "the caller gave something wrong"
 # What a mismatch message has to speak of, by planted fault.
 TITLES = {
@@ -155,8 +157,9 @@ class _Player:
 
     def _several(self, job: list[Planned], chance: random.Random, flush: Sequence[str]) -> None:
         flights = []
+        often = min(_OFTEN, _NAPS / max(1, len(job)))
         for planned in self._order(job, chance):
-            self._nap(chance)
+            self._nap(chance, often)
             flights.append(self._submit(planned, chance))
         for where in flush:
             if self.engine.rank in self.members(where):
@@ -164,7 +167,7 @@ class _Player:
         if "shuffled waits" in self.program.features:
             chance.shuffle(flights)
         for flight in flights:
-            self._nap(chance)
+            self._nap(chance, often)
             self._wait(flight, chance)
 
     def _order(self, job: list[Planned], chance: random.Random) -> list[Planned]:
@@ -177,8 +180,8 @@ class _Player:
         unnamed = iter([p for p in job if p.key is None])
         return [next(unnamed) if p.key is None else p for p in shuffled]
 
-    def _nap(self, chance: random.Random) -> None:
-        if self.program.naps and chance.random() < 0.2:
+    def _nap(self, chance: random.Random, often: float = _OFTEN) -> None:
+        if self.program.naps and chance.random() < often:
             time.sleep(chance.random() * self.program.naps)
 
     def _remove(self, step: RemoveSet) -> None:
