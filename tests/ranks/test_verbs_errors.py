@@ -42,7 +42,7 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "dimensions": (lambda: reduce((4, 1)), reduce, "(4, 1)", "(4,)"),
     "prescale": (lambda: reduce(prescale_factor=2.0), reduce, "2.0", "1.0"),
     "postscale": (lambda: reduce(postscale_factor=0.5), reduce, "0.5", "1.0"),
-    "operation": (lambda: reduce(op=hvd.Max), lambda: reduce(op=hvd.Min), "MAX", "MIN"),
+    "operation": (lambda: reduce(op=hvd.Max), lambda: reduce(op=hvd.Min), "Max", "Min"),
     "root": (
         lambda: hvd.broadcast(np.ones(3), LAST, name="disputed"),
         lambda: hvd.broadcast(np.ones(3), 0, name="disputed"),

@@ -42,7 +42,7 @@ def test_the_defaults_that_were_agreed():
     assert settings.cache_capacity == 1024
     assert settings.piece_bytes == 768 << 10
     assert settings.small_bytes == 16384
-    assert settings.stall_check_time == 5.0
+    assert settings.stall_check_time == 4.0
     assert settings.init_timeout == 120.0
 
 
@@ -142,7 +142,7 @@ def test_unusable_text_names_variable_value_and_what_is_expected(name, text):
         ("HOROVOD_CYCLE_TIME", "fast", "cycle_time", 0.0),
         ("HOROVOD_CACHE_CAPACITY", "many", "cache_capacity", 0),
         ("HOROVOD_STALL_CHECK_DISABLE", "true", "stall_check_disable", False),
-        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon", "stall_check_time", 5.0),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon", "stall_check_time", 4.0),
     ],
 )
 def test_unusable_legacy_text_counts_as_in_the_original_and_is_said(name, text, knob, value):

@@ -36,7 +36,7 @@ _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], 
     ("shapes", lambda d: d.shapes, _shape),
     ("prescale factors", lambda d: d.prescale, lambda d: repr(d.prescale)),
     ("postscale factors", lambda d: d.postscale, lambda d: repr(d.postscale)),
-    ("reduce operations", lambda d: d.operation, lambda d: _words(d.operation)),
+    ("reduce operations", lambda d: d.operation, lambda d: _words(d.operation).title()),
     ("root ranks", lambda d: d.root, lambda d: str(d.root)),
     ("ranks of the process set", lambda d: d.detail, lambda d: str(list(d.detail))),
 )
@@ -44,6 +44,7 @@ _ADVICE = {
     "element types": "Cast to one dtype on all ranks before the call.",
     "operations": "Call the same operation on all ranks under one name; give others another name.",
     "shapes": "Give the tensor the same shape on all ranks, or use allgather for unequal lengths.",
+    "reduce operations": "Pass the same op on all ranks.",
     "root ranks": "Pass the same root_rank on all ranks.",
 }
 

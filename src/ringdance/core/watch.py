@@ -1,17 +1,21 @@
 """Watching: what each rank is doing, told to those who wait for it.
 
-A rank that has waited for some seconds asks the members of the set for their status; the
-engine thread answers, even while the main thread computes. The lowest waiting rank then
-says once who has not submitted what, and where its main thread is.
+A rank that has waited for some seconds, or has had an asynchronous request pending for so long,
+asks the members of the set for their status; the engine thread answers, even while the main
+thread computes. The lowest waiting rank then says once who has not submitted what, and where
+its main thread is.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from ringdance.core.process_set import ProcessSetState
@@ -21,21 +25,31 @@ __all__ = ["StallWatch", "main_thread_place", "stall_message"]
 
 _ANSWER_TIME = 0.5
 _MOST_NAMES = 6
+_OWN = ("ringdance", "horovod")
+_PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 def main_thread_place() -> str:
     """Return file, line and function of the user's code that the main thread executes."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    inner = frame
-    # The user's own line says more than the library's; go outward past this package and the frameworks.
-    while frame is not None and (
-        "/ringdance/" in frame.f_code.co_filename or "/site-packages/" in frame.f_code.co_filename
-    ):
+    # The user's own line says more than that of a library which it calls: go outward past those.
+    inner = script = frame
+    while frame is not None and not _is_users(frame):
+        if frame.f_globals.get("__name__") == "__main__":
+            script = frame
         frame = frame.f_back
-    frame = frame or inner
+    frame = frame or script or inner
     if frame is None:
         return "unknown place"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether this is neither our code nor an installed package's nor Python's own."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    path = frame.f_code.co_filename
+    return package not in _OWN and not (path.startswith(_PYTHONS) or _INSTALLED.search(path))
 
 
 @dataclass
@@ -103,7 +117,7 @@ class StallWatch:
         waiting = [
             (state, ticket.name, now - ticket.submitted)
             for state in sets
-            if state.wanted
+            if state.wanted or state.eager_since is not None
             for ticket in state.tickets()
             if ticket.refusal is None and ticket is not state.join_ticket
         ]
@@ -162,6 +176,7 @@ def stall_message(
 ) -> str:
     """Return the sentence about a stall: who waits for what, and what the others do instead."""
     late = []
+    kind = "has waited {:.0f} s for" if own_status["waiting"] else "submitted {:.0f} s ago"
     for place in others:
         answer = answers.get(place)
         if answer is None:
@@ -178,13 +193,15 @@ def stall_message(
             continue
         if answer["joined"]:
             doing = "it has joined"
-        elif answer["waiting"] and names:
+        elif names:
             more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
-            doing = "it waits for " + ", ".join(f"'{n}'" for n in names[:_MOST_NAMES]) + more
+            doing = "it waits for " if answer["waiting"] else "it has submitted "
+            doing += ", ".join(f"'{n}'" for n in names[:_MOST_NAMES]) + more
         else:
-            doing = "it does not wait for anything"
+            doing = "it waits in another set" if answer["waiting"] else "it does not wait for anything"
         late.append(f"{who[place]}: {doing}; its main thread is at {answer['where']}")
-    head = f"{who[own]} has waited {waited:.0f} s for '{name}' (its main thread is at {own_status['where']})."
+    where = f" in process set {set_id}" if set_id else ""
+    head = f"{who[own]} {kind.format(waited)} '{name}'{where} (its main thread is at {own_status['where']})."
     if not late:
         return f"{head} All members have submitted it; the exchange itself is slow or stuck."
     return f"{head} Not submitted by " + "; by ".join(late) + ". All ranks must make the same calls."

@@ -151,7 +151,7 @@ class Settings:
         legacy="STALL_CHECK_DISABLE",
     )
     stall_check_time: float = _knob(
-        5.0, number(above=True), "After this time a tensor that some ranks have not submitted is reported.",
+        4.0, number(above=True), "After this time a tensor that some ranks have not submitted is reported.",
         unit="s", legacy="STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time: float = _knob(

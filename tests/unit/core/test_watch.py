@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from ringdance.core.watch import main_thread_place, stall_message
 from ringdance.transport.base import Identity
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
-OWN = {"where": "train.py:7 in step"}
+OWN = {"where": "train.py:7 in step", "waiting": True}
 
 
 def answer(*names: str, waiting: bool = True, joined: bool = False) -> dict[str, Any]:
@@ -44,7 +45,8 @@ def test_names_on_both_sides_with_lines() -> None:
     ("found", "words"),
     [
         (answer(waiting=False), "it does not wait for anything"),
-        (answer("loss", waiting=False), "it does not wait for anything"),
+        (answer("loss", waiting=False), "it has submitted 'loss'"),
+        (answer(), "it waits in another set"),
         (answer(joined=True), "it has joined"),
         (answer(*map(str, range(9))), "'5' and 3 more"),
     ],
@@ -71,5 +73,31 @@ def test_all_have_submitted_it() -> None:
     assert "All members have submitted it" in said
 
 
+def test_what_was_submitted_and_is_not_waited_for() -> None:
+    own = {**OWN, "waiting": False}
+    states = dict.fromkeys(range(4), "running")
+    said = stall_message(WHO, 1, own, 4.2, "grad", 3, [0], {0: answer(waiting=False)}, states)
+    assert "rank 1 on host host0 (pid 101) submitted 4 s ago 'grad' in process set 3" in said
+
+
 def test_place_of_the_main_thread_is_the_users_line() -> None:
     assert "test_watch.py:" in main_thread_place()
+
+
+@pytest.mark.parametrize(
+    ("path", "module", "users"),
+    [
+        ("/env/lib/python3.12/site-packages/torch/nn/linear.py", "torch.nn.linear", False),
+        ("/usr/lib/python3/dist-packages/yaml/__init__.py", "yaml", False),
+        (threading.__file__, "threading", False),
+        ("<frozen runpy>", "runpy", False),
+        ("/home/me/horovod/compat/src/horovod/torch/mpi_ops.py", "horovod.torch.mpi_ops", False),
+        ("/home/me/src/ringdance/torch/operations.py", "ringdance.torch.operations", False),
+        ("/home/me/ringdance/train.py", "__main__", True),
+        ("/home/me/horovod/model.py", "model", True),
+    ],
+)
+def test_libraries_are_not_the_users(path: str, module: str, users: bool) -> None:
+    space: dict[str, Any] = {"__name__": module}
+    exec(compile("def call(function):\n    return function()", path, "exec"), space)
+    assert space["call"](main_thread_place).startswith(path if users else __file__)

@@ -1,0 +1,180 @@
+"""Ranks that do not make the same calls: what is said, and how the job ends, in scripts run as usual."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run import launcher
+
+HOST = socket.gethostname()
+BIN = Path(sys.executable).parent
+STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+
+Start = Callable[..., tuple[int, str]]
+
+# The launcher ends all ranks when one has ended after an error: each waits until all have said theirs.
+TOGETHER = """
+    from pathlib import Path
+    Path(f"done.{hvd.rank()}").touch()
+    while not all(Path(f"done.{rank}").exists() for rank in range(hvd.size())):
+        time.sleep(0.01)
+"""
+DISJOINT = """
+    import time
+    import torch
+    import horovod.torch as hvd
+
+    def evaluate(x):
+        return hvd.allreduce(x, name="validation.loss")  # here rank 0 waits
+
+    def train(x):
+        return hvd.allreduce(x, name="training.loss")  # here rank 1 waits
+
+    hvd.init()
+    if hvd.rank() == 2:
+        time.sleep(5)  # here rank 2 is
+    for _ in range(2):
+        try:
+            (evaluate if hvd.rank() == 0 else train)(torch.ones(3))
+        except hvd.HorovodInternalError as error:
+            print(f"rank {hvd.rank()} got {type(error).__name__}: {error}", flush=True)
+""" + TOGETHER
+LATE = """
+    import time
+    import torch
+    import horovod.torch as hvd
+
+    hvd.init()
+    time.sleep(10 * hvd.rank())  # here the late ones are
+    hvd.allreduce(torch.ones(3), name="gradient")  # here rank 0 waits
+    print("went on")
+"""
+POLLED = """
+    import time
+    import torch
+    import horovod.torch as hvd
+
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(3), name=f"of.rank.{hvd.rank()}")
+    try:
+        while not hvd.poll(handle):
+            time.sleep(0.01)  # here all are
+        hvd.synchronize(handle)
+    except hvd.HorovodInternalError as error:
+        print(f"rank {hvd.rank()} got {type(error).__name__}: {error}", flush=True)
+""" + TOGETHER
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Run a script on several ranks; returns exit code and output of all."""
+    def start(way: str, size: int, script: str, **settings: str) -> tuple[int, str]:
+        (tmp_path / "train.py").write_text(textwrap.dedent(script))
+        command, environ = launcher(size)
+        if way == "horovodrun":
+            command = [str(BIN / "horovodrun"), "-np", str(size)]
+        environ = {k: v for k, v in environ.items() if not k.startswith(("HOROVOD_", "RINGDANCE_"))}
+        environ |= {**settings, "RINGDANCE_FLIGHT_RECORDER_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [*command, sys.executable, "train.py"],
+            cwd=tmp_path, env=environ, text=True, timeout=150,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return start
+
+
+# Under load it takes long to start Python and PyTorch on all ranks.
+pytestmark = pytest.mark.limit(160)
+
+
+def line_with(script: str, words: str) -> str:
+    """train.py:<number of the line with these words>."""
+    lines = textwrap.dedent(script).splitlines()
+    return f"train.py:{next(number for number, line in enumerate(lines, 1) if words in line)} in "
+
+
+def warnings_in(output: str) -> list[str]:
+    return [line for line in output.splitlines() if " has waited " in line and "got " not in line]
+
+
+def errors_in(output: str) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for rank, text in re.findall(r"rank (\d+) got (.*)", output):
+        found.setdefault(int(rank), []).append(text)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_disjoint_names(start: Start, size: int) -> None:
+    """First a warning with all that one needs to find it; then an error on every rank, at every call."""
+    code, output = start("mpiexec", size, DISJOINT, **STALL)
+    assert code != 0
+    warning = warnings_in(output)[0]
+    assert f"rank 0 on host {HOST}" in warning
+    assert "'allreduce.validation.loss'" in warning
+    assert line_with(DISJOINT, "rank 0 waits") + "evaluate" in warning
+    assert f"rank 1 on host {HOST}" in warning
+    assert "'allreduce.training.loss'" in warning
+    assert line_with(DISJOINT, "rank 1 waits") + "train" in warning
+    if size == 3:
+        assert f"rank 2 on host {HOST}" in warning
+        assert "it does not wait for anything" in warning
+        assert line_with(DISJOINT, "rank 2 is") + "<module>" in warning
+    assert "All ranks must make the same calls." in warning
+    errors = errors_in(output)
+    assert sorted(errors) == list(range(size)), output
+    for texts in errors.values():
+        assert len(texts) == 2
+        for text in texts:
+            assert text.startswith("StallError: "), text
+            assert "Gave up after the stall shutdown time" in text
+            assert "allreduce.training.loss" in text
+            assert "allreduce.validation.loss" in text
+
+
+@pytest.mark.parametrize(
+    ("way", "size"), [("mpiexec", 2), pytest.param("horovodrun", 3, marks=pytest.mark.slow)]
+)
+def test_late_ranks_end_the_job(start: Start, way: str, size: int) -> None:
+    """Rank r comes 10 r seconds late, a warning is due after 2 and the end after 5."""
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"}
+    code, output = start(way, size, LATE, **limits)
+    assert code != 0
+    assert "went on" not in output
+    assert "StallError" in output
+    warning = warnings_in(output)[0]
+    assert f"rank 0 on host {HOST}" in warning
+    assert "'allreduce.gradient'" in warning
+    assert line_with(LATE, "rank 0 waits") in warning
+    for rank in range(1, size):
+        assert f"rank {rank} on host {HOST}" in warning
+    assert line_with(LATE, "the late ones are") in warning
+
+
+def test_late_ranks_that_nobody_watches(start: Start) -> None:
+    script = LATE.replace("10 *", "3 *")
+    code, output = start("mpiexec", 2, script, **STALL, HOROVOD_STALL_CHECK_DISABLE="1")
+    assert code == 0, output
+    assert output.count("went on") == 2
+    assert not warnings_in(output)
+
+
+def test_polled_handles(start: Start) -> None:
+    """Nobody waits, all only look again and again."""
+    code, output = start("mpiexec", 2, POLLED, **STALL)
+    assert code != 0
+    warning = next(line for line in output.splitlines() if " submitted " in line)
+    for rank in range(2):
+        assert f"rank {rank} on host {HOST}" in warning
+        assert f"'allreduce.of.rank.{rank}'" in warning
+    assert warning.count(line_with(POLLED, "here all are")) == 2
+    assert sorted(errors_in(output)) == [0, 1], output
