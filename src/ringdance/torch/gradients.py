@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ringdance.torch.compression import Compression
 from ringdance.torch.memory import Array, from_array, host_tensor, view_of
-from ringdance.training.optimizer import AS_DENSE, DENSE
+from ringdance.training.gradients import AS_DENSE, DENSE
 
 __all__ = ["Gradients", "Hooks", "fill_from_host", "host_copies"]
 
@@ -36,7 +36,7 @@ def fill_from_host(target: Tensor, source: Tensor) -> None:
 
 
 class Gradients:
-    """The gradients of ``parameters``, by index. See ``training.optimizer.GradientSource``.
+    """The gradients of ``parameters``, by index. See ``training.gradients.GradientSource``.
 
     A dense contiguous gradient on the CPU is lent as it is and reduced in place. Others (on a GPU, with
     compression, not contiguous as with channels_last) go through a copy that ``put`` writes back.
@@ -67,8 +67,12 @@ class Gradients:
                 kinds[index] = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
         return kinds
 
-    def take(self, indices: Sequence[int], zeros: bytearray) -> tuple[Array, ...]:
+    def take(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""
+        if self.compression is Compression.none and not zeros:
+            views = self._as_they_are(indices)
+            if views is not None:
+                return views
         gradients = []
         for index in indices:
             parameter = self.parameters[index]
@@ -77,12 +81,21 @@ class Gradients:
                 gradient = parameter.grad = torch.zeros_like(parameter)
             elif gradient.is_sparse:
                 gradient = parameter.grad = gradient.to_dense()
-            if zeros[index]:
+            if zeros and zeros[index]:
                 gradient.zero_()
             gradients.append(gradient.detach())
         if self.compression is Compression.none and all([g.is_cpu and g.is_contiguous() for g in gradients]):
             return tuple([view_of(gradient) for gradient in gradients])
         return tuple(self._copied(indices, gradients))
+
+    def _as_they_are(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
+        """Return views of dense, contiguous gradients on the CPU; None where one is another."""
+        try:
+            # None is no tensor; on a GPU, sparse, to be differentiated, bfloat16: NumPy refuses
+            views = tuple([self.parameters[index].grad.numpy() for index in indices])  # type: ignore[union-attr]
+        except (AttributeError, TypeError, RuntimeError):
+            return None
+        return views if all([view.flags.c_contiguous for view in views]) else None
 
     def _copied(self, indices: Sequence[int], gradients: list[Tensor]) -> list[Array]:
         packed = [self.compression.compress(gradient) for gradient in gradients]
@@ -104,6 +117,8 @@ class Gradients:
                 gradient = self.parameters[index].grad
                 if copied is not None and gradient is not None:
                     fill_from_host(gradient, self.compression.decompress(*copied))
+        if union.count(DENSE) == len(union):
+            return
         for index in indices:
             gradient = self.parameters[index].grad
             if union[index] < DENSE and gradient is not None:

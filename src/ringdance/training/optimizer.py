@@ -33,7 +33,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,56 +41,26 @@ from ringdance import session
 from ringdance.core.request import Operation, Ticket
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import verbs
+from ringdance.training.gradients import AS_DENSE, GradientSource
 from ringdance.training.options import scales_of
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["AS_DENSE", "DENSE", "GradientExchange", "GradientSource"]
+__all__ = ["GradientExchange"]
 
 Array = np.ndarray[Any, Any]
 
 # Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros
 # that a joined rank contributes, and their maxima tell whether all ranks are in one step.
 STEPS = 251
-# Kinds in the mask: 0 nothing; d sparse with d sparse dimensions; AS_DENSE + d the same, but to be reduced as
-# a dense one and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient
-# that is dense anywhere is reduced as dense; then a bucket that was sent stays valid.
-AS_DENSE = 128
-DENSE = 255
-
-
-class GradientSource(Protocol):
-    """How a binding lends gradients, addressed by the parameter's index."""
-
-    def kinds(self, computed: bytearray) -> bytearray:
-        """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
-
-    def take(self, indices: Sequence[int], zeros: bytearray) -> tuple[Array, ...]:
-        """Return contiguous views, to be reduced in place; zeros for a gradient that is missing here.
-
-        Where ``zeros[index]`` is set, the gradient counts as zero whatever is there. A sparse one is
-        made dense.
-        """
-
-    def put(self, indices: Sequence[int], union: bytes) -> None:
-        """The views of these now hold the result: make it the gradient, of the kind in ``union``."""
-
-    def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
-        """Return indices (int64, entries x sparse_dims) and values (entries x ...); none if missing here."""
-
-    def put_sparse(self, index: int, indices: Array, values: Array) -> None:
-        """Set the gradient to these entries of all ranks; equal indices are to be summed."""
-
-    def nbytes(self, index: int) -> int:
-        """Return the size of the gradient in bytes."""
 
 
 @dataclass
 class Bucket:
     """Gradients that are sent in one request."""
 
-    number: int
+    name: str
     members: tuple[int, ...]
     expected: tuple[int, ...]  # agreed: what was reduced last time
     missing: int = 0  # of the expected ones, not computed yet
@@ -144,8 +114,8 @@ class GradientExchange:
         self.early = early
         self.wants_overlap = overlap and early
         self.groups = [tuple(group) for group in groups]
+        self.state = _State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
         self._join(session.engine())
-        self.reset()
 
     def _join(self, engine: Engine) -> None:
         """Work in this job, all ranks from the same beginning: what earlier steps taught is forgotten."""
@@ -163,6 +133,8 @@ class GradientExchange:
         self.overlap = False  # not before all ranks have agreed, with the first mask
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
+        self._mask_name = f"{self.name}.mask"
+        self._usual = b""  # the kinds that all ranks agreed on last time, if none was sparse
         self._plan()
 
     def _rejoin(self) -> bool:
@@ -184,7 +156,10 @@ class GradientExchange:
         expected = {index for bucket in self.buckets for index in bucket.expected}
         first = not self.buckets
         self.buckets = [
-            Bucket(number, tuple(part), tuple(index for index in part if first or index in expected))
+            Bucket(
+                f"{self.name}.{number}", tuple(part),
+                tuple(index for index in part if first or index in expected),
+            )
             for number, part in enumerate(parts)
         ]
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
@@ -212,6 +187,9 @@ class GradientExchange:
 
     def reset(self) -> None:
         """Forget what was computed and reduced (zero_grad, or after an error)."""
+        state = self.state
+        if not state.passes and state.exchanged_at < 0 and 1 not in state.computed:
+            return
         count = len(self.names)
         self.state = _State(computed=bytearray(count), reduced=bytearray(count))
         for bucket in self.buckets:
@@ -257,7 +235,7 @@ class GradientExchange:
             kinds = self.source.kinds(self.state.computed)
             if all(kinds[member] >= AS_DENSE for member in bucket.expected):
                 bucket.kinds = bytes(kinds)
-                bucket.ticket = self._send(bucket, bucket.expected, bytearray(len(self.names)), wake=True)
+                bucket.ticket = self._send(bucket, bucket.expected, wake=True)
 
     def pass_done(self) -> None:
         """A backward pass that computed some of the gradients is complete; meet the others if it is time."""
@@ -290,34 +268,43 @@ class GradientExchange:
             if bucket.ticket is not None:
                 for index in bucket.expected:
                     kinds[index] = bucket.kinds[index]
-        mask = np.zeros(count + 3, np.uint8)
-        mask[:count] = kinds
-        mask[count:] = self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1
+        memory = kinds + bytes((self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1))
+        mask = np.frombuffer(memory, np.uint8)
         try:
             sent = verbs.allreduce(
-                self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=Operation.MAX,
+                self.engine, (mask,), (mask,), name=self._mask_name, operation=Operation.MAX,
                 set_id=self.set_id, wake=False,
             )
             # Where operation is not Average, a leftover that was not computed now must not count again.
-            zeros = bytearray(count)
+            zeros = b""
             if self.operation is not Operation.AVERAGE:
-                zeros = bytearray(0 if kind else 1 for kind in kinds)
+                zeros = bytes(0 if kind else 1 for kind in kinds)
+            usual = kinds == self._usual
             for bucket in self.buckets:
-                if bucket.ticket is None and bucket.expected and self._complete(bucket, kinds):
+                if bucket.ticket is None and bucket.expected and (usual or self._complete(bucket, kinds)):
                     bucket.ticket = self._send(bucket, bucket.expected, zeros)
             sent.wait()
-            self._check_step(int(mask[count]) - 1, STEPS - int(mask[count + 1]))
-            union = mask[:count].tobytes()
-            self._reduce(union, zeros)
+            self._check_step(memory[count] - 1, STEPS - memory[count + 1])
+            union = bytes(memory[:count])
+            if usual and union == self._usual:
+                for bucket in self.buckets:
+                    if bucket.ticket is not None:
+                        bucket.ticket.wait()
+                        self.source.put(bucket.expected, union)
+            else:
+                self._reduce(union, zeros)
         except BaseException:
             self._abandon()
             raise
-        for index, kind in enumerate(union):
-            if kind:
-                state.reduced[index] = 1
-        state.computed = bytearray(count)
+        self._exchanged(union, overlap=not memory[count + 2])
+
+    def _exchanged(self, union: bytes, overlap: bool) -> None:
+        state = self.state
+        if self.operation is not Operation.AVERAGE:
+            both = zip(union, state.reduced, strict=True)
+            state.reduced = bytearray(1 if now or before else 0 for now, before in both)
+        state.computed = bytearray(len(union))
         state.exchanged_at = state.passes
-        overlap = not mask[count + 2]
         if overlap != self.overlap:
             self.overlap = overlap
             self._plan()
@@ -331,7 +318,7 @@ class GradientExchange:
         have = [index for index in bucket.members if kinds[index]]
         return tuple(have) == bucket.expected and min([kinds[index] for index in have]) >= AS_DENSE
 
-    def _reduce(self, union: bytes, zeros: bytearray) -> None:
+    def _reduce(self, union: bytes, zeros: bytes) -> None:
         """Send what is still to be sent of the union, wait for all, and hand over the results."""
         tickets: list[tuple[Ticket, tuple[int, ...]]] = []
         for bucket in self.buckets:
@@ -348,15 +335,18 @@ class GradientExchange:
             bucket.expected = dense
         sparse = [index for index, kind in enumerate(union) if 0 < kind < AS_DENSE]
         gathered = self._send_sparse(sparse, union) if sparse else None
+        self._usual = b"" if sparse else union
         for ticket, indices in tickets:
             ticket.wait()
             self.source.put(indices, union)
         if gathered is not None:
             self._put_sparse(sparse, union, gathered.wait())
 
-    def _send(self, bucket: Bucket, indices: tuple[int, ...], zeros: bytearray, wake: bool = False) -> Ticket:
+    def _send(
+        self, bucket: Bucket, indices: tuple[int, ...], zeros: bytes = b"", wake: bool = False
+    ) -> Ticket:
         views = self.source.take(indices, zeros)
-        name = f"{self.name}.{bucket.number}"
+        name = bucket.name
         if len(indices) != len(bucket.members):
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
             name = f"{name}.{chosen}"

@@ -144,36 +144,36 @@ def allreduce(
     """
     if set_id:
         _members(engine, set_id)
-    full: str | None
-    if name is not None and not grouped:
-        description, full = _describe_again(name, inputs[0], operation, prescale, postscale)
-    else:
+    full: str | None = None
+    if name is None:
         description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(inputs), operation, prescale, postscale)
-        full = _full_name("allreduce", name, grouped)
+    else:
+        full = f"grouped_allreduce.{name}" if grouped else f"allreduce.{name}"
+        description = _describe_again(full, inputs, operation, prescale, postscale)
     if operation is Operation.ADASUM:
         _check_adasum(len(engine.members(set_id)))
     return engine.submit(Request(description, inputs, outputs, full, set_id), wake=wake)
 
 
 # Name -> what was reduced under it last: comparing is quicker than hashing, and a step's names come again.
-_recent: dict[str, tuple[tuple[Any, ...], Description, str]] = {}
+_recent: dict[str, tuple[tuple[Any, ...], Description]] = {}
 _MOST_RECENT = 4096
 
 
 def _describe_again(
-    name: str, view: Array, operation: Operation, prescale: float, postscale: float
-) -> tuple[Description, str]:
-    """Return description and full name of a single named allreduce."""
-    key = (view.dtype, view.shape, operation, prescale, postscale)
-    known = _recent.get(name)
+    full: str, views: Arrays, operation: Operation, prescale: float, postscale: float
+) -> Description:
+    """Return the description of an allreduce with this full name."""
+    dtypes, shapes = _dtypes_and_shapes(views)
+    key = (dtypes, shapes, operation, prescale, postscale)
+    known = _recent.get(full)
     if known is not None and known[0] == key:
-        return known[1], known[2]
+        return known[1]
     if len(_recent) >= _MOST_RECENT:
         _recent.clear()
-    description = _describe(Verb.ALLREDUCE, (view.dtype,), (view.shape,), operation, prescale, postscale)
-    full = f"allreduce.{name}"
-    _recent[name] = (key, description, full)
-    return description, full
+    description = _describe(Verb.ALLREDUCE, dtypes, shapes, operation, prescale, postscale)
+    _recent[full] = (key, description)
+    return description
 
 
 def _check_adasum(size: int) -> None:

@@ -1,0 +1,44 @@
+"""How a framework's binding lends its gradients to ``optimizer.GradientExchange``, and kinds of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["AS_DENSE", "DENSE", "GradientSource"]
+
+Array = np.ndarray[Any, Any]
+
+# Kinds in the mask: 0 nothing; d sparse with d sparse dimensions; AS_DENSE + d the same, but to be reduced as
+# a dense one and made sparse again; DENSE. The mask holds the maximum over the ranks, so a gradient
+# that is dense anywhere is reduced as dense; then a bucket that was sent stays valid.
+AS_DENSE = 128
+DENSE = 255
+
+
+class GradientSource(Protocol):
+    """How a binding lends gradients, addressed by the parameter's index."""
+
+    def kinds(self, computed: bytearray) -> bytearray:
+        """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
+
+    def take(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
+        """Return contiguous views, to be reduced in place; zeros for a gradient that is missing here.
+
+        Where ``zeros[index]`` is set, the gradient counts as zero whatever is there; empty: nowhere. A
+        sparse one is made dense.
+        """
+
+    def put(self, indices: Sequence[int], union: bytes) -> None:
+        """The views of these now hold the result: make it the gradient, of the kind in ``union``."""
+
+    def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
+        """Return indices (int64, entries x sparse_dims) and values (entries x ...); none if missing here."""
+
+    def put_sparse(self, index: int, indices: Array, values: Array) -> None:
+        """Set the gradient to these entries of all ranks; equal indices are to be summed."""
+
+    def nbytes(self, index: int) -> int:
+        """Return the size of the gradient in bytes."""
