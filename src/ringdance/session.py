@@ -149,7 +149,10 @@ def regroup() -> Any:
     if _process.mpi and former.size > 1:
         from ringdance.transport.mpi import meet
 
-        meet(_process.comm, former.transport.identities, former.settings.elastic_timeout)
+        settings = former.settings
+        meet(
+            _process.comm, former.transport.identities, settings.init_timeout, settings.elastic_timeout
+        )  # fmt: skip
         # Whatever went wrong before: all have left it behind.
         _process.clean = True
     return _process.comm

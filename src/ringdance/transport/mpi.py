@@ -19,7 +19,7 @@ import numpy as np
 
 from ringdance.errors import ArgumentError, LaunchError, RankLostError, SettingError
 from ringdance.transport.base import Identity, Pending, Transport
-from ringdance.transport.rollcall import waiting_in_init
+from ringdance.transport.rollcall import tell, waiting_in_init
 from ringdance.transport.waiting import process_state
 from ringdance.transport.window import Window, window_size
 
@@ -267,13 +267,14 @@ class MpiTransport(Transport):
             comm.Free()
 
 
-def meet(comm: Any, peers: Sequence[Identity], patience: float) -> None:
+def meet(comm: Any, peers: Sequence[Identity], patience: float, limit: float) -> None:
     """Wait until all ranks of a job that has ended come here, to start it again.
 
     Args:
         comm: as for ``world_transport``; for a list of ranks nothing is waited for here.
         peers: the ranks of the former job.
-        patience: seconds.
+        patience: seconds after which a warning says which ranks have not come.
+        limit: seconds.
 
     Raises:
         RankLostError: a process on this host has ended, or not all came in time.
@@ -283,6 +284,11 @@ def meet(comm: Any, peers: Sequence[Identity], patience: float) -> None:
     where = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(where, MPI.Comm):
         return
+    with waiting_in_init(patience, _expected(comm)):
+        _wait_for_all(where, peers, limit, _expected(comm))
+
+
+def _wait_for_all(where: Any, peers: Sequence[Identity], limit: float, ranks: list[int]) -> None:
     here = socket.gethostname()
     arrived = where.Ibarrier()
     began = time.monotonic()
@@ -294,10 +300,10 @@ def meet(comm: Any, peers: Sequence[Identity], patience: float) -> None:
             gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
             if gone:
                 raise RankLostError(f"The job cannot start again: {gone[0]} has ended.")
-        if now > began + patience:
+        if now > began + limit:
             raise RankLostError(
-                f"The job cannot start again: not all {len(peers)} ranks were ready within {patience:g} s "
-                "(setting elastic_timeout). Look for a rank that hangs, or that has left its training loop."
+                f"The job cannot start again: not all {len(peers)} ranks were ready within {limit:g} s "
+                f"(setting elastic_timeout). {tell(ranks, limit)}"
             )
         time.sleep(nap)
         nap = min(2 * nap, 0.02)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ringdance.transport.waiting import process_state
 
-__all__ = ["Absence", "look_around", "waiting_in_init"]
+__all__ = ["Absence", "look_around", "tell", "waiting_in_init"]
 
 _log = logging.getLogger("ringdance")
 
@@ -72,6 +72,12 @@ def _watch(done: threading.Event, patience: float, ranks: Collection[int]) -> No
         if found is None or not found.present or int(os.environ[name]) == min(found.present):
             _log.warning("ringdance: %s", message(found, ranks, waited))
         patience, waited = waited, 2 * waited
+
+
+def tell(ranks: Collection[int], waited: float) -> str:
+    """Return what there is to say now, while this rank waits; arguments as for ``message``."""
+    name = next((name for name in _RANK_NAMES if name in os.environ), "")
+    return message(look_around(name) if name else None, ranks, waited)
 
 
 def look_around(rank_name: str) -> Absence | None:

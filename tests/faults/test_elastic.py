@@ -1,0 +1,92 @@
+"""Elastic training that cannot go on: a rank has ended, and hosts and processes do not change."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import script
+
+from ringdance.training.elastic import MOST_FAILURES
+
+PROGRAM = """
+    import os, signal, sys, time
+    import ringdance.numpy as hvd
+    import numpy as np
+    from ringdance.training.elastic import ObjectState, run
+
+    hvd.init()
+    state = ObjectState(step=0)
+
+    @run
+    def train(state):
+        print("begins at", state.step, flush=True)
+        while state.step < 20:
+            hvd.allreduce(np.ones(10, np.float32), name="gradients")
+            state.step += 1
+            if state.step % 5 == 0:
+                state.commit()
+            if state.step == 12 and hvd.rank() == 1:
+                how()
+        return "through"
+
+    def how():
+        HOW
+
+    print(train(state), flush=True)
+"""
+
+
+def run_job(folder: Path, how: str, *options: str, program: str = PROGRAM) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ringdance", "run", "-np", "3", *options]
+    done = subprocess.run(
+        [*command, "python", script(folder, program.replace("HOW", how))],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        ("raise ValueError('my own')", 1, "ValueError: my own"),
+        ("sys.exit(0)", 1, "ended its program while other ranks waited for it"),
+        ("sys.exit(5)", None, "ended its program while other ranks waited for it"),
+    ],
+    ids=["killed", "raises", "ends", "exits"],
+)
+def test_the_job_ends_with_the_cause(tmp_path: Path, how: str, code: int | None, cause: str) -> None:
+    found, output = run_job(tmp_path, how)
+    assert found == code if code else found != 0  # others' ends may come before its own
+    assert re.search(rf"first failure: rank 1 of 3 on .*{cause}", output)
+    assert output.count("begins at") == 3  # nobody has started again
+    assert "through" not in output
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
+    """It has left the job by itself and does something else: the others say so after a while."""
+    how = "hvd.shutdown(); time.sleep(600)"
+    found, output = run_job(tmp_path, how, "--env", "RINGDANCE_ELASTIC_TIMEOUT=2")
+    assert found != 0
+    assert "not all 3 ranks were ready within 2 s (setting elastic_timeout)" in output
+    assert "Not there yet: rank 1 (pid " in output
+    assert output.count("begins at") == 3
+
+
+@pytest.mark.limit(120)
+def test_a_mismatch_that_comes_each_time(tmp_path: Path) -> None:
+    everywhere = PROGRAM.replace(" and hvd.rank() == 1", "")
+    how = "hvd.allreduce(np.ones(1 + hvd.rank(), np.float32), name='planted')"
+    found, output = run_job(tmp_path, how, program=everywhere)
+    assert found == 1
+    assert output.count("begins at 0") == 3
+    assert output.count("begins at 10") == 3 * MOST_FAILURES
+    assert "MismatchError: Mismatched shapes" in output
+    assert "given up" in output
