@@ -102,6 +102,34 @@ def test_the_traceback_is_printed_once_as_the_cause(program: Callable[[str], str
     assert "=   BAD TERMINATION" not in done.stderr
 
 
+@pytest.mark.parametrize("fails", ["raise KeyError(3)", "comm.bcast(1 / 0, root=1)"])
+def test_a_script_that_fails_does_not_wait_in_mpi_finalize(program: Callable[[str], str], fails: str) -> None:
+    path = program(
+        "import atexit\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
+        "atexit.register(lambda: print('at exit', flush=True))\n"
+        f"if rank == 1: {fails}\ncomm.Barrier()\n"
+    )
+    done = run("-np", "2", "python", path)
+    assert done.returncode == 1
+    assert "Error: " in done.stderr[done.stderr.index("first failure: rank 1 of 2") :]
+    assert done.stdout == "[1] at exit\n"
+
+
+def test_the_environments_own_sitecustomize_is_imported(
+    program: Callable[[str], str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OWN'] = 'imported'\n")
+    path = program(
+        "import subprocess, sitecustomize\n"
+        "print(os.environ['OWN'], os.environ['PYTHONPATH'], sitecustomize.__file__)\n"
+    )
+    done = run("-np", "1", "python", path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.stdout == f"[0] imported {tmp_path} {tmp_path / 'sitecustomize.py'}\n"
+    path = program("print('PYTHONPATH' in os.environ, any('launch/site' in entry for entry in sys.path))\n")
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    assert run("-np", "1", "python", path, env=bare).stdout == "[0] False False\n"
+
+
 def test_a_handled_traceback_is_shown_as_output(program: Callable[[str], str]) -> None:
     path = program(
         "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections import deque
@@ -12,6 +14,9 @@ from typing import Any
 from ringdance.transport.base import Identity
 
 __all__ = ["Recorder"]
+
+_NAME = re.compile(r"ringdance-flight-rank\d+-\d+\.json")
+_KEPT_S = 7 * 86400.0
 
 
 class Recorder:
@@ -49,6 +54,7 @@ class Recorder:
         }
         try:
             os.makedirs(folder, exist_ok=True)
+            _remove_old(folder)
             descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600
             )
@@ -57,3 +63,12 @@ class Recorder:
         except OSError:
             return None
         return path
+
+
+def _remove_old(folder: str) -> None:
+    """Remove records of former jobs: nobody looks for the batches of last week."""
+    for entry in os.scandir(folder):
+        if _NAME.fullmatch(entry.name):
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _KEPT_S:
+                    os.unlink(entry.path)

@@ -20,16 +20,7 @@ def main(folder: str) -> None:
     # A function of an importable module travels by its name: import what the caller could import.
     sys.path[:] = path + [entry for entry in sys.path if entry not in path]
     function, args, kwargs = pickle.loads(call)
-    try:
-        result = function(*args, **kwargs)
-    except Exception:
-        if "mpi4py.MPI" not in sys.modules:
-            raise
-        # Leaving the interpreter would finalize MPI, which waits for peers that wait for this rank.
-        sys.excepthook(*sys.exc_info())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    result = function(*args, **kwargs)
     target = os.path.join(folder, f"result.{os.environ['RINGDANCE_RANK']}.pkl")
     with open(target + ".part", "wb") as file:
         cloudpickle.dump(result, file)

@@ -17,15 +17,7 @@ from ringdance.launch import linux
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.output import HELD_S, Banner
 from ringdance.launch.plan import Plan, session_environment
-from ringdance.launch.running import (
-    Options,
-    Rank,
-    conclude,
-    make_streams,
-    nothing,
-    short_folder,
-    show_held,
-)
+from ringdance.launch.running import Options, Rank, conclude, job_folders, make_streams, show_held
 from ringdance.launch.signals import PASSED_ON, Signals
 from ringdance.launch.sweep import Sweep
 from ringdance.launch.wire import Channel, bare_command
@@ -48,9 +40,8 @@ class Job:
         self._plan, self._options = plan, options
         self.id = uuid.uuid4().hex
         self._began = time.time()
-        self._folder = os.path.join(short_folder(), f"ringdance-{self.id[:12]}")
-        self._shared = f"/dev/shm/ringdance-{self.id[:12]}" if os.access("/dev/shm", os.W_OK) else ""
-        self._folders = [self._folder, *([self._shared] if self._shared else [])]
+        self._folder, self._shared = job_folders(self.id)
+        self._folders = [folder for folder in (self._folder, self._shared) if folder]
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Rank] = {}
         self._outside: list[Cause] = []
@@ -132,8 +123,7 @@ class Job:
 
     def _step(self) -> None:
         now = time.monotonic()
-        waiting = [self._deadlines[name] for name in self._deadlines]
-        waiting += [since + HELD_S for since in self._held_since()]
+        waiting = [*self._deadlines.values(), *(since + HELD_S for since in self._held_since())]
         timeout = max(0.0, min(waiting) - now) if waiting else None
         for key, _ in self._selector.select(timeout):
             # What came before in this round may have closed it.
@@ -206,7 +196,8 @@ class Job:
                 descriptor, selectors.EVENT_READ, lambda d=descriptor: self._from_stream(rank, d)
             )
         # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
-        stdin = os.dup(self._options.stdin) if number == 0 and self._options.stdin >= 0 else nothing()
+        own = number == 0 and options.stdin >= 0
+        stdin = os.dup(options.stdin) if own else os.open(os.devnull, os.O_RDONLY)
         try:
             channel.send_with({"go": True}, [stdin])
         except OSError:

@@ -19,6 +19,8 @@ from ringdance.launch.output import WITH_RANK, Style
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.running import Options, write_all
 
+_RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
+
 
 class CommandError(LaunchError):
     """The user's command cannot be run; `code` is the exit code."""
@@ -69,6 +71,9 @@ class Order:
             ranks = sum(slots for _, slots in self.hosts)
         if not self.start_timeout > 0:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
+        exports = dict(self.exports)
+        if self.folder and _RECORDS not in os.environ:  # what a failing rank records belongs to its output
+            exports.setdefault(_RECORDS, os.path.abspath(self.folder))
         return build_plan(
             self.command,
             ranks=ranks,
@@ -76,7 +81,7 @@ class Order:
             cores=usable_cores(),
             environ=os.environ,
             hosts=self.hosts,
-            exports=self.exports,
+            exports=exports,
             local=local_names(name for name, _ in self.hosts or [("localhost", 0)]),
             root=os.getuid() == 0,
             binding=self.binding,

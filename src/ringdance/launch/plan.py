@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ _OF_A_RANK = (
     "HYDI_",
     "HYDRA_",
 )
+_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 _SOCKET, _GUARDIAN = "SOCKET", "GUARDIAN"
 
 
@@ -122,6 +124,8 @@ def build_plan(
     exports = dict(exports or {})
     threads = None
     variables: dict[str, str] = {"PYTHONUNBUFFERED": "1"}
+    path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
+    exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
         threads = max(1, cores // max(len(host.ranks) for host in placed))
         variables["OMP_NUM_THREADS"] = str(threads)

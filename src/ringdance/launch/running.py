@@ -144,12 +144,10 @@ def write_all(descriptor: int) -> Sink:
     return write
 
 
-def nothing() -> int:
-    """A descriptor that reads as empty."""
-    return os.open(os.devnull, os.O_RDONLY)
-
-
-def short_folder() -> str:
-    """A folder for temporary files whose path leaves room in a socket's address (108 bytes; macOS 104)."""
+def job_folders(job: str) -> tuple[str, str]:
+    """A job's folders (not made yet): for temporary files, and in shared memory, "" if there is none."""
+    # The path must leave room in a socket's address (108 bytes; macOS 104).
     folder = tempfile.gettempdir()
-    return folder if len(folder.encode()) < 70 else "/tmp"
+    name = f"ringdance-{job[:12]}"
+    shared = f"/dev/shm/{name}" if os.access("/dev/shm", os.W_OK) else ""
+    return os.path.join(folder if len(folder.encode()) < 70 else "/tmp", name), shared

@@ -17,9 +17,11 @@ from loopback_job import job, world_for
 import ringdance.numpy as hvd
 from ringdance import session
 from ringdance.core.engine import Engine
+from ringdance.core.recorder import Recorder
 from ringdance.core.request import Description, Operation, Request, Verb
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
+from ringdance.transport.base import Identity
 from ringdance.transport.loopback import RankKilled
 
 
@@ -167,6 +169,17 @@ def test_an_error_while_looking_for_notes_breaks_the_engine(settings: Settings, 
             hvd.allreduce(np.ones(3), name="after")
 
     job(2, program, settings)
+
+
+def test_records_of_former_weeks_are_removed(tmp_path: Path) -> None:
+    names = ["ringdance-flight-rank0-1.json", "ringdance-flight-rank3-22.json", "ringdance-flight-mine.json"]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / names[1])
+    path = Recorder(4, str(tmp_path)).dump(Identity(1, "h", 5), "a test", [])
+    assert path
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], os.path.basename(path)])
 
 
 def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path) -> None:
