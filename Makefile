@@ -2,7 +2,7 @@
 #
 #   make demo       train on two processes (no other preparation than Python >= 3.11 and make)
 #   make test       lint, types, layers, and all tests that take minutes together
-#   make test-all   also the slow tests, and the rank tests with MPICH and Intel MPI
+#   make test-all  also the slow tests, and those with ranks under MPICH and Intel MPI
 #   make lint       ruff, mypy, import-linter
 #   make bench      the benchmarks; JSON into the folder results
 #   make docs       the documentation, into docs/_build
@@ -56,7 +56,7 @@ $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt
 	@$(call make_venv,.venv-$*)
 	@echo "Installing ringdance[$*] into .venv-$*"
-	@.venv-$*/$(PIP) -e '.[$*]' pytest
+	@.venv-$*/$(PIP) -e '.[$*]' psutil pytest
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -73,8 +73,8 @@ test: lint
 test-all: lint .venv-mpich/.dev .venv-impi/.dev
 	$(VENV)/bin/python tests/run.py
 	$(VENV)/bin/python tests/run.py --slow
-	.venv-mpich/bin/python tests/run.py ranks
-	.venv-impi/bin/python tests/run.py ranks
+	.venv-mpich/bin/python tests/run.py ranks faults
+	.venv-impi/bin/python tests/run.py ranks faults
 
 bench: $(VENV)/.demo
 	@$(WITH) benchmarks/run_all.sh results
