@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-import ringdance.numpy as rd
 import ringdance.torch as hvd
 from ringdance import session
 from ringdance.errors import CollectiveError, EngineError, MismatchError
@@ -227,24 +223,3 @@ def test_without_errors_the_order_is_known() -> None:
     sampler = ElasticSampler(range(4 * SIZE), seed=4)
     sampler.set_epoch(3)
     assert list(sampler) == order[RANK::SIZE]
-
-
-def resources() -> tuple[int, int, int]:
-    """Descriptors, threads and mapped pieces of shared memory of this process."""
-    with open("/proc/self/maps") as file:
-        shared = sum("/dev/shm" in line for line in file)
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), shared
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_restarting_leaves_nothing_behind() -> None:
-    before: list[tuple[int, int, int]] = []
-    for _ in range(23):
-        hvd.allreduce_async(torch.ones(3), name=f"never complete {RANK}")
-        assert rd.allreduce(np.ones(300_000, np.float32), op=rd.Sum)[-1] == SIZE
-        if SIZE > 2:
-            rd.add_process_set([0, 1])
-        before.append(resources())
-        elastic.restart()
-    assert before[-1] == before[2], before
-    assert not [thread for thread in threading.enumerate() if "set-up" in thread.name]

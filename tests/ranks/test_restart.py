@@ -1,0 +1,52 @@
+"""A job leaves and starts again any number of times, and nothing of the former ones is left."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import ringdance.numpy as hvd
+from ringdance import session
+from ringdance.errors import CollectiveError, EngineError
+from ringdance.training import elastic
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+def resources() -> tuple[int, int, int]:
+    """Descriptors, threads and mapped pieces of shared memory of this process."""
+    with open("/proc/self/maps") as file:
+        shared = sum("/dev/shm" in line for line in file)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), shared
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_restarting_leaves_nothing_behind() -> None:
+    before: list[tuple[int, int, int]] = []
+    for _ in range(23):
+        hvd.allreduce_async(np.ones(3, np.float32), name=f"never complete {RANK}")
+        assert hvd.allreduce(np.ones(300_000, np.float32), op=hvd.Sum)[-1] == SIZE
+        if SIZE > 2:
+            hvd.add_process_set([0, 1])
+        before.append(resources())
+        elastic.restart()
+    assert before[-1] == before[2], before
+    assert not [thread for thread in threading.enumerate() if "set-up" in thread.name]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_after_a_failure_that_nobody_agreed_on() -> None:
+    """The engine of one rank breaks, in the middle of what others do."""
+    for number in range(3):
+        assert hvd.allreduce(np.ones(300_000, np.float32), op=hvd.Sum)[-1] == SIZE
+        if number % SIZE == RANK:
+            session.engine().fail(EngineError("planted"))
+        with pytest.raises(CollectiveError, match="planted"):
+            hvd.allreduce(np.ones(300_000, np.float32))
+        assert session.engine().broken is not None
+        elastic.restart()
+    assert hvd.allreduce(np.ones(3, np.float32), op=hvd.Sum)[0] == SIZE
