@@ -2,7 +2,7 @@
 #
 #   make demo       train on two processes (no other preparation than Python >= 3.11 and make)
 #   make test       lint, types, layers, and all tests that take minutes together
-#   make test-all  also the slow tests, and those with ranks under MPICH and Intel MPI
+#   make test-all   also the slow tests, and those with ranks under MPICH and Intel MPI
 #   make lint       ruff, mypy, import-linter
 #   make bench      the benchmarks; JSON into the folder results
 #   make docs       the documentation, into docs/_build
