@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from typing import TYPE_CHECKING
 
 import ringdance
+
+if TYPE_CHECKING:
+    from horovod.runner import run
 
 __all__ = ["__version__", "run"]  # run: see __getattr__
 
