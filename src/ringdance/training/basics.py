@@ -164,7 +164,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """
     if not session.engine().settings.timeline:
         raise ArgumentError(
-            "start_timeline() needs the timeline to be armed before init(): set RINGDANCE_TIMELINE=DYNAMIC."
+            "start_timeline() needs the timeline to be armed before init(): set RINGDANCE_TIMELINE=DYNAMIC "
+            "(or HOROVOD_TIMELINE)."
         )
     _log.warning("ringdance: start_timeline(%r): the timeline is not written yet.", os.fspath(file_path))
 
