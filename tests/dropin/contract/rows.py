@@ -1,0 +1,105 @@
+"""Checks rows.toml and makes docs/reference/horovod-tests.md of it: `python rows.py [--write]`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TESTS = HERE.parents[1]
+PAGE = TESTS.parent / "docs" / "reference" / "horovod-tests.md"
+HEAD = """# What Horovod's tests check
+
+Horovod's own tests of PyTorch and of its launcher, row by row: what each checks, and the test that checks
+the same here, with the same inputs, values, tolerances and kinds of errors. Those of PyTorch run on 2 and
+3 real processes, `python tests/run.py dropin`; every one marked with * runs on a GPU as well, and **GPU**
+marks what needs one. Numbers in brackets are how many tests the original has.
+"""
+
+Row = dict[str, Any]
+
+
+def load() -> list[Row]:
+    """Return the rows: part, name, count, and checks with says, tests, gpu and difference."""
+    rows: list[Row] = tomllib.loads((HERE / "rows.toml").read_text())["row"]
+    return rows
+
+
+def checks(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    for row in rows:
+        for check in row["checks"]:
+            yield f"{row['part']}: {row['name']}: {check['says']}", check
+
+
+def collected(rows: list[Row]) -> set[str]:
+    """Return the ids, below tests/, of all tests in the files that rows name; with and without parameters."""
+    named = {test.partition("::")[0] for _, check in checks(rows) for test in check.get("tests", [])}
+    files = sorted(file for file in named if (TESTS / file).exists())
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError("\n".join([*done.stdout.splitlines()[-20:], done.stderr]))
+    ids = {line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line}
+    return ids | {one.partition("[")[0] for one in ids}
+
+
+def mistakes(rows: list[Row], known: set[str]) -> list[str]:
+    """Return what is wrong: rows without anything, tests that do not exist, words that mean nothing."""
+    found = [f"{row['part']}: {row['name']}: no checks" for row in rows if not row["checks"]]
+    for where, check in checks(rows):
+        if set(check) - {"says", "tests", "gpu", "difference"} or not check["says"]:
+            found.append(f"{where}: {sorted(check)}")
+        if not check.get("tests") and not check.get("difference"):
+            found.append(f"{where}: neither a test nor a difference")
+        if check.get("gpu") not in (None, "also", "only"):
+            found.append(f"{where}: gpu = {check['gpu']!r}")
+        found += [f"{where}: no test {test}" for test in check.get("tests", []) if test not in known]
+        if "gpu" in check and not any(on_gpu(test, check["gpu"], known) for test in check["tests"]):
+            found.append(f"{where}: none of its tests has a form for a GPU")
+    return found
+
+
+def on_gpu(test: str, how: str, known: set[str]) -> bool:
+    forms = [one for one in known if one.startswith(f"{test}[")]
+    return any("cuda" in one for one in forms) or (how == "only" and "gpu" in test)
+
+
+def page(rows: list[Row]) -> str:
+    """Return the page for people."""
+    lines = [HEAD]
+    part = ""
+    for row in rows:
+        if row["part"] != part:
+            part = row["part"]
+            lines.append(f"## {part}\n")
+        lines += [f"### {row['name']} ({row['count']})\n", "| what is checked | test | different here |"]
+        lines.append("| --- | --- | --- |")
+        for check in row["checks"]:
+            mark = {"also": " *", "only": " **GPU**"}.get(check.get("gpu", ""), "")
+            tests = "<br>".join(f"`{short(test)}`" for test in check.get("tests", [])) or "none"
+            lines.append(f"| {check['says']}{mark} | {tests} | {check.get('difference', '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def short(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"{file.rpartition('/')[2].removesuffix('.py')}::{name}"
+
+
+def main() -> int:
+    rows = load()
+    found = mistakes(rows, collected(rows))
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page(rows))
+    number = sum(1 for _ in checks(rows))
+    print("\n".join(found) or f"{number} checks in {len(rows)} rows, all with tests or reasons")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
