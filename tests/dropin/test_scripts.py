@@ -1,0 +1,365 @@
+"""Scripts in the ways people write them for Horovod, run alone, by horovodrun and by mpiexec."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run import launcher
+
+SCRIPTS = Path(__file__).parent / "scripts"
+BIN = Path(sys.executable).parent
+LIMIT = 280.0  # seconds for one script; plenty for a machine that does other things as well
+PREFIX = re.compile(r"^\[\d+\](<\w+>:| )", re.MULTILINE)
+
+pytestmark = pytest.mark.limit(3 * LIMIT)
+every_way = pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        ("alone", 1),
+        ("horovodrun", 2),
+        ("mpiexec", 3),
+        pytest.param("horovodrun", 3, marks=pytest.mark.slow),
+        pytest.param("mpiexec", 2, marks=pytest.mark.slow),
+    ],
+)
+
+
+@dataclass
+class Outcome:
+    """What a script left behind."""
+
+    code: int
+    out: str  # without the launcher's prefixes
+    err: str
+    folder: Path
+    size: int
+
+    def one(self, pattern: str) -> float:
+        """The number in the line that `pattern` describes, which is printed once, or the last of several."""
+        found: list[str] = re.findall(pattern, self.out, re.MULTILINE)
+        assert found, self.out
+        return float(found[-1])
+
+    def of_ranks(self, pattern: str) -> list[str]:
+        """What stands after "rank r: " in the lines of all ranks that `pattern` describes, by rank."""
+        found = dict(re.findall(rf"^rank (\d+): ({pattern})$", self.out, re.MULTILINE))
+        assert sorted(found) == [str(rank) for rank in range(self.size)], self.out
+        return [found[str(rank)] for rank in range(self.size)]
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+Start = Callable[..., Outcome]
+
+
+def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
+    if way == "mpiexec":
+        return launcher(size)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if way == "alone":
+        return [], environ
+    return [str(BIN / "horovodrun"), "-np", str(size), "-H", f"localhost:{size}"], environ
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the digits."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = f"import digits; digits.digits({str(folder)!r}, train=True)"
+    subprocess.run([sys.executable, "-c", lines], cwd=SCRIPTS, check=True, timeout=LIMIT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Run a script in a folder of its own; `alone` only once with the same words."""
+    known: dict[tuple[str, ...], Outcome] = {}
+
+    def start(
+        way: str, size: int, script: str, *words: str, fine: bool = True, folder: Path | None = None
+    ) -> Outcome:
+        key = script, *words
+        if way == "alone" and folder is None and key in known:
+            return known[key]
+        folder = folder or tmp_path_factory.mktemp(f"{script}-{way}-{size}-")
+        path = SCRIPTS / f"{script}.py"
+        line, environ = command(way, size)
+        line = [*line, sys.executable, str(path), *words]
+        if "--data-dir" in path.read_text() and "--data-dir" not in words:
+            line += ["--data-dir", str(data)]
+        done = subprocess.run(
+            line, cwd=folder, env=environ, capture_output=True, text=True, errors="replace", check=False,
+            timeout=LIMIT,
+        )
+        out, err = PREFIX.sub("", done.stdout), PREFIX.sub("", done.stderr)
+        outcome = Outcome(done.returncode, out, err, folder, size)
+        if fine:
+            assert (done.returncode, err) == (0, ""), f"{' '.join(line)}\n{out}\n{err}"
+        if way == "alone":
+            known[key] = outcome
+        return outcome
+
+    return start
+
+
+def load(outcome: Outcome, name: str) -> dict[str, Any]:
+    return torch.load(outcome.folder / name)  # type: ignore[no-any-return]
+
+
+def assert_close(mine: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
+    assert mine.keys() == wanted.keys()
+    for name, value in mine.items():
+        assert torch.allclose(value, wanted[name], rtol=0, atol=tolerance), name
+
+
+def compressed(size: int) -> list[str]:
+    """With three ranks, an option more."""
+    return ["--fp16-allreduce"] if size == 3 else []
+
+
+@every_way
+def test_mnist(start: Start, tmp_path: Path, way: str, size: int) -> None:
+    """All seams; the same steps with any number of processes, given the same global batch and rate."""
+    words = "--batch-size", str(48 // size), "--lr", str(0.06 / size)
+    fresh = ("--data-dir", str(tmp_path)) if way == "horovodrun" else ()
+    done = start(way, size, "mnist", *words, *fresh)
+    alone = start("alone", 1, "mnist", "--batch-size", "48", "--lr", "0.06")
+    assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
+    assert done.files() == ["mnist.pt"]
+    assert_close(load(done, "mnist.pt"), load(alone, "mnist.pt"), 1e-4)
+    accuracy = r"^Test set: Average loss: \d\.\d{4}, Accuracy: ([\d.]+)%$"
+    assert done.one(accuracy) >= 95.0
+    assert done.one(accuracy) == pytest.approx(alone.one(accuracy), abs=0.3)
+    assert done.out.count("Test set") == 4
+    assert done.out.count("Train Epoch") == 4 * 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--fp16-allreduce", "--gradient-predivide-factor", "2.0"],
+        pytest.param(["--use-adasum", "--lr", "0.05"], marks=pytest.mark.slow),
+        pytest.param(["--use-adasum", "--fp16-allreduce", "--lr", "0.05"], marks=pytest.mark.slow),
+    ],
+)
+def test_mnist_with_options(start: Start, words: list[str]) -> None:
+    done = start("horovodrun", 2, "mnist", *words)
+    assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
+    assert done.one(r"^Test set: Average loss: \d\.\d{4}, Accuracy: ([\d.]+)%$") >= 93.0
+
+
+@every_way
+def test_synthetic_benchmark(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "synthetic_benchmark", "--num-iters", "3", "--num-batches-per-iter", "3",
+                 "--num-warmup-batches", "2", "--batch-size", "16", *compressed(size))
+    number = r"\d+\.\d"
+    wanted = [
+        "Model: resnet8", "Batch size: 16", f"Number of CPUs: {size}", "Running warmup\\.\\.\\.",
+        "Running benchmark\\.\\.\\.", *(f"Iter #{n}: {number} img/sec per CPU" for n in range(3)),
+        rf"Img/sec per CPU: {number} \+-{number}", rf"Total img/sec on {size} CPU\(s\): {number} \+-{number}",
+    ]
+    lines = done.out.splitlines()
+    assert len(lines) == len(wanted)
+    for line, pattern in zip(lines, wanted, strict=True):
+        assert re.fullmatch(pattern, line), line
+    each = done.one(r"^Img/sec per CPU: ([\d.]+)")
+    total = done.one(r"^Total img/sec on \d CPU\(s\): ([\d.]+)")
+    assert total == pytest.approx(size * each, abs=0.1 * size)
+
+
+@every_way
+def test_imagenet(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "imagenet", "--epochs", "2", "--decay-epochs", "1", *compressed(size))
+    assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
+    assert done.files() == ["checkpoint-1.pth.tar", "checkpoint-2.pth.tar"]
+    assert done.out.count("Starting from epoch 0") == 1
+    assert done.out.count("Train Epoch #") == done.out.count("Validate Epoch #") == 2
+    assert done.one(r"^Train Epoch #1: .*, lr=([\d.]+)$") == pytest.approx(0.025 * size * 2)
+    assert done.one(r"^Train Epoch #2: .*, lr=([\d.]+)$") == pytest.approx(0.0025 * size * 2)
+    assert done.one(r"^Validate Epoch #2: loss=[\d.]+, accuracy=([\d.]+)$") >= 85.0
+    groups = load(done, "checkpoint-2.pth.tar")["optimizer"]["param_groups"]
+    assert [group["momentum"] for group in groups] == [0.9]
+
+
+def test_imagenet_resumed(start: Start) -> None:
+    """One epoch, then another from its checkpoint, give exactly what two at once give."""
+    words = "--batch-size", "40", "--batches-per-allreduce", "1"
+    worker = "--workers", "1"
+    first = start("horovodrun", 2, "imagenet", "--epochs", "1", *words, *worker)
+    written = (first.folder / "checkpoint-1.pth.tar").stat().st_mtime_ns
+    second = start("horovodrun", 2, "imagenet", "--epochs", "2", *words, *worker, folder=first.folder)
+    assert second.out.count("Starting from epoch 1") == 1
+    assert (second.out.count("Train Epoch #1"), second.out.count("Train Epoch #2")) == (0, 1)
+    assert second.files() == ["checkpoint-1.pth.tar", "checkpoint-2.pth.tar"]
+    assert (first.folder / "checkpoint-1.pth.tar").stat().st_mtime_ns == written
+    straight = start("mpiexec", 2, "imagenet", "--epochs", "2", *words)
+    assert second.of_ranks(r"weights \w{16}") == straight.of_ranks(r"weights \w{16}")
+    assert first.of_ranks(r"weights \w{16}") != straight.of_ranks(r"weights \w{16}")
+    mine, wanted = load(second, "checkpoint-2.pth.tar"), load(straight, "checkpoint-2.pth.tar")
+    assert_close(mine["model"], wanted["model"], 0.0)
+
+
+@every_way
+def test_amp(start: Start, way: str, size: int) -> None:
+    """An overflow on one rank makes all ranks leave out that step."""
+    done = start(way, size, "amp", *compressed(size))
+    assert set(done.of_ranks(r"skipped steps .*")) == {"skipped steps [5], scale 2048"}
+    assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
+    accuracy = done.one(r"^Accuracy: ([\d.]+)%$")
+    assert accuracy >= 90.0
+    alone = start("alone", 1, "amp")
+    assert accuracy == pytest.approx(alone.one(r"^Accuracy: ([\d.]+)%$"), abs=2.0)
+
+
+@pytest.mark.slow
+def test_amp_with_bfloat16(start: Start) -> None:
+    done = start("horovodrun", 2, "amp", "--amp-dtype", "bfloat16")
+    assert set(done.of_ranks(r"skipped steps .*")) == {"skipped steps [5], scale 2048"}
+    assert done.one(r"^Accuracy: ([\d.]+)%$") >= 90.0
+
+
+@every_way
+def test_process_sets(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "process_sets", fine=False)
+    # Importing mpi4py first starts MPI before ringdance can choose: Open MPI then tells of its UCX component.
+    noise = "osc_ucx_component" if way == "mpiexec" else "no line at all"
+    assert [line for line in done.err.splitlines() if line.strip() and noise not in line] == []
+    assert done.code == 0
+    everybody = float(sum(range(1, size + 1)))
+    biases = " ".join(f"{0.5 + rank % 2:.3f}" for rank in range(size))
+    for rank in range(size):
+        mine = list(range(rank % 2, size, 2))
+        own = float(sum(one + 1 for one in mine))
+        number = rank % 2 + 1 if size > 1 else 0
+        wanted = [
+            f"set {number} of ranks {mine}, rank {mine.index(rank)} of {len(mine)} in it",
+            f"sum {[own] * 2}",
+            f"everybody's sum {[everybody] * 2}",
+            f"gathered {[float(one + 1) for one in mine for _ in range(min(one + 1, 2))]}",
+            f"from the last {[float(mine[-1] + 1)] * 2}",
+            f"biases {biases}",
+        ]
+        if size > 1:
+            average = 1.0 if rank == 0 else (everybody - 1) / (size - 1)
+            wanted += [
+                f"included in others: {rank > 0}, in first: {rank == 0}",
+                f"average of {'others' if rank else 'first'} {[average] * 2}",
+                "removed (True, True), id None, again False",
+            ]
+        wanted += ["ValueError for a copy of the global set: True", f"average {[everybody / size] * 2}"]
+        assert re.findall(rf"^rank {rank}: (.*)$", done.out, re.MULTILINE) == wanted
+
+
+@every_way
+def test_uneven_join(start: Start, way: str, size: int) -> None:
+    """Ranks that have joined count as zeros, and averages still divide by the number of all ranks."""
+    done = start(way, size, "uneven_join")
+    model = torch.nn.Linear(4, 1, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    for epoch in range(2):
+        generators = [torch.Generator().manual_seed(100 * epoch + rank) for rank in range(size)]
+        for step in range(4 + 3 * (size - 1)):
+            model.zero_grad()
+            for rank in range(size):
+                if step < 4 + 3 * rank:
+                    inputs = torch.randn(5, 4, dtype=torch.float64, generator=generators[rank])
+                    (((model(inputs) - inputs.sum(1, keepdim=True) - 1) ** 2).mean() / size).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.05 * parameter.grad
+        batches = sum(4 + 3 * rank for rank in range(size))
+        assert f"epoch {epoch}: rank {size - 1} was the last to join, {batches} batches in all\n" in done.out
+    assert len(set(done.of_ranks(r"weights .*"))) == 1
+    assert_close(load(done, "join.pt"), model.state_dict(), 1e-12)
+
+
+@every_way
+def test_adasum(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "adasum", fine=size != 3)
+    if size == 3:
+        assert done.code != 0
+        assert "Adasum combines ranks in pairs and needs 2, 4, 8, ... of them; there are 3" in done.err
+        return
+    assert set(done.of_ranks(r"orthogonal .*")) == {f"orthogonal {[2.0] * size}"}
+    assert set(done.of_ranks(r"parallel .*")) == {"parallel [3.0, 4.0]"}
+    assert set(done.of_ranks(r"skew .*")) == {"skew [1.25, 0.75]" if size == 2 else "skew [1.0, 0.0]"}
+    assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
+    assert done.one(r"^Accuracy: ([\d.]+)%$") >= 88.0
+
+
+@every_way
+def test_objects(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "objects")
+    assert set(done.of_ranks(r"seed .*")) == {"seed 637, layers [32, 10], note of 14000"}
+    assert "losses of ranks " + " ".join(f"{rank}:{rank + 1}" for rank in range(size)) + "\n" in done.out
+    weights = set(done.of_ranks(r"weights .*"))
+    assert len(weights) == 1
+    assert weights.pop().endswith("of all 1 different")
+    alone = start("alone", 1, "objects")
+    assert done.one(r"^Loss: ([\d.]+)$") == pytest.approx(alone.one(r"^Loss: ([\d.]+)$"), abs=0.02)
+    assert done.one(r"^Accuracy: ([\d.]+)%$") >= 85.0
+
+
+@every_way
+def test_collectives(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "collectives", fine=False)
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == [f"rank {rank} of {size}: all well" for rank in range(size)]
+    # The script uses the old argument `average` twice, and is told so.
+    lines = done.err.splitlines()
+    assert len(lines) == 2 * 2 * size, done.err
+    assert sum("collectives.py" in line and "DeprecationWarning" in line for line in lines) == 2 * size
+
+
+@every_way
+def test_embeddings(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "embeddings")
+    results, alone = load(done, "embeddings.pt"), load(start("alone", 1, "embeddings"), "embeddings.pt")
+    assert done.of_ranks(r"\d ways") == [f"{len(alone)} ways"] * size
+    for way_of_training, weights in results.items():
+        tolerance = 2e-3 if way_of_training == "fp16" else 1e-5
+        assert_close(weights, alone[way_of_training], tolerance)
+        assert_close(weights, results["dense"], tolerance)
+
+
+@every_way
+def test_optimizers(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "optimizers")
+    results, alone = load(done, "optimizers.pt"), load(start("alone", 1, "optimizers"), "optimizers.pt")
+    assert done.of_ranks(r"\d ways") == [f"{len(alone)} ways"] * size
+    for way_of_training, weights in results.items():
+        adaptive = way_of_training in ("adam_resumed", "plateau", "two_models")
+        assert_close(weights, alone[way_of_training], 1e-3 if adaptive else 1e-5)
+
+
+@every_way
+def test_elastic(start: Start, way: str, size: int) -> None:
+    """Two failures: the steps since the last commit are made again, and the result is the same."""
+    done = start(way, size, "elastic", "--fail-at", "7", "33", fine=False)
+    assert done.code == 0, done.err
+    lines = done.err.splitlines()
+    assert len(lines) == 2, done.err
+    assert all(re.search("as if a peer had been lost.* go back to the last commit", line) for line in lines)
+    assert done.of_ranks(r"\d+ steps, \d+ made") == ["72 steps, 77 made"] * size
+    assert re.findall(r"^training from (.*)$", done.out, re.MULTILINE) == [
+        "epoch 0, step 0", "epoch 0, step 5", "epoch 1, step 30",
+    ]
+    assert re.findall(r"^reset: (.*)$", done.out, re.MULTILINE) == [
+        f"{size} processes, {left // size} images of this epoch left for each" for left in (1140, 1080)
+    ]
+    smooth = start(way, size, "elastic")
+    assert smooth.of_ranks(r"\d+ steps, \d+ made") == ["72 steps, 72 made"] * size
+    assert set(done.of_ranks(r"weights \w{16}")) == set(smooth.of_ranks(r"weights \w{16}"))
+    assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
+    assert done.one(r"^Accuracy: ([\d.]+)%$") >= 85.0
