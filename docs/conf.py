@@ -21,6 +21,7 @@ source_suffix = {".md": "markdown"}
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # a table may stand directly below a title
 
+add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

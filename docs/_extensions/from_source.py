@@ -33,12 +33,17 @@ def table(head: Row, rows: Iterable[Row]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def plain(text: str) -> str:
+    """Text that is not Markdown: ``<r>`` would vanish as a tag."""
+    return text.replace("<", "&lt;")
+
+
 def settings_rows() -> Iterator[Row]:
     """Name in the environment, default, meaning; of the settings that Ringdance itself has."""
     for knob in KNOBS:
         if knob.own:
             names = f"`{knob.own}`" + (f"<br>`{knob.legacy}`" if knob.legacy else "")
-            yield names, show(knob, knob.default), knob.doc + _without_effect(knob)
+            yield names, show(knob, knob.default), plain(knob.doc) + _without_effect(knob)
 
 
 def _without_effect(knob: Knob) -> str:
@@ -53,7 +58,7 @@ def horovod_rows() -> Iterator[Row]:
         if knob.no_effect:
             yield f"`{knob.legacy}`", f"no effect: {knob.no_effect}"
         else:
-            yield f"`{knob.legacy}`", f"{knob.doc} Default: {show(knob, knob.default)}. Also `{knob.own}`."
+            yield f"`{knob.legacy}`", f"{plain(knob.doc)} Default: {show(knob, knob.default)}. Also `{knob.own}`."
     launcher = sorted(name for name in LAUNCHER_NAMES if name.startswith("HOROVOD_"))
     yield _joined(launcher), "set by launchers; never set them yourself"
     yield _joined(sorted(BUILD_NAMES)), "no effect: they steered the build, and nothing is compiled here"
@@ -66,7 +71,7 @@ def option_rows() -> Iterator[Row]:
     for group in _parser()._action_groups:
         for action in group._group_actions:
             if action.option_strings:
-                yield _joined(action.option_strings), (action.help or "").replace("%%", "%")
+                yield _joined(action.option_strings), plain((action.help or "").replace("%%", "%"))
 
 
 def absent_rows() -> Iterator[Row]:
@@ -78,8 +83,7 @@ def absent_rows() -> Iterator[Row]:
             importlib.import_module(module)
         except ImportError as error:
             if error.name == module:
-                advice = str(error).partition(": ")[2]
-                yield f"`{module}`", advice[:1].upper() + advice[1:]
+                yield f"`{module}`", plain(str(error).partition(": ")[2])
 
 
 def _joined(names: Iterable[str]) -> str:
