@@ -155,6 +155,22 @@ def test_exit_codes(program: Callable[[str], str], ending: str, code: int, words
     assert re.search(r"first failure: rank 1 of 2 on \S+, pid \d+: .*" + words, done.stderr), done.stderr
 
 
+def test_what_mpiexec_refuses_is_shown_once(tmp_path: Path) -> None:
+    from ringdance.launch.order import Order, run_in_terminal
+
+    order = Order([sys.executable, "-c", "1"], ranks=2, mpi_args=["--no-such-option"])
+    with open(tmp_path / "said", "wb") as file:
+        former = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            code = run_in_terminal(order, order.plan())
+        finally:
+            os.dup2(former, 2)
+            os.close(former)
+    assert code > 0
+    assert (tmp_path / "said").read_text().count("no-such-option") == 1
+
+
 def test_a_marked_cause_is_understood(program: Callable[[str], str]) -> None:
     path = program(
         "import json\n"

@@ -374,10 +374,10 @@ class Job:
         code = self._mpiexec[1]
         verdict, completed = conclude(ranks, self._outside, code)
         if verdict is None and completed < self._plan.ranks:
-            said = b"".join(self._banner.said).decode(errors="replace").strip()
+            said = b"".join(self._banner.unshown).decode(errors="replace").strip()
             self._fail_outside(
                 f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
-                "their end" + (f"; it said:\n{said}" if said and self._banner.quiet else ""),
+                "their end" + (f"; it said:\n{said}" if said else ""),
                 abs(code or 1),
             )
             verdict, _ = conclude(ranks, self._outside, code)

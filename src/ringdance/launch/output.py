@@ -179,7 +179,7 @@ class Banner:
         self._lines = Lines()
         self._block: list[bytes] = []
         self.quiet = False
-        self.said: list[bytes] = []
+        self.unshown: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
         """Take what mpiexec wrote."""
@@ -204,8 +204,9 @@ class Banner:
             self._show(block)
 
     def _show(self, pieces: list[bytes]) -> None:
-        self.said += pieces
-        if not self.quiet:
+        if self.quiet:
+            self.unshown += pieces
+        else:
             self._sink(b"".join(pieces))
 
     def end(self) -> None:
