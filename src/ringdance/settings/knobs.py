@@ -179,7 +179,7 @@ class Settings:
         no_effect=_NO_TIMELINE,
     )
     elastic: bool = _switch(
-        False, "The job may lose and gain ranks.", legacy="ELASTIC", no_effect="elastic jobs do not exist yet"
+        False, "The job may lose and gain ranks.", legacy="ELASTIC", no_effect="jobs keep the ranks that they start with"
     )
 
     # Tuner

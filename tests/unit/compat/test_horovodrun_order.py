@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 
 import pytest
 
 import horovod
+from horovod.runner import mpi_run
 from horovod.runner.common.util import env, host_hash, hosts
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo
 from horovod.runner.launch import parse_args
@@ -256,6 +258,20 @@ def test_the_signature_of_run():
     assert (defaults.pop("args"), defaults.pop("num_proc")) == ((), 1)
     assert defaults.pop("func") is inspect.Parameter.empty
     assert set(defaults.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [("gloo_run", "horovod.run"), ("js_run", "mpiexec"), ("elastic", "horovod.torch.elastic")],
+)
+def test_modules_that_are_not_here_say_what_is(module, advice):
+    with pytest.raises(ImportError, match=f"horovod.runner.{module} is not part of .*{advice}"):
+        importlib.import_module(f"horovod.runner.{module}")
+
+
+def test_the_library_is_known():
+    found = [mpi_run.is_open_mpi(), mpi_run.is_mpich(), mpi_run.is_intel_mpi(), mpi_run.is_spectrum_mpi()]
+    assert sum(found) == mpi_run.mpi_available() == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,9 @@
+"""Elastic jobs' driver: not here yet; importing this says what there is."""
+
+from horovod._absent import absent
+
+raise absent(
+    __name__,
+    "jobs keep the processes and hosts that they start with. horovod.torch.elastic has the state, the "
+    "sampler and the decorator for training loops, which restore after errors.",
+)

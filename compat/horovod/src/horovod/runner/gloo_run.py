@@ -1,0 +1,8 @@
+"""Gloo: not used; importing this says what to use."""
+
+from horovod._absent import absent
+
+raise absent(
+    __name__,
+    "MPI and shared memory connect the processes, with `--gloo` too. Call horovod.run(function, num_proc=N).",
+)

@@ -1,0 +1,7 @@
+"""LSF's jsrun: not used; importing this says what to use."""
+
+from horovod._absent import absent
+
+raise absent(
+    __name__, "mpiexec starts the processes. Within LSF's allocation use `mpiexec -n N python train.py`."
+)
