@@ -153,8 +153,8 @@ def test_not_under_join(verb: str) -> None:
     call()
 
 
-def test_timeline_starts_and_stops(tmp_path: Path) -> None:
+def test_timeline_starts_and_stops(notes: Path) -> None:
     for step in range(5):
-        hvd.start_timeline(str(tmp_path / f"{step}.json"), mark_cycles=step % 2 == 0)
+        hvd.start_timeline(str(notes / f"{step}.json"), mark_cycles=step % 2 == 0)
         hvd.allreduce(torch.ones(3), name="seen")
         hvd.stop_timeline()
