@@ -58,7 +58,8 @@ def horovod_rows() -> Iterator[Row]:
         if knob.no_effect:
             yield f"`{knob.legacy}`", f"no effect: {knob.no_effect}"
         else:
-            yield f"`{knob.legacy}`", f"{plain(knob.doc)} Default: {show(knob, knob.default)}. Also `{knob.own}`."
+            own = f" Default: {show(knob, knob.default)}. Also `{knob.own}`." if knob.own else ""
+            yield f"`{knob.legacy}`", plain(knob.doc) + own
     launcher = sorted(name for name in LAUNCHER_NAMES if name.startswith("HOROVOD_"))
     yield _joined(launcher), "set by launchers; never set them yourself"
     yield _joined(sorted(BUILD_NAMES)), "no effect: they steered the build, and nothing is compiled here"
