@@ -358,8 +358,9 @@ def test_elastic(start: Start, way: str, size: int) -> None:
     assert re.findall(r"^reset: (.*)$", done.out, re.MULTILINE) == [
         f"{size} processes, {left // size} images of this epoch left for each" for left in (1140, 1080)
     ]
-    smooth = start(way, size, "elastic")
-    assert smooth.of_ranks(r"\d+ steps, \d+ made") == ["72 steps, 72 made"] * size
-    assert set(done.of_ranks(r"weights \w{16}")) == set(smooth.of_ranks(r"weights \w{16}"))
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
     assert done.one(r"^Accuracy: ([\d.]+)%$") >= 85.0
+    if way == "horovodrun":
+        smooth = start(way, size, "elastic")
+        assert smooth.of_ranks(r"\d+ steps, \d+ made") == ["72 steps, 72 made"] * size
+        assert done.of_ranks(r"weights \w{16}") == smooth.of_ranks(r"weights \w{16}")

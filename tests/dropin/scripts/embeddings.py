@@ -10,7 +10,7 @@ import horovod.torch as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=60, help="of all processes together")
-parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--save-model", default="./embeddings.pt")
 args = parser.parse_args()
 
