@@ -68,7 +68,7 @@ def role(process: psutil.Process) -> str:
     """What a process of the job is."""
     line = process.cmdline()
     text, name = " ".join(line), os.path.basename(line[0]) if line else ""
-    if name in ("prterun", "mpiexec", "mpirun", "mpiexec.hydra"):
+    if name.startswith(("prterun", "orterun", "mpiexec", "mpirun")):
         return "mpiexec"
     if "hydra" in name:
         return "proxy"

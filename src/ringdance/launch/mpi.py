@@ -24,7 +24,7 @@ _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
-print(MPI.Get_library_version().splitlines()[0])
+print(MPI.Get_library_version().strip("\\0\\n").splitlines()[0])
 import os
 if os.path.exists("/proc/self/maps"):
     for line in open("/proc/self/maps"):

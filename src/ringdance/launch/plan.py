@@ -171,7 +171,8 @@ def _mpiexec(
         # The UCX window component prints an error when a shared window is made without its hardware.
         variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
         # On one machine only shared memory is needed; looking for network hardware takes MPI_Init a second.
-        variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
+        # (Named by what is left out: Open MPI 4 calls the component for shared memory vader, later ones sm.)
+        variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^tcp,openib,ofi,uct,usnic,ugni,portals4"}
         if root:
             variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif family == "mpich":
@@ -211,6 +212,6 @@ def session_environment(family: str, folder: str, shared: str) -> dict[str, str]
         return {}
     found = {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
     if shared:
-        for component in ("btl_sm", "osc_sm", "osc_rdma"):
+        for component in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
             found[f"OMPI_MCA_{component}_backing_directory"] = shared
     return found

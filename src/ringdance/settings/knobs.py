@@ -179,7 +179,8 @@ class Settings:
         no_effect=_NO_TIMELINE,
     )
     elastic: bool = _switch(
-        False, "The job may lose and gain ranks.", legacy="ELASTIC", no_effect="jobs keep the ranks that they start with"
+        False, "The job may lose and gain ranks.", legacy="ELASTIC",
+        no_effect="jobs keep the ranks that they start with",
     )
 
     # Tuner
