@@ -34,6 +34,9 @@ def test_allgather_of_uneven_rows(way: str, dtype: str) -> None:
 def test_allgather_of_large_rows(way: str) -> None:
     parts = [values(r, "float64", (60_000 * (r + 1) + 5, 3)) for r in range(SIZE)]
     same(hvd.allgather(parts[RANK], name="large"), np.concatenate(parts))
+    for nothing in (0, SIZE - 1):
+        parts = [values(r, "float64", (0 if r == nothing else 20_000 * (r + 1), 3)) for r in range(SIZE)]
+        same(hvd.allgather(parts[RANK], name="large"), np.concatenate(parts))
 
 
 def test_allgather_under_one_name_with_other_rows_each_time(way: str) -> None:
