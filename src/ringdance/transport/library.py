@@ -26,7 +26,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
     if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
         # All ranks are on this host: looking for network hardware would take MPI_Init a second.
         os.environ.setdefault("OMPI_MCA_pml", "ob1")
-        os.environ.setdefault("OMPI_MCA_btl", "self,sm")
+        os.environ.setdefault("OMPI_MCA_btl", "^tcp,openib,ofi,uct,usnic,ugni,portals4")
     try:
         import mpi4py
 
