@@ -115,18 +115,20 @@ def is_tracker(pid: int) -> bool:
     return b"multiprocessing.resource_tracker" in line or b"torch_shm_manager" in line
 
 
-def shared_files(pid: int) -> set[str]:
-    """Files of /dev/shm that a process has mapped or open (also under the names of deleted ones)."""
-    found: set[str] = set()
+def shared_files(pid: int) -> set[int]:
+    """Inodes of the files of /dev/shm that a process has mapped or open.
+
+    Not their names: a semaphore is made under another name than it has later, and /proc tells the first.
+    """
+    found: set[int] = set()
     for line in _read(f"/proc/{pid}/maps").split(b"\n"):
-        start = line.find(b"/dev/shm/")
-        if start >= 0:
-            found.add(line[start:].decode(errors="replace"))
+        if b" /dev/shm/" in line:
+            found.add(int(line.split(None, 5)[4]))
     try:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-            if target.startswith("/dev/shm/"):
-                found.add(target)
+            path = f"/proc/{pid}/fd/{descriptor}"
+            if os.readlink(path).startswith("/dev/shm/"):
+                found.add(os.stat(path).st_ino)
     except OSError:
         pass
     return found

@@ -54,7 +54,7 @@ class Sweep:
     ) -> None:
         self._job, self._folders, self._began = job, tuple(folders), began
         self._root, self._reap = root, reap
-        self._mapped: set[str] = set()
+        self._mapped: set[int] = set()  # inodes
         self._pids: set[int] = set()
 
     def run(self, failed: bool = True) -> bool:
@@ -88,16 +88,17 @@ class Sweep:
 
     def _remove_shared(self, failed: bool) -> None:
         names = [name for name in _listed() if _OF_MPI.match(name) or _OF_PYTHON.match(name)]
-        suspects = {os.path.join(_SHM, name) for name in names}
-        suspects = {path for path in suspects if _is_of_this_user_since(path, self._began - 1.0)}
+        inodes = {path: _inode_since(path, self._began - 1.0) for path in (f"{_SHM}/{n}" for n in names)}
+        suspects = {path: inode for path, inode in inodes.items() if inode}
         if not suspects:
             return
         pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
         in_use, whole = _used_by(pids, _ASKED_S)
-        certain = {path for path in suspects - in_use if path in self._mapped or self._was_ours(path)}
+        free = {path for path, inode in suspects.items() if inode not in in_use}
+        certain = {path for path in free if suspects[path] in self._mapped or self._was_ours(path)}
         if failed and whole and linux.sees_all_users_of_shared_memory():
             # A segment that only the killed process had open was in nobody's table when the sweep began.
-            certain |= {path for path in suspects - in_use if not _owner_lives(path)}
+            certain |= {path for path in free if not _owner_lives(path)}
         for path in certain:
             try:
                 os.unlink(path)
@@ -113,12 +114,12 @@ class Sweep:
         self._pids.add(pid)
 
 
-def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[str], bool]:
-    """What those processes use of /dev/shm, and whether all could be asked in that time.
+def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
+    """What those processes use of /dev/shm (inodes), and whether all could be asked in that time.
 
     The kernel makes the reader of a process's map wait while that process changes it, at times for seconds.
     """
-    found: list[set[str]] = []
+    found: list[set[int]] = []
     pids = list(pids)
 
     def ask() -> None:
@@ -145,9 +146,11 @@ def _listed() -> list[str]:
         return []
 
 
-def _is_of_this_user_since(path: str, began: float) -> bool:
+def _inode_since(path: str, began: float) -> int:
+    """The inode of a file of this user that has been changed since then, else 0."""
     try:
         status = os.lstat(path)
     except OSError:
-        return False
-    return status.st_uid == os.getuid() and max(status.st_ctime, status.st_mtime) >= began
+        return 0
+    recent = max(status.st_ctime, status.st_mtime) >= began
+    return status.st_ino if recent and status.st_uid == os.getuid() else 0
