@@ -11,8 +11,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# The environments for other MPI libraries are without PyTorch: there NumPy's tests are enough.
-collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_torch_*.py"]
+# Not every environment has every framework: those for other MPI libraries have none.
+NEEDS = {
+    "test_torch_*.py": ["torch"], "test_jax_*.py": ["jax", "optax"], "test_keras_*.py": ["keras"],
+    "test_tensorflow_*.py": ["tensorflow"],
+}  # fmt: skip
+collect_ignore_glob = [
+    pattern for pattern, names in NEEDS.items() if not all(map(importlib.util.find_spec, names))
+]
 
 TINY = {"RINGDANCE_PIECE_BYTES": "4096", "RINGDANCE_SMALL_BYTES": "64"}
 WAYS = {

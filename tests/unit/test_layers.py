@@ -16,7 +16,9 @@ import pytest
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet", "sklearn"}
 ENGINE = {"ringdance.training", "ringdance.session", "ringdance.core", "ringdance.transport"}
-BINDINGS = {"ringdance.torch", "ringdance.numpy"}
+BINDINGS = {
+    "ringdance.torch", "ringdance.numpy", "ringdance.tensorflow", "ringdance.jax", "ringdance.keras",
+}  # fmt: skip
 
 PROBE = """
 import json, os, signal, sys, threading, time
@@ -84,7 +86,10 @@ def test_a_layer_brings_only_layers_below(module, above):
     assert not parts_of(modules, {"mpi4py"}), "MPI is imported by init(), and only under a launcher"
 
 
-@pytest.mark.parametrize(("module", "own"), [("ringdance.numpy", set()), ("ringdance.torch", {"torch"})])
+@pytest.mark.parametrize(
+    ("module", "own"),
+    [("ringdance.numpy", set()), ("ringdance.torch", {"torch"}), ("ringdance.jax", {"jax"})],
+)
 def test_a_binding_brings_its_framework_only(module, own):
     for framework in own:
         pytest.importorskip(framework)

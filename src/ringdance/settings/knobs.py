@@ -107,6 +107,10 @@ class Settings:
         "auto", choice("auto", "on", "off"),
         "Exchange gradients on the engine's thread during backward; auto: where cores are free for it.",
     )
+    jax_ffi: str = _knob(
+        "auto", choice("auto", "off"),
+        "Give compiled JAX programs' own memory to the exchange; off, or where it is unknown: copies.",
+    )
     dynamic_process_sets: bool = _switch(
         False, "Accepted, since scripts set it: process sets can always be added and removed.",
         legacy="DYNAMIC_PROCESS_SETS", own=False,

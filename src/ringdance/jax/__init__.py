@@ -1,0 +1,64 @@
+"""Ringdance for JAX: ``import ringdance.jax as hvd``.
+
+One process for each rank, each with devices of its own. The verbs work on arrays at once and within
+``jit``, ``grad`` and control flow; ``distributed`` makes an optax transformation reduce its gradients::
+
+    hvd.init()
+    tx = hvd.distributed(optax.adam(1e-3 * hvd.size()))
+    params = hvd.broadcast_parameters(params, root_rank=0)
+"""
+
+from ringdance.errors import CollectiveError
+from ringdance.jax.compression import Compression, Compressor
+from ringdance.jax.operations import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_broadcast,
+    grouped_reducescatter,
+    join,
+    reducescatter,
+)
+from ringdance.jax.optimizer import DistributedState, distributed
+from ringdance.jax.state import broadcast_parameters
+from ringdance.training.basics import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from ringdance.training.objects import allgather_object, broadcast_object
+from ringdance.training.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+
+__all__ = [
+    "Adasum", "Average", "CollectiveError", "Compression", "Compressor", "DistributedState", "Max", "Min",
+    "ProcessSet", "Product", "Sum", "add_process_set", "allgather", "allgather_object", "allreduce",
+    "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters", "cross_rank",
+    "cross_size", "distributed", "global_process_set", "grouped_allgather", "grouped_allreduce",
+    "grouped_broadcast", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join",
+    "local_rank", "local_size", "rank", "reducescatter", "remove_process_set", "shutdown", "size",
+    "start_timeline", "stop_timeline",
+]

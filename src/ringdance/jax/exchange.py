@@ -1,0 +1,242 @@
+"""One exchange, described by values alone, so that compiled code can carry it; and how it is carried out.
+
+An ``Exchange`` is the same for eager and compiled calls. Eagerly it runs at once on views of the arrays.
+In ``jit`` it becomes a primitive with an ordered effect: calls of one program keep their order, which has
+to be the same on all ranks, and none is dropped because nobody uses its result. On the CPU the primitive is
+a call through XLA's foreign function interface (``ffi``) that reads and writes XLA's own memory; where that
+is not possible (an accelerator, an unknown layout) it is a callback with arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax._src import core, effects  # ordered effects cannot be declared by public names
+from jax.interpreters import mlir
+
+from ringdance import session
+from ringdance.core.request import Operation, Verb
+from ringdance.errors import CollectiveError
+from ringdance.jax import ffi
+from ringdance.jax.memory import array_of, from_array
+from ringdance.training import verbs
+from ringdance.training.calls import Call
+
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+
+__all__ = ["Exchange", "Shapes", "compiled", "eager", "is_traced"]
+
+Array = np.ndarray[Any, Any]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A call, and what JAX fixes about it beside the arrays; hashable, and to be written as text.
+
+    Args:
+        call: what is exchanged, and how.
+        back: its gradient instead.
+        splits: of an alltoall, rows for each member.
+        rows: of the arrays that go in, for verbs that change the number of rows.
+    """
+
+    call: Call
+    back: bool = False
+    splits: tuple[int, ...] | None = None
+    rows: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        """Return it as text."""
+        return json.dumps([self.call.text(), self.back, self.splits, self.rows])
+
+
+@lru_cache(maxsize=4096)
+def _from_text(text: str) -> Exchange:
+    call, back, splits, rows = json.loads(text)
+    return Exchange(Call.from_text(call), back, None if splits is None else tuple(splits), tuple(rows))
+
+
+# Carrying it out, on NumPy arrays.
+
+
+def run(
+    what: Exchange, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None = None,
+    shapes: Shapes | None = None,
+) -> list[Array]:
+    """Exchange, and return the results, written to ``outputs`` if given, of ``shapes`` if given.
+
+    Raises:
+        CollectiveError: it failed, or a result has another shape than compiled code expects.
+    """
+    engine, call = session.engine(), what.call
+    if what.back:
+        results = _BACK[call.verb](engine, what, inputs)
+    else:
+        splits = None if what.splits is None else np.array(what.splits, np.int64)
+        ticket = call.submit(engine, inputs, outputs if call.keeps_shapes else None, (splits,))
+        results = ticket.wait()
+        if ticket.received_splits is not None:
+            results = [*results, ticket.received_splits[0].astype(np.int32)]
+    for result, shape in zip(results, shapes or (), strict=False):
+        if result.shape != shape:
+            raise CollectiveError(
+                f"{call.verb.name.lower()} {call.name or ''} gave shape {result.shape}, but the compiled "
+                f"program expects {shape}: within jit the first dimension has to be equal on all ranks; "
+                "call it outside of jit."
+            )
+    if outputs is not None:
+        for result, output in zip(results, outputs, strict=True):
+            if result is not output:
+                output[...] = result
+    return results
+
+
+def _average(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
+    call = what.call.but(verb=Verb.ALLREDUCE, operation=Operation.AVERAGE)
+    done: list[Array] = call.submit(engine, inputs).wait()
+    return done
+
+
+def _allgather_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
+    """The gradient is averaged; this rank's rows are its part."""
+    averaged = _average(engine, what, inputs)
+    counts = np.array([what.rows], np.int64)
+    gathered = verbs.allgather(engine, (counts,), set_id=what.call.set_id, wake=False).wait()[0]
+    before = gathered[: engine.members(what.call.set_id).index(engine.rank)].sum(axis=0)
+    rows = zip(averaged, before, counts[0], strict=True)
+    return [one[start : start + count] for one, start, count in rows]
+
+
+def _broadcast_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
+    """The gradient is averaged and belongs to the root; the others get zeros."""
+    averaged = _average(engine, what, inputs)
+    return averaged if engine.rank == what.call.root else [np.zeros_like(one) for one in averaged]
+
+
+def _reducescatter_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
+    """The ranks' gradients are gathered; for Sum they are multiplied by the number of ranks."""
+    call = what.call
+    gathered: list[Array] = call.but(verb=Verb.ALLGATHER).submit(engine, inputs).wait()
+    times = len(engine.members(call.set_id)) if call.operation is Operation.SUM else 1
+    scale = call.prescale * call.postscale * times
+    return gathered if scale == 1.0 else [one * one.dtype.type(scale) for one in gathered]
+
+
+_BACK = {
+    Verb.ALLGATHER: _allgather_back, Verb.BROADCAST: _broadcast_back,
+    Verb.REDUCESCATTER: _reducescatter_back,
+}  # fmt: skip
+
+
+# From JAX: at once, or as a part of a compiled program.
+
+
+def is_traced(values: Sequence[Any]) -> bool:
+    """Return whether JAX is recording a program, so that there are no values yet."""
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def eager(what: Exchange, values: Sequence[Any]) -> list[jax.Array]:
+    """Exchange now. Programs that run in the background come first: the order is that of the calls."""
+    jax.effects_barrier()
+    results = run(what, tuple([array_of(value) for value in values]))
+    places = [*values, *[None] * (len(results) - len(values))]
+    return [from_array(result, like) for result, like in zip(results, places, strict=True)]
+
+
+class _ExchangeEffect(effects.Effect):  # type: ignore[misc]
+    """Keeps exchanges in order."""
+
+    __str__ = lambda self: "RingdanceExchange"  # noqa: E731
+
+
+_EFFECT = _ExchangeEffect()
+for _allowed in (
+    effects.ordered_effects, effects.lowerable_effects, effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects,
+):
+    _allowed.add_type(_ExchangeEffect)
+
+_primitive = core.Primitive("ringdance_exchange")
+_primitive.multiple_results = True
+
+
+def _now(*values: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) -> list[jax.Array]:
+    return eager(what, values)
+
+
+def _abstract(*avals: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
+    results = [core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return results, {_EFFECT}
+
+
+_primitive.def_impl(_now)
+_primitive.def_effectful_abstract_eval(_abstract)
+
+
+def compiled(
+    what: Exchange, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any] | None = None
+) -> list[Any]:
+    """Exchange in the program that is being recorded.
+
+    Args:
+        what: what to do.
+        values: traced arrays.
+        shapes: of the results.
+        dtypes: of the results; those of the values if not given.
+    """
+    kinds = tuple(np.dtype(kind) for kind in (dtypes or [value.dtype for value in values]))
+    done: list[Any] = _primitive.bind(*values, what=what, shapes=tuple(shapes), dtypes=kinds)
+    return done
+
+
+def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: Any) -> Any:
+    """Lower to a call of Python with arrays: for accelerators, and where XLA's layout is unknown."""
+
+    def call(*arrays: Any) -> tuple[Array, ...]:
+        return tuple(run(what, tuple([array_of(array) for array in arrays]), None, shapes))
+
+    results, token, _ = mlir.emit_python_callback(
+        ctx, call, ctx.tokens_in.get(_EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
+        has_side_effect=True, returns_token=True,
+    )
+    ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
+    return results
+
+
+def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: Any) -> Any:
+    """Lower to a call with the addresses of XLA's memory, the input's where XLA can spare it."""
+    if session.engine().settings.jax_ffi == "off" or not ffi.available():
+        return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
+    aliases = {}
+    if what.call.keeps_shapes and not what.back:
+        aliases = {place + 1: place + 1 for place in range(len(operands))}
+    inner = ctx.replace(
+        avals_in=[core.abstract_token, *ctx.avals_in], avals_out=[core.abstract_token, *ctx.avals_out]
+    )
+    memory = [
+        [(aval.shape, np.dtype(aval.dtype).name) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
+    ]
+    lowered = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)(
+        inner, ctx.tokens_in.get(_EFFECT), *operands, what=what.text(), shapes=json.dumps(memory)
+    )
+    token, *results = lowered
+    ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
+    return results
+
+
+def _called(text: str, inputs: list[Array], outputs: list[Array]) -> None:
+    run(_from_text(text), tuple(inputs), tuple(outputs), tuple([output.shape for output in outputs]))
+
+
+ffi.call(_called)
+mlir.register_lowering(_primitive, _by_callback)
+mlir.register_lowering(_primitive, _by_ffi, platform="cpu")

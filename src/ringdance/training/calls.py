@@ -1,0 +1,110 @@
+"""A collective call apart from its tensors: what a graph keeps of it, as text, until it is run.
+
+Frameworks that compile (a TensorFlow graph, a JAX program) separate when a call is written down from when
+it runs. The text holds all that the run needs, so nothing has to be looked up by a number that
+another process, or a saved graph, would not know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ringdance.core.request import Operation, Ticket, Verb
+from ringdance.errors import ArgumentError
+from ringdance.training import verbs
+
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+
+__all__ = ["Call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective call.
+
+    Args:
+        verb: what it does.
+        name: key that matches the ranks' calls; ``None`` matches by order.
+        operation: of a reduction.
+        prescale, postscale: factors of a reduction.
+        set_id: the process set.
+        root: of a broadcast, a global rank.
+        grouped: whether it was called with a list of tensors.
+        equal_splits: of an alltoall without splits.
+    """
+
+    verb: Verb
+    name: str | None = None
+    operation: Operation = Operation.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    set_id: int = 0
+    root: int = -1
+    grouped: bool = False
+    equal_splits: bool = False
+
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether each result has the shape of its input, so that memory for it can be given."""
+        return self.verb in (Verb.ALLREDUCE, Verb.BROADCAST)
+
+    def but(self, **changes: Any) -> Call:
+        """Return the call with some fields changed."""
+        return replace(self, **changes)
+
+    def text(self) -> str:
+        """Return the call as text, the same for equal calls."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def from_text(text: str) -> Call:
+        """Return the call that ``text()`` wrote."""
+        fields = json.loads(text)
+        fields["verb"] = Verb(fields["verb"])
+        fields["operation"] = Operation(fields["operation"])
+        return Call(**fields)
+
+    def submit(
+        self, engine: Engine, inputs: verbs.Arrays, outputs: verbs.Arrays | None = None,
+        splits: Sequence[verbs.Array | None] = (None,), wake: bool = False,
+    ) -> Ticket:
+        """Submit the call.
+
+        Args:
+            engine: the engine.
+            inputs: contiguous views.
+            outputs: where the results go; only if the call ``keeps_shapes``.
+            splits: of an alltoall, for each tensor.
+            wake: whether the engine thread starts it.
+
+        Raises:
+            ArgumentError: as the function of ``verbs`` says.
+        """
+        name, set_id, grouped = self.name, self.set_id, self.grouped
+        if self.verb is Verb.ALLREDUCE:
+            return verbs.allreduce(
+                engine, inputs, outputs, name=name, operation=self.operation, prescale=self.prescale,
+                postscale=self.postscale, set_id=set_id, grouped=grouped, wake=wake,
+            )
+        if self.verb is Verb.BROADCAST:
+            return verbs.broadcast(
+                engine, inputs, outputs, self.root, name=name, set_id=set_id, grouped=grouped, wake=wake
+            )
+        if self.verb is Verb.ALLGATHER:
+            return verbs.allgather(engine, inputs, name=name, set_id=set_id, grouped=grouped, wake=wake)
+        if self.verb is Verb.ALLTOALL:
+            return verbs.alltoall(
+                engine, inputs, splits, name=name, set_id=set_id, grouped=grouped, wake=wake
+            )
+        if self.verb is Verb.REDUCESCATTER:
+            return verbs.reducescatter(
+                engine, inputs, name=name, operation=self.operation, prescale=self.prescale,
+                postscale=self.postscale, set_id=set_id, grouped=grouped, wake=wake,
+            )
+        raise ArgumentError(f"{self.verb.name} is not a call with tensors.")

@@ -1,0 +1,104 @@
+"""Training with ringdance.jax.distributed on n ranks equals one process on the joined batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ringdance.jax as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS = 6
+
+
+def data(step: int, rank: int) -> tuple[Any, Any]:
+    x = jax.random.normal(jax.random.key(1000 * step + rank), (ROWS, 8))
+    return x, jnp.sin(x.sum(axis=1, keepdims=True))
+
+
+def beginning(seed: int = 0) -> dict[str, Any]:
+    first, second = jax.random.split(jax.random.key(seed))
+    return {
+        "in": {"w": jax.random.normal(first, (8, 16)) / 3, "b": jnp.zeros(16)},
+        "out": {"w": jax.random.normal(second, (16, 1)) / 4, "b": jnp.zeros(1)},
+    }
+
+
+def loss_of(params: Any, x: Any, y: Any) -> Any:
+    hidden = jax.nn.tanh(x @ params["in"]["w"] + params["in"]["b"])
+    return ((hidden @ params["out"]["w"] + params["out"]["b"] - y) ** 2).mean()
+
+
+def train(tx: Any, ranks: list[int], params: Any, jit: bool = True, steps: int = 20) -> Any:
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    run = jax.jit(step, donate_argnums=(0, 1)) if jit else step
+    params = jax.tree.map(jnp.copy, params)
+    state = tx.init(params)
+    for number in range(steps):
+        parts = [data(number, rank) for rank in ranks]
+        x, y = (jnp.concatenate(some) for some in zip(*parts, strict=True))
+        params, state, _ = run(params, state, x, y)
+    return params
+
+
+def far(one: Any, other: Any) -> float:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(float(jnp.abs(a - b).max()) for a, b in pairs)
+
+
+def same_on_all_ranks(params: Any) -> bool:
+    weights = hvd.allgather_object(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)))
+    return len(set(weights)) == 1
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("make", [
+    lambda: optax.sgd(0.1, momentum=0.9),
+    lambda: optax.adamw(1e-2),
+    lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)),
+])
+def test_twenty_steps_equal_one_process(make: Any, jit: bool) -> None:
+    params = hvd.broadcast_parameters(beginning(RANK), root_rank=0)
+    assert far(params, beginning(0)) == 0
+    found = train(hvd.distributed(make()), [RANK], params, jit)
+    assert same_on_all_ranks(found)
+    assert far(found, train(make(), list(range(SIZE)), params)) < 1e-6
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_accumulation(average: bool) -> None:
+    """Gradients of two steps are summed, or averaged, before one exchange."""
+    tx = hvd.distributed(optax.sgd(0.05), backward_passes_per_step=2, average_aggregated_gradients=average)
+    found = train(tx, [RANK], beginning())
+    assert same_on_all_ranks(found)
+    plain = optax.MultiSteps(optax.sgd(0.05 * (1 if average else 2)), 2)
+    assert far(found, train(plain, list(range(SIZE)), beginning())) < 1e-6
+
+
+def test_options() -> None:
+    total = train(hvd.distributed(optax.sgd(0.1 / SIZE), op=hvd.Sum), [RANK], beginning())
+    divided = train(hvd.distributed(optax.sgd(0.1), gradient_predivide_factor=2.0), [RANK], beginning())
+    rounded = train(hvd.distributed(optax.sgd(0.1), compression=hvd.Compression.fp16), [RANK], beginning())
+    expected = train(optax.sgd(0.1), list(range(SIZE)), beginning())
+    assert far(total, expected) < 1e-6
+    assert far(divided, expected) < 1e-6
+    assert far(rounded, expected) < 2e-2
+    assert same_on_all_ranks(rounded)
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.distributed(optax.sgd(0.1), backward_passes_per_step=0)
+
+
+@pytest.mark.ranks(1)
+def test_alone_nothing_changes() -> None:
+    found = train(hvd.distributed(optax.adam(1e-2)), [0], beginning())
+    assert far(found, train(optax.adam(1e-2), [0], beginning())) == 0

@@ -1,0 +1,198 @@
+"""The verbs on JAX arrays: at once, in jit, grad and control flow; by XLA's interface and by callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from other_settings import other_settings
+
+import ringdance.jax as hvd
+from ringdance.errors import ArgumentError, MismatchError
+from ringdance.jax import ffi
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+Wrap = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module", params=["eager", "jit", "callback"])
+def wrap(request: pytest.FixtureRequest) -> Iterator[Wrap]:
+    """How a function of arrays is run; each wrapped function is compiled anew."""
+    if request.param == "callback":
+        with other_settings({"RINGDANCE_JAX_FFI": "off"}):
+            yield lambda function: jax.jit(lambda *values: function(*values))
+    else:
+        assert ffi.available()
+        yield jax.jit if request.param == "jit" else lambda function: function
+
+
+def mine(rank: int = RANK, rows: int = 2 * SIZE) -> Any:
+    return jnp.arange(rows * 3.0).reshape(rows, 3) * (rank + 1) + rank
+
+
+def everyone() -> list[np.ndarray[Any, Any]]:
+    return [np.asarray(mine(rank)) for rank in range(SIZE)]
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found.shape == np.shape(expected)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=1e-6)
+
+
+def test_values(wrap: Wrap) -> None:
+    total = sum(everyone())
+    same(wrap(hvd.allreduce)(mine()), total / SIZE)
+    scales = {"prescale_factor": 2.0, "postscale_factor": 0.5}
+    same(wrap(lambda x: hvd.allreduce(x, op=hvd.Sum, **scales))(mine()), total)
+    same(wrap(lambda x: hvd.allreduce(x, op=hvd.Max, name="largest"))(mine()), np.max(everyone(), axis=0))
+    same(wrap(hvd.allgather)(mine()), np.concatenate(everyone()))
+    for root in range(SIZE):
+        same(wrap(lambda x, root=root: hvd.broadcast(x, root))(mine()), everyone()[root])
+    pieces = [one[2 * RANK : 2 * RANK + 2] for one in everyone()]
+    same(wrap(hvd.alltoall)(mine()), np.concatenate(pieces))
+    same(wrap(lambda x: hvd.reducescatter(x, op=hvd.Sum))(mine()), total[2 * RANK : 2 * RANK + 2])
+    same(wrap(hvd.allreduce)(jnp.float32(RANK)), (SIZE - 1) / 2)
+
+
+def test_all_types_in_one_group(wrap: Wrap) -> None:
+    kinds = ["float32", "bfloat16", "float16", "int32", "uint8"]
+    values = [jnp.full((5,), RANK + 1).astype(kind) for kind in kinds]
+    done = wrap(lambda *all_: hvd.grouped_allreduce(all_, op=hvd.Sum))(*values)
+    for kind, one in zip(kinds, done, strict=True):
+        assert one.dtype == kind
+        same(one, np.full(5, SIZE * (SIZE + 1) // 2))
+    truth = jnp.array([RANK == 0, True])
+    assert wrap(lambda x: hvd.allreduce(x, op=hvd.Min))(truth).tolist() == [SIZE == 1, True]
+    compressed = wrap(lambda x: hvd.allreduce(x, compression=hvd.Compression.bf16))(mine())
+    np.testing.assert_allclose(compressed, sum(everyone()) / SIZE, rtol=2e-2)
+
+
+def test_gradients(wrap: Wrap) -> None:
+    """Those of the torch and TensorFlow bindings: averages, and the same reduction for a reduction."""
+    weight = jnp.float32(RANK + 1)
+    mean = (SIZE + 1) / 2
+    like = np.ones((2 * SIZE, 3))
+
+    def gradient(function: Callable[[Any], Any]) -> Any:
+        return wrap(jax.grad(lambda x: (function(x) * weight).sum()))(mine())
+
+    same(gradient(hvd.allreduce), mean * like)
+    same(gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, name="sum")), mean * SIZE * like)
+    same(gradient(hvd.allgather), mean * like)
+    same(gradient(lambda x: hvd.broadcast(x, 0)), mean * like * (RANK == 0))
+    blocks = np.repeat(np.arange(SIZE) + 1, 2)[:, None] * like
+    same(gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum)), SIZE * blocks)
+    same(gradient(hvd.alltoall), blocks)
+    group = wrap(jax.grad(lambda x: sum(one.sum() for one in hvd.grouped_allreduce([x, 2 * x]))))
+    same(group(mine()), 3 * like)
+
+
+def test_second_derivative(wrap: Wrap) -> None:
+    def loss(x: Any) -> Any:
+        return (hvd.allreduce(x, op=hvd.Sum) ** 2).sum()
+
+    found = wrap(jax.grad(lambda x: jax.grad(loss)(x).sum()))(mine())
+    same(found, 2.0 * SIZE**2 * np.ones((2 * SIZE, 3)))
+
+
+def test_loops_branches_and_order() -> None:
+    """Independent calls in one program run in the order written, on all ranks."""
+
+    def body(carry: Any, _: Any) -> tuple[Any, Any]:
+        there = jax.lax.cond(carry.sum() > 0, hvd.allreduce, lambda x: x, carry)
+        return there + 1.0, hvd.allgather(carry[:1])
+
+    last, seen = jax.jit(lambda x: jax.lax.scan(body, x, None, length=3))(jnp.full((2,), RANK + 1.0))
+    same(last, np.full(2, (SIZE + 1) / 2 + 3))
+    assert seen.shape == (3, SIZE)
+
+    @jax.jit
+    def many(x: Any) -> Any:
+        return [hvd.allreduce(x + number, op=hvd.Sum) for number in range(20)]
+
+    for number, one in enumerate(many(jnp.zeros(1000))):
+        same(one, np.full(1000, SIZE * number))
+
+
+def test_a_result_that_nobody_uses_is_still_exchanged() -> None:
+    jax.jit(lambda x: (hvd.allreduce(x, name="unused"), x)[1])(mine())
+    same(hvd.allreduce(mine(), name="used"), sum(everyone()) / SIZE)
+
+
+def test_uneven_rows_outside_of_jit() -> None:
+    x = jnp.full((RANK + 1, 2), float(RANK))
+    gathered = hvd.allgather(x)
+    same(gathered, np.repeat(np.arange(SIZE), np.arange(SIZE) + 1)[:, None] * np.ones(2))
+    same(jax.grad(lambda x: (hvd.allgather(x) * (RANK + 1)).sum())(x), np.full((RANK + 1, 2), (SIZE + 1) / 2))
+    rows, received = hvd.alltoall(jnp.arange(SIZE * (SIZE + 1) // 2 + 1.0), splits=range(1, SIZE + 1))
+    assert received.tolist() == [RANK + 1] * SIZE
+    assert rows.shape == (SIZE * (RANK + 1),)
+    sent = jnp.arange(SIZE * (SIZE + 1) // 2 + 1.0)  # one row is not sent: it has no gradient
+    found = jax.grad(lambda x: (hvd.alltoall(x, splits=range(1, SIZE + 1))[0] * 2).sum())(sent)
+    same(found, [2.0] * (len(sent) - 1) + [0.0])
+    assert hvd.reducescatter(jnp.ones((SIZE + 1, 2)), op=hvd.Sum).shape == (1 + (RANK == 0), 2)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_errors_are_seen_on_all_ranks_and_work_goes_on() -> None:
+    with pytest.raises(MismatchError, match="shapes"):
+        hvd.allreduce(jnp.ones(2 + (RANK == 0)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError: Mismatched shapes"):
+        jax.block_until_ready(jax.jit(hvd.allreduce)(jnp.ones(2 + (RANK == 0))))
+    same(jax.jit(hvd.allreduce)(mine()), sum(everyone()) / SIZE)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="equal on all ranks"):
+        jax.block_until_ready(jax.jit(hvd.allgather)(jnp.ones((2 + (RANK == 0), 2))))
+    same(jax.jit(hvd.allgather)(mine()), np.concatenate(everyone()))
+    with pytest.raises(ArgumentError, match="outside of jit"):
+        jax.jit(lambda x: hvd.alltoall(x, splits=[1] * SIZE))(mine())
+    with pytest.raises(ArgumentError, match="one dimension"):
+        hvd.allgather(jnp.float32(1))
+
+
+@pytest.mark.ranks(3, 4)
+def test_process_sets() -> None:
+    some = hvd.add_process_set([0, SIZE - 1])
+    try:
+        if RANK in (0, SIZE - 1):
+            expected = (everyone()[0] + everyone()[-1]) / 2
+            same(hvd.allreduce(mine(), process_set=some), expected)
+            same(jax.jit(lambda x: hvd.allreduce(x, process_set=some))(mine()), expected)
+            place = 0 if RANK == 0 else 1
+            found = jax.jit(lambda x: hvd.reducescatter(x, process_set=some))(jnp.ones((4, 1)) * place)
+            same(found, np.full((2, 1), 0.5))
+    finally:
+        hvd.barrier()
+        hvd.remove_process_set(some)
+
+
+def test_memory_is_shared_where_it_can_be() -> None:
+    x = mine()
+    from ringdance.jax.memory import array_of, from_array
+
+    view = array_of(x)
+    assert view.flags.writeable
+    assert view.__array_interface__["data"][0] == x.unsafe_buffer_pointer()
+    result = hvd.allreduce(x)
+    assert np.asarray(result).ctypes.data % 64 == 0
+    back = from_array(view, x)
+    assert back.unsafe_buffer_pointer() == x.unsafe_buffer_pointer() or x.unsafe_buffer_pointer() % 64
+    assert array_of(jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_broadcast_of_a_pytree() -> None:
+    def tree(rank: int) -> Any:
+        others = [f"rank {rank}", np.ones(2) * rank]
+        return {"a": mine(rank), "key": jax.random.key(rank), "n": rank, "none": None, "s": others}
+
+    found, expected = hvd.broadcast_parameters(tree(RANK), root_rank=SIZE - 1), tree(SIZE - 1)
+    same(found["a"], expected["a"])
+    assert jnp.array_equal(jax.random.key_data(found["key"]), jax.random.key_data(expected["key"]))
+    assert (found["n"], found["none"], found["s"][0]) == (SIZE - 1, None, f"rank {SIZE - 1}")
+    assert found["s"][1].tolist() == [SIZE - 1] * 2
+    assert hvd.broadcast_object({"rank": RANK}) == {"rank": 0}
+    assert hvd.allgather_object(RANK) == list(range(SIZE))
