@@ -25,9 +25,16 @@ unless it is initialised again.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 
 class RingdanceError(Exception):
     """Base of all errors raised by Ringdance."""
+
+    # Said again, so that those which are ValueErrors too have exactly this one: by it TensorFlow knows an
+    # error that it can raise anew, with the place in the user's function added.
+    if not TYPE_CHECKING:
+        __init__ = Exception.__init__
 
 
 class SettingError(RingdanceError, ValueError):

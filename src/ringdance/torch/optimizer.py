@@ -24,7 +24,7 @@ from ringdance.torch.adasum import AdasumOptimizer
 from ringdance.torch.compression import Compression
 from ringdance.torch.gradients import Gradients, Hooks
 from ringdance.training.optimizer import GradientExchange
-from ringdance.training.options import check_groups, scales_of, spare_cores
+from ringdance.training.options import check_groups, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 from ringdance.training.verbs import pick_operation
 
@@ -229,16 +229,12 @@ def DistributedOptimizer(
         _process_set=process_set, _skip=False, _by_hand=False,
     )
     if member and size > 1:
-        wanted = engine.settings.overlap
-        overlap = wanted == "on" or (
-            wanted == "auto" and not engine.settings.deterministic
-            and spare_cores(engine.local_size, torch.get_num_threads())
-        )
         exchange = GradientExchange(
             Gradients(parameters, compression, sparse_as_dense), [name for name, _ in pairs],
             operation=operation, passes=backward_passes_per_step,
             predivide=gradient_predivide_factor, groups=index_groups,
-            set_id=set_id(process_set), early=reduce_in_backward, overlap=overlap,
+            set_id=set_id(process_set), early=reduce_in_backward,
+            overlap=wants_overlap(engine, torch.get_num_threads()),
         )
         result._exchange = exchange
         result._hooks = Hooks(parameters, exchange.computed, exchange.pass_done)

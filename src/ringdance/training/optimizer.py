@@ -42,7 +42,7 @@ from ringdance.core.request import Operation, Ticket
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import verbs
 from ringdance.training.gradients import AS_DENSE, GradientSource
-from ringdance.training.options import scales_of
+from ringdance.training.options import parts_of, scales_of
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -150,7 +150,7 @@ class GradientExchange:
         rest = [index for index in range(len(self.names)) if index not in grouped]
         parts: list[list[int]] = [list(group) for group in self.groups]
         if self.overlap:
-            parts += self._parts(rest)
+            parts += parts_of(rest, self.source.nbytes)
         elif rest:
             parts.append(rest)
         expected = {index for bucket in self.buckets for index in bucket.expected}
@@ -164,19 +164,6 @@ class GradientExchange:
         ]
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
-
-    def _parts(self, rest: list[int]) -> list[list[int]]:
-        """Parts of an eighth of the whole, from 1 to 32 MB; last parameters first, as backward goes."""
-        limit = min(max(sum(map(self.source.nbytes, rest)) // 8, 1 << 20), 32 << 20)
-        parts: list[list[int]] = []
-        filled = limit
-        for index in reversed(rest):
-            if filled >= limit:
-                parts.append([])
-                filled = 0
-            parts[-1].append(index)
-            filled += self.source.nbytes(index)
-        return [part[::-1] for part in parts]
 
     # What the binding calls.
 

@@ -4,20 +4,50 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ringdance.core.request import Operation
 from ringdance.errors import ArgumentError
 
-__all__ = ["check_groups", "scales_of", "spare_cores"]
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+
+__all__ = ["check_groups", "parts_of", "scales_of", "spare_cores", "wants_overlap"]
 
 
 def spare_cores(local_size: int, threads: int) -> bool:
     """Return whether this rank's share of the usable cores is more than the threads that compute."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores // local_size > threads
+
+
+def wants_overlap(engine: Engine, threads: int) -> bool:
+    """Return whether this rank, which computes with so many threads, would exchange meanwhile."""
+    wanted = engine.settings.overlap
+    return wanted == "on" or (
+        wanted == "auto" and not engine.settings.deterministic and spare_cores(engine.local_size, threads)
+    )
+
+
+def parts_of(indices: Sequence[int], nbytes: Callable[[int], int]) -> list[list[int]]:
+    """Cut parameters into parts of an eighth of the whole, 1 to 32 MB; last ones first, as backward goes.
+
+    Args:
+        indices: of the parameters, in their order.
+        nbytes: the size of a parameter.
+    """
+    limit = min(max(sum(map(nbytes, indices)) // 8, 1 << 20), 32 << 20)
+    parts: list[list[int]] = []
+    filled = limit
+    for index in reversed(indices):
+        if filled >= limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(index)
+        filled += nbytes(index)
+    return [part[::-1] for part in parts]
 
 
 def scales_of(operation: Operation, predivide: float) -> tuple[float, float]:

@@ -1,0 +1,54 @@
+"""Batch normalisation over the batches of all ranks, as a Keras layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringdance import session
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow import operations as ops
+
+__all__ = ["SyncBatchNormalization"]
+
+
+@keras.saving.register_keras_serializable("ringdance")
+class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
+    """Keras's ``BatchNormalization`` whose statistics in training are those of all ranks' batches together.
+
+    Batches may differ in size between ranks, and then count by their elements. Gradients flow through the
+    exchange. With one rank, and in inference, it is the plain layer.
+
+    Args:
+        fused: must be False; the fused kernel knows only its own batch.
+        **kwargs: as ``keras.layers.BatchNormalization``.
+
+    Raises:
+        ArgumentError: ``fused`` is True or ``None``.
+    """
+
+    def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
+        if fused is not False:
+            raise ArgumentError("SyncBatchNormalization cannot be fused: leave fused away, or fused=False.")
+        super().__init__(**kwargs)
+
+    def _moments(self, inputs: Any, mask: Any) -> Any:
+        """Return mean and variance of each channel over all ranks (Keras calls this in training)."""
+        mean, variance = super()._moments(inputs, mask)
+        if session.engine().size == 1:
+            return mean, variance
+        if mask is None:
+            count = tf.cast(tf.size(inputs) / tf.size(mean), mean.dtype)
+        else:
+            # Every position that counts has as many elements of a channel as the other axes are long.
+            chosen = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
+            count = chosen * tf.cast(tf.size(inputs) / tf.size(mask) / tf.size(mean), mean.dtype)
+        # An empty batch has no mean, and counts nothing.
+        mean = tf.where(count > 0, mean, 0)
+        square = tf.where(count > 0, variance, 0) + mean * mean
+        shares = tf.stack([mean * count, square * count, tf.fill(tf.shape(mean), count)])
+        total = ops.allreduce(shares, op=ops.Sum, name=f"sync_batch_norm.{self.name}")
+        mean = total[0] / total[2]
+        return mean, total[1] / total[2] - mean * mean

@@ -1,0 +1,187 @@
+"""The gradients of a step, reduced together: what tapes and optimizers have in common.
+
+All dense gradients of a step are cut into buckets by size, from the last variable on, in the order in which
+backward yields them; rows of IndexedSlices are gathered together afterwards. In a graph each
+bucket is submitted as soon as its gradients are there, and one operation waits for all. The cut
+depends only on the variables, so it is the same on all ranks; whether a bucket is exchanged while others
+are being computed (``overlap``) is each rank's own choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance import session
+from ringdance.core.request import Operation, Verb
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow.compression import Compression
+from ringdance.tensorflow.exchange import perform, perform_all, plain
+from ringdance.training.calls import Call
+from ringdance.training.options import check_groups, parts_of, scales_of
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.verbs import pick_operation
+
+__all__ = ["GradientReducer", "variable_of"]
+
+Tensor = Any
+
+
+def variable_of(one: Any) -> Any:
+    """Return TensorFlow's variable of a Keras one, and others as they are."""
+    if isinstance(one, tf.Variable) or not hasattr(one, "value"):
+        return one
+    return one.value() if callable(one.value) else one.value
+
+
+class GradientReducer:
+    """Reduces lists of gradients over the ranks.
+
+    Args:
+        name: of the tape or optimizer; begins the names of the exchanges.
+        compression: casts dense gradients on their way.
+        sparse_as_dense: reduce IndexedSlices as dense tensors.
+        op: Average, Sum, ...
+        predivide: with Average, divides before and multiplies after the sum.
+        groups: ``None``, a number, or lists of variables to be reduced together.
+        process_set: the ranks that take part.
+        scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
+        device_dense, device_sparse: devices on which gradients are given to the exchange.
+
+    Raises:
+        ArgumentError: arguments that do not go together.
+    """
+
+    def __init__(
+        self, name: str, *, compression: Any = Compression.none, sparse_as_dense: bool = False,
+        op: int = Operation.AVERAGE, predivide: float = 1.0, groups: Any = None,
+        process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
+        device_dense: str = "", device_sparse: str = "",
+    ) -> None:
+        self.name = name
+        self.compression = compression
+        self.sparse_as_dense = sparse_as_dense
+        self.operation = pick_operation(None, op)
+        self.prescale, self.postscale = scales_of(self.operation, predivide)
+        if groups is not None and (isinstance(groups, bool) or (isinstance(groups, int) and groups < 0)):
+            raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of variables.")
+        self.groups = groups
+        self.process_set = process_set
+        self.scale_local_gradients = scale_local_gradients
+        self.devices = device_dense, device_sparse
+        self.local: set[int] = set()
+
+    def register_local(self, variable: Any) -> None:
+        """Do not reduce the gradient of this variable."""
+        self.local.add(id(variable_of(variable)))
+
+    def is_local(self, variable: Any) -> bool:
+        """Return whether a variable was registered as local."""
+        return id(variable_of(variable)) in self.local
+
+    @property
+    def idle(self) -> bool:
+        """Whether gradients stay what they are: a rank alone, or not in the set."""
+        engine = session.engine()
+        members = engine.members(set_id(self.process_set))
+        # A job that may grow keeps the operations in its graphs.
+        return engine.rank not in members or (len(members) == 1 and not engine.settings.elastic)
+
+    @plain
+    def reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
+        """Return the reduced gradients, in the same order; ``None`` stays ``None``.
+
+        Args:
+            gradients: tensors, IndexedSlices or ``None``, in the same pattern on all ranks.
+            variables: what they belong to; alike on all ranks.
+        """
+        if self.idle:
+            return list(gradients)
+        results = list(gradients)
+        reduced = [
+            index for index, one in enumerate(gradients)
+            if one is not None and not self.is_local(variables[index])
+        ]
+        if self.sparse_as_dense:
+            for index in reduced:
+                results[index] = tf.convert_to_tensor(results[index])
+        sparse = [index for index in reduced if isinstance(results[index], tf.IndexedSlices)]
+        dense = [index for index in reduced if index not in set(sparse)]
+        key = self._key(variables)
+        with tf.name_scope(f"{self.name}_Allreduce"):
+            if dense:
+                with tf.device(self.devices[0]):
+                    self._reduce_dense(results, dense, variables, key)
+            if sparse:
+                # After the others, also in a graph of tf.compat.v1, in which nothing else would order them.
+                before = [] if tf.executing_eagerly() else [results[index] for index in dense]
+                with tf.device(self.devices[1]), tf.control_dependencies(before):
+                    self._reduce_sparse(results, sparse, key)
+        if self.local and self.scale_local_gradients:
+            self._scale_local(results, variables)
+        return results
+
+    def _key(self, variables: Sequence[Any]) -> str:
+        described = repr([
+            (tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables if not self.is_local(one)
+        ])
+        return f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
+
+    def _reduce_dense(
+        self, results: list[Tensor], dense: list[int], variables: Sequence[Any], key: str
+    ) -> None:
+        place = {id(variable_of(variables[index])): index for index in dense}
+        groups = check_groups(self.groups, dense, lambda one: place.get(id(variable_of(one))))
+        grouped = {index for group in groups for index in group}
+        rest = [index for index in dense if index not in grouped]
+        buckets = [list(group) for group in groups]
+        buckets += parts_of(rest, lambda index: _nbytes(variables[index]))
+        call = Call(
+            Verb.ALLREDUCE, None, self.operation, self.prescale, self.postscale,
+            set_id(self.process_set), grouped=True,
+        )
+        pairs = {index: self.compression.compress(results[index]) for index in dense}
+        calls = [
+            (call.but(name=f"{key}.{number}"), [pairs[index][0] for index in bucket])
+            for number, bucket in enumerate(buckets)
+        ]
+        for bucket, tensors in zip(buckets, perform_all(calls), strict=True):
+            for index, tensor in zip(bucket, tensors, strict=True):
+                results[index] = self.compression.decompress(tensor, pairs[index][1])
+
+    def _reduce_sparse(self, results: list[Tensor], sparse: list[int], key: str) -> None:
+        if self.operation not in (Operation.AVERAGE, Operation.SUM):
+            raise NotImplementedError(
+                f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}: set "
+                "sparse_as_dense=True."
+            )
+        parts = [part for index in sparse for part in (results[index].values, results[index].indices)]
+        call = Call(Verb.ALLGATHER, f"{key}.rows", set_id=set_id(self.process_set), grouped=True)
+        gathered = perform(call, parts)
+        for place, index in enumerate(sparse):
+            values, indices = gathered[2 * place], gathered[2 * place + 1]
+            if self.operation is Operation.AVERAGE:
+                values = values / tf.cast(self.process_set.size(), values.dtype)
+            results[index] = tf.IndexedSlices(values, indices, results[index].dense_shape)
+
+    def _scale_local(self, results: list[Tensor], variables: Sequence[Any]) -> None:
+        """Divide by the number of ranks, as an average of a gradient that is zero elsewhere would."""
+        size = self.process_set.size() or 1
+        for index, one in enumerate(results):
+            if one is None or not self.is_local(variables[index]):
+                continue
+            if isinstance(one, tf.IndexedSlices):
+                values = one.values / tf.cast(size, one.dtype)
+                results[index] = tf.IndexedSlices(values, one.indices, one.dense_shape)
+            else:
+                results[index] = one / tf.cast(size, one.dtype)
+
+
+def _nbytes(variable: Any) -> int:
+    elements = 1
+    for length in variable.shape:
+        elements *= int(length or 1)
+    return elements * int(tf.as_dtype(variable.dtype).size)

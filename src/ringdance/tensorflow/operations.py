@@ -1,0 +1,309 @@
+"""The collective functions on TensorFlow's tensors. Names, order of arguments and results: contract 2.2.1.
+
+They work eagerly, in a ``tf.function`` and in graphs of ``tf.compat.v1``, and are differentiable. Beyond
+Horovod: bfloat16, bool and all integers everywhere.
+
+What is told about ``allreduce`` holds for all: ``name`` is the key that matches the ranks' calls. Without
+one eager calls match by order, and those in a graph by the name of their operation, made from the
+tensor's name and the name scopes (``ignore_name_scope``: without these). ``process_set`` are the
+ranks that take part. Errors are of ``tf.errors`` (contract 3.2), in eager calls Ringdance's as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.core.request import Operation, Verb
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow.compression import Compression
+from ringdance.tensorflow.exchange import number, perform, plain
+from ringdance.training.calls import Call
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.verbs import pick_operation
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allreduce", "alltoall", "broadcast",
+    "broadcast_", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
+    "local_size_op", "process_set_included_op", "rank_op", "reducescatter", "size_op",
+]
+
+Tensor = Any
+
+Average = int(Operation.AVERAGE)
+Sum = int(Operation.SUM)
+Adasum = int(Operation.ADASUM)
+Min = int(Operation.MIN)
+Max = int(Operation.MAX)
+Product = int(Operation.PRODUCT)
+
+
+def _run(
+    call: Call, tensors: Sequence[Tensor], name: str | None, ignore_name_scope: bool = False
+) -> list[Tensor]:
+    """Run a call under its name: as given, or in a graph that of the operation."""
+    if tf.executing_eagerly():
+        return perform(call.but(name=name), tensors)
+    verb = ("Grouped" if call.grouped else "") + call.verb.name.title()
+    plain_name = name or f"Horovod{verb}_{re.sub('[^a-zA-Z0-9]', '_', tensors[0].name)}"
+    graph = tf.compat.v1.get_default_graph()
+    key = plain_name if ignore_name_scope else graph.unique_name(plain_name, mark_as_used=False)
+    return perform(call.but(name=key), tensors, plain_name)
+
+
+def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
+    group = [_tensor(tensor) for tensor in tensors]
+    if not group:
+        raise ArgumentError("A group needs at least one tensor.")
+    return group
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+
+
+@plain
+def allreduce(
+    tensor: Tensor, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Tensor:
+    """Return the reduction of ``tensor`` over all ranks: same shape and type.
+
+    Args:
+        tensor: equal shape and type on all ranks; or ``tf.IndexedSlices``, whose rows are gathered.
+        average: old form of ``op``: True is Average, False is Sum.
+        device_dense: device on which a dense tensor is given to the exchange.
+        device_sparse: the same for IndexedSlices.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: multiplies the input of each rank.
+        postscale_factor: multiplies the result.
+        name: key that matches the ranks' calls.
+        process_set: the ranks that take part.
+        ignore_name_scope: in a graph, whether the key is without the name scopes.
+
+    Raises:
+        ValueError: both ``average`` and ``op`` are given, or ``op`` is unknown.
+        NotImplementedError: IndexedSlices with another operation than Average and Sum, or with factors.
+        tf.errors.OpError: FailedPreconditionError where ranks called it with different things, raised on
+            all; InvalidArgumentError for what only this rank can see.
+    """
+    operation = pick_operation(average, op)
+    if isinstance(tensor, tf.IndexedSlices):
+        _check_sparse(operation, prescale_factor, postscale_factor)
+        with tf.device(device_sparse):
+            return _allreduce_sparse(tensor, operation, name, process_set, ignore_name_scope)
+    call = Call(
+        Verb.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor), set_id(process_set)
+    )
+    with tf.device(device_dense):
+        small, context = compression.compress(_tensor(tensor))
+        return compression.decompress(_run(call, [small], name, ignore_name_scope)[0], context)
+
+
+def _check_sparse(operation: Operation, prescale: float, postscale: float) -> None:
+    if operation not in (Operation.AVERAGE, Operation.SUM):
+        raise NotImplementedError(
+            f"IndexedSlices can be reduced by Average or Sum, not by {operation.name.title()}: make them "
+            "dense first (tf.convert_to_tensor, or sparse_as_dense=True of the optimizer or tape)."
+        )
+    if (prescale, postscale) != (1.0, 1.0):
+        raise NotImplementedError("prescale_factor and postscale_factor are not for IndexedSlices.")
+
+
+def _allreduce_sparse(
+    slices: Any, operation: Operation, name: str | None, process_set: ProcessSet, ignore_name_scope: bool
+) -> Any:
+    """Gather the rows of all ranks; rows with one index stay separate, as TensorFlow sums them on use."""
+    call = Call(Verb.ALLGATHER, set_id=set_id(process_set), grouped=True)
+    values, indices = _run(call, [slices.values, slices.indices], name, ignore_name_scope)
+    if operation is Operation.AVERAGE:
+        values = values / tf.cast(process_set.size(), values.dtype)
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+@plain
+def grouped_allreduce(
+    tensors: Sequence[Tensor], average: bool | None = None, device_dense: str = "", device_sparse: str = "",
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False, name: str | None = None,
+) -> list[Tensor]:
+    """Return the reductions of several tensors: the dense ones together, IndexedSlices one by one."""
+    operation = pick_operation(average, op)
+    group = _group(tensors)
+    results: list[Tensor] = [None] * len(group)
+    dense = [index for index, one in enumerate(group) if not isinstance(one, tf.IndexedSlices)]
+    if len(dense) < len(group):
+        _check_sparse(operation, prescale_factor, postscale_factor)
+    call = Call(
+        Verb.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor),
+        set_id(process_set), grouped=True,
+    )
+    if dense:
+        with tf.device(device_dense):
+            pairs = [compression.compress(group[index]) for index in dense]
+            reduced = _run(call, [small for small, _ in pairs], name, ignore_name_scope)
+            for index, (_, context), one in zip(dense, pairs, reduced, strict=True):
+                results[index] = compression.decompress(one, context)
+    for index in [index for index, one in enumerate(results) if one is None]:
+        with tf.device(device_sparse):
+            results[index] = _allreduce_sparse(
+                group[index], operation, name and f"{name}.{index}", process_set, ignore_name_scope
+            )
+    return results
+
+
+@plain
+def allgather(
+    tensor: Tensor, name: str | None = None, ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the ranks' tensors joined along dimension 0, which may differ between ranks."""
+    return _run(
+        Call(Verb.ALLGATHER, set_id=set_id(process_set)), [_tensor(tensor)], name, ignore_name_scope
+    )[0]
+
+
+@plain
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Gather several tensors together; as ``allgather``."""
+    call = Call(Verb.ALLGATHER, set_id=set_id(process_set), grouped=True)
+    return _run(call, _group(tensors), name, ignore_name_scope)
+
+
+@plain
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the tensor of global rank ``root_rank``; shapes and types are equal on all ranks."""
+    call = Call(Verb.BROADCAST, set_id=set_id(process_set), root=int(root_rank))
+    return _run(call, [_tensor(tensor)], name, ignore_name_scope)[0]
+
+
+@plain
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give variables the values of global rank ``root_rank``.
+
+    Returns:
+        The variables, in a list; in a graph of ``tf.compat.v1`` the operations that assign to them.
+    """
+    listed = list(variables)
+    call = Call(Verb.BROADCAST, set_id=set_id(process_set), root=int(root_rank), grouped=True)
+    if not listed:
+        return []
+    received = _run(call, [tf.convert_to_tensor(one) for one in listed], name)
+    assigned = [variable.assign(value) for variable, value in zip(listed, received, strict=True)]
+    in_v1 = not tf.compat.v1.executing_eagerly_outside_functions()
+    return assigned if in_v1 else listed
+
+
+@plain
+def alltoall(
+    tensor: Tensor, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send ``splits[j]`` rows to rank j of the set and receive theirs, in rank order.
+
+    Args:
+        tensor: at least one dimension; all but the first equal on all ranks.
+        splits: int32, one for each rank; their sum may be less than the rows. Without: equal shares.
+        name: key that matches the ranks' calls.
+        ignore_name_scope: in a graph, whether the key is without the name scopes.
+        process_set: the ranks that take part.
+
+    Returns:
+        The received rows; with ``splits`` also how many came from each rank (int32).
+    """
+    call = Call(Verb.ALLTOALL, set_id=set_id(process_set), equal_splits=splits is None)
+    given = [_tensor(tensor)] if splits is None else [_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)]
+    output, received = _run(call, given, name, ignore_name_scope)
+    return output if splits is None else (output, received)
+
+
+def _reducescatter(
+    tensors: list[Tensor], compression: Any, op: int, name: str | None, process_set: ProcessSet,
+    ignore_name_scope: bool, scales: tuple[float, float], grouped: bool,
+) -> list[Tensor]:
+    call = Call(
+        Verb.REDUCESCATTER, None, pick_operation(None, op), float(scales[0]), float(scales[1]),
+        set_id(process_set), grouped=grouped,
+    )
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = _run(call, [small for small, _ in pairs], name, ignore_name_scope)
+    return [compression.decompress(one, context) for one, (_, context) in zip(results, pairs, strict=True)]
+
+
+@plain
+def reducescatter(
+    tensor: Tensor, device_dense: str = "", compression: Any = Compression.none, op: int = Average,
+    name: str | None = None, process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
+    with tf.device(device_dense):
+        return _reducescatter(
+            [_tensor(tensor)], compression, op, name, process_set, ignore_name_scope,
+            (prescale_factor, postscale_factor), False,
+        )[0]
+
+
+@plain
+def grouped_reducescatter(
+    tensors: Sequence[Tensor], device_dense: str = "", compression: Any = Compression.none, op: int = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce and scatter several tensors together; as ``reducescatter``."""
+    with tf.device(device_dense):
+        return _reducescatter(
+            _group(tensors), compression, op, None, process_set, False,
+            (prescale_factor, postscale_factor), True,
+        )
+
+
+@plain
+def join() -> Tensor:
+    """Help the others with zeros until all ranks have joined; return the rank that joined last (int32)."""
+    return number("join")
+
+
+@plain
+def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
+    """Return the number of ranks in a set as an int32 scalar, in a graph as it is when the graph runs."""
+    return number("size", process_set_id, name)
+
+
+@plain
+def local_size_op(name: str | None = None) -> Tensor:
+    """Return the number of ranks on this host; as ``size_op``."""
+    return number("local_size", 0, name)
+
+
+@plain
+def rank_op(name: str | None = None) -> Tensor:
+    """Return this process's rank; as ``size_op``."""
+    return number("rank", 0, name)
+
+
+@plain
+def local_rank_op(name: str | None = None) -> Tensor:
+    """Return this process's rank on its host; as ``size_op``."""
+    return number("local_rank", 0, name)
+
+
+@plain
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
+    """Return 1 if this process is in the set, else 0; as ``size_op``."""
+    return number("included", process_set_id, name)

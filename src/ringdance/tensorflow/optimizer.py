@@ -1,0 +1,237 @@
+"""Optimizers whose gradients are reduced over the ranks. Contract 2.2.2.
+
+Here are those of ``tf.compat.v1.train``; for Keras's, ``ringdance.keras`` has the one for all backends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.core.request import Operation
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow import operations as ops
+from ringdance.tensorflow.compression import Compression
+from ringdance.tensorflow.gradients import GradientReducer
+from ringdance.training.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedOptimizer"]
+
+
+class _Sums:
+    """Gradients of several steps, summed in variables of a graph before they are reduced."""
+
+    def __init__(self, passes: int, average: bool) -> None:
+        self.passes = passes
+        self.average = average
+        self.full: Any = None  # in the graph: whether this step is the last of its row
+
+    def add(self, gradients: list[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        """Return what to apply: in the last step of a row the reduced sums, else what will not be used."""
+        if any(isinstance(one, tf.IndexedSlices) for one in gradients):
+            raise ArgumentError(
+                "backward_passes_per_step > 1 cannot sum IndexedSlices: set sparse_as_dense=True."
+            )
+        there = [index for index, one in enumerate(gradients) if one is not None]
+        with tf.compat.v1.variable_scope("ringdance_sums"):
+            counter = _variable(tf.zeros((), tf.int32))
+            sums = [_variable(tf.zeros(gradients[index].shape, gradients[index].dtype)) for index in there]
+        added = [one.assign_add(gradients[index]) for one, index in zip(sums, there, strict=True)]
+        with tf.control_dependencies(added):
+            count = counter.assign_add(1)
+            self.full = tf.equal(count % self.passes, 0)
+
+        def reduced() -> list[Any]:
+            divisor = self.passes if self.average else 1
+            results = reduce([one.read_value() / tf.cast(divisor, one.dtype) for one in sums])
+            with tf.control_dependencies(results):
+                cleared = [one.assign(tf.zeros_like(one)) for one in sums]
+            with tf.control_dependencies(cleared):
+                return [tf.identity(one) for one in results]
+
+        with tf.control_dependencies([self.full]):
+            chosen = tf.cond(self.full, reduced, lambda: [one.read_value() for one in sums])
+        results: list[Any] = [None] * len(gradients)
+        for index, one in zip(there, chosen if isinstance(chosen, (list, tuple)) else [chosen], strict=True):
+            results[index] = one
+        return results
+
+    def apply(self, apply: Callable[[], Any], global_step: Any) -> Any:
+        """Return the operation that applies in the last step of a row; the step counter always advances."""
+
+        def skip() -> Any:
+            return tf.no_op() if global_step is None else global_step.assign_add(1).op
+
+        def run(branch: Callable[[], Any]) -> Callable[[], Any]:
+            def done() -> Any:
+                with tf.control_dependencies([branch()]):
+                    return tf.constant(True)
+
+            return done
+
+        return tf.cond(self.full, run(apply), run(skip)).op
+
+
+def _variable(initial: Any) -> Any:
+    return tf.compat.v1.Variable(initial, trainable=False, use_resource=True)
+
+
+class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
+    """An optimizer of ``tf.compat.v1`` around another one."""
+
+    def __init__(self, optimizer: Any, reducer: GradientReducer, use_locking: bool) -> None:
+        super().__init__(name=reducer.name, use_locking=use_locking)
+        self._optimizer = optimizer
+        self._reducer = reducer
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not reduce this variable's gradient."""
+        self._reducer.register_local(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's own method."""
+        return self._optimizer.compute_gradients(*args, **kwargs)
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """As the optimizer's own method."""
+        return self._optimizer.apply_gradients(grads_and_vars, global_step, name)
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's own method."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's own method."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's own method."""
+        return self._optimizer.variables(*args, **kwargs)
+
+
+class _Reducing(_Delegating):
+    """Reduces in ``compute_gradients``, which every way of training goes through."""
+
+    def __init__(
+        self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: _Sums | None
+    ) -> None:
+        super().__init__(optimizer, reducer, use_locking)
+        self._sums = sums
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Return (gradient, variable) pairs; gradients are reduced."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if self._sums is None:
+            return list(zip(self._reducer.reduce(gradients, variables), variables, strict=True))
+        if self._reducer.sparse_as_dense:
+            gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+        known = [variable for gradient, variable in pairs if gradient is not None]
+        reduced = self._sums.add(gradients, lambda sums: self._reducer.reduce(sums, known))
+        return list(zip(reduced, variables, strict=True))
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Apply the gradients, with several passes in the last of them only."""
+        if self._sums is None:
+            return self._optimizer.apply_gradients(grads_and_vars, global_step, name)
+        pairs = list(grads_and_vars)
+        return self._sums.apply(
+            lambda: self._optimizer.apply_gradients(pairs, global_step, name), global_step
+        )
+
+
+class _Delta(_Delegating):
+    """Adasum: each rank makes its own step, and the changes of the weights are combined."""
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Apply this rank's gradients, then move the weights by the combination of all ranks' changes."""
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
+        variables = [variable for _, variable in pairs]
+        before = [tf.identity(variable) for variable in variables]
+        with tf.control_dependencies(before):
+            applied = self._optimizer.apply_gradients(pairs, global_step, name)
+        with tf.control_dependencies(None if tf.executing_eagerly() else [applied]):
+            changes = [
+                tf.convert_to_tensor(variable.read_value()) - start
+                for variable, start in zip(variables, before, strict=True)
+            ]
+        combined = self._reducer.reduce(changes, variables)
+        moved = [
+            variable.assign(start + change)
+            for variable, start, change in zip(variables, before, combined, strict=True)
+        ]
+        return None if tf.executing_eagerly() else tf.group(*moved)
+
+
+def DistributedOptimizer(
+    optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",
+    device_sparse: str = "", compression: Any = Compression.none, sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1, op: int = ops.Average, gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False, num_groups: int = 0, groups: Any = None,
+    process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
+) -> Any:
+    """Return an optimizer whose gradients are reduced over the ranks.
+
+    Args:
+        optimizer: one of ``tf.compat.v1.train``, or a Keras optimizer.
+        name: by default "Distributed" and the class's name; begins the names of the exchanges.
+        use_locking: as in ``tf.compat.v1.train.Optimizer``.
+        device_dense: device on which dense gradients are given to the exchange.
+        device_sparse: the same for IndexedSlices.
+        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering their rows.
+        backward_passes_per_step: gradients of so many steps are summed before they are reduced and applied.
+        op: Average, Sum or Adasum (then the change of the weights is combined, not the gradient).
+        gradient_predivide_factor: with Average, divides before and multiplies after the sum.
+        average_aggregated_gradients: divide the sums by ``backward_passes_per_step``.
+        num_groups: old form of ``groups``.
+        groups: a number of groups, or lists of variables, that are exchanged together.
+        process_set: the ranks that take part; on others the optimizer is local.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+    """
+    if num_groups:
+        warnings.warn("num_groups is old: say groups=<number>.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        keras: Any = importlib.import_module("ringdance.keras")
+        return keras.DistributedOptimizer(
+            optimizer, name=name, device_dense=device_dense, device_sparse=device_sparse,
+            compression=compression, sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor, op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients, groups=groups,
+            process_set=process_set, scale_local_gradients=scale_local_gradients,
+        )
+    if backward_passes_per_step < 1:
+        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
+    if op == Operation.ADASUM and average_aggregated_gradients:
+        raise ArgumentError("average_aggregated_gradients does not go together with op=Adasum.")
+    if backward_passes_per_step > 1 and tf.executing_eagerly():
+        raise ArgumentError(
+            "backward_passes_per_step > 1 with an optimizer of tf.compat.v1 needs a graph; in eager "
+            "execution use a Keras optimizer."
+        )
+    adasum = op == Operation.ADASUM
+    kind = type(optimizer).__name__
+    reducer = GradientReducer(
+        name or ("DistributedDelta" if adasum else "Distributed") + kind, compression=compression,
+        sparse_as_dense=sparse_as_dense, op=op, predivide=gradient_predivide_factor, groups=groups,
+        process_set=process_set, scale_local_gradients=scale_local_gradients, device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    if not adasum:
+        passes = backward_passes_per_step
+        sums = _Sums(passes, average_aggregated_gradients) if passes > 1 else None
+        return _Reducing(optimizer, reducer, use_locking, sums)
+    if process_set is not global_process_set:
+        raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
+    if backward_passes_per_step > 1:
+        raise NotImplementedError("The Adasum optimizer of tf.compat.v1 makes one pass in a step.")
+    return _Delta(optimizer, reducer, use_locking)

@@ -1,0 +1,99 @@
+"""Variables and objects from one rank to all. Contract 2.2.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.tensorflow.errors import as_tensorflow
+from ringdance.tensorflow.gradients import variable_of
+from ringdance.tensorflow.operations import broadcast_
+from ringdance.training import objects
+from ringdance.training.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "BroadcastGlobalVariablesHook", "allgather_object", "broadcast_global_variables", "broadcast_object",
+    "broadcast_object_fn", "broadcast_variables",
+]
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Give variables the values of global rank ``root_rank``: TensorFlow's or Keras's, as many on all ranks.
+
+    ``inplace`` is accepted: values always go straight into the variables.
+
+    Returns:
+        ``None``; in a graph of ``tf.compat.v1`` the operation to be run.
+    """
+    listed = [variable_of(one) for one in variables]
+    assigned = broadcast_(listed, root_rank, "broadcast_variables", process_set)
+    return None if tf.compat.v1.executing_eagerly_outside_functions() else tf.group(*assigned)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """In a graph of ``tf.compat.v1``: return the operation that broadcasts all global variables.
+
+    Raises:
+        RuntimeError: there is no graph, and so no collection of global variables.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "broadcast_global_variables() is for graphs of tf.compat.v1. In eager execution say "
+            "hvd.broadcast_variables(model.variables, root_rank=0), after the first step."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """For ``tf.compat.v1.train.MonitoredTrainingSession``: broadcasts all variables when a session begins.
+
+    Args:
+        root_rank: global rank whose values all get, those of a checkpoint that only it loads too.
+        device: where the operation is placed.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        """Make the operation, anew for another graph."""
+        if self.bcast_op is None or self.bcast_op.graph != tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        session.run(self.bcast_op)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the root's object, anything that cloudpickle takes, on every member; needs no ``session``."""
+    with as_tensorflow():
+        return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """Return a function of an object that does what ``broadcast_object`` does."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all members in rank order. Types and sizes may differ between ranks."""
+    with as_tensorflow():
+        return objects.allgather_object(obj, name, process_set)

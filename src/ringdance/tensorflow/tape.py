@@ -1,0 +1,149 @@
+"""Gradient tapes whose gradients are reduced over the ranks. Contract 2.2.3."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.core.request import Operation
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow.compression import Compression
+from ringdance.tensorflow.exchange import plain
+from ringdance.tensorflow.gradients import GradientReducer
+from ringdance.training.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
+
+Average = int(Operation.AVERAGE)
+
+
+class _Tape:
+    """What a distributed tape has beside the tape's own: put before its class."""
+
+    _reducer: GradientReducer
+
+    def register_local_source(self, source: Any) -> None:
+        """Do not reduce this variable's gradient."""
+        self._reducer.register_local(source)
+
+    @plain
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Return the reduced gradients of ``target``, in the order and structure of ``sources``.
+
+        Args:
+            target: as the tape's own method.
+            sources: variables, alike on all ranks.
+            output_gradients: as the tape's own method.
+            use_generic_names: accepted; names never depend on how the function was traced.
+            **others: as the tape's own method (``unconnected_gradients``).
+        """
+        computed = super().gradient(target, sources, output_gradients, **others)  # type: ignore[misc]
+        if isinstance(sources, (tf.Variable, tf.Tensor)) or not isinstance(sources, Iterable):
+            return self._reducer.reduce([computed], [sources])[0]
+        flat = tf.nest.flatten(sources)
+        # IndexedSlices have parts of their own: only the structure of the sources is to be opened.
+        listed = _opened(computed, sources)
+        reduced = self._reducer.reduce(listed, flat)
+        return reduced if isinstance(sources, list) else tf.nest.pack_sequence_as(sources, reduced)
+
+    @plain
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Sequence[Any], output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return (source, gradient) pairs: those of local sources, and the reduced ones of the others."""
+        listed = list(sources)
+        gradients = self.gradient(target, listed, output_gradients, use_generic_names)
+        pairs = list(zip(listed, gradients, strict=True))
+        local = [pair for pair in pairs if self._reducer.is_local(pair[0])]
+        return local, [pair for pair in pairs if not self._reducer.is_local(pair[0])]
+
+
+def _opened(computed: Any, sources: Any) -> list[Any]:
+    """Return the gradients as a list, in the order in which ``tf.nest.flatten`` has the sources."""
+    if isinstance(sources, dict):
+        return [one for key in sorted(sources) for one in _opened(computed[key], sources[key])]
+    if isinstance(sources, (list, tuple)):
+        return [
+            one for part, source in zip(computed, sources, strict=True) for one in _opened(part, source)
+        ]
+    return [computed]
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
+    compression: Any = Compression.none, sparse_as_dense: bool = False, op: int = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
+    process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
+) -> Any:
+    """Return a tape that shares the recording of ``gradtape`` and whose ``gradient`` reduces over the ranks.
+
+    Works eagerly and in a ``tf.function``, made before or after the ``with`` block.
+
+    Args:
+        gradtape: a ``tf.GradientTape``.
+        device_dense: device on which dense gradients are given to the exchange.
+        device_sparse: the same for IndexedSlices.
+        compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering their rows.
+        op: Average, Sum, Adasum, Min, Max or Product.
+        gradient_predivide_factor: with Average, divides before and multiplies after the sum.
+        num_groups: old form of ``groups``.
+        groups: a number of groups, or lists of variables, that are exchanged together.
+        process_set: the ranks that take part; on others gradients stay local.
+        scale_local_gradients: divide gradients of local sources by the number of ranks.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+    """
+    if num_groups:
+        warnings.warn("num_groups is old: say groups=<number>.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    reducer = GradientReducer(
+        "DistributedGradientTape", compression=compression, sparse_as_dense=sparse_as_dense, op=op,
+        predivide=gradient_predivide_factor, groups=groups, process_set=process_set,
+        scale_local_gradients=scale_local_gradients, device_dense=device_dense, device_sparse=device_sparse,
+    )
+    base = type(gradtape)
+    if issubclass(base, _Tape):
+        raise ArgumentError("This tape is a DistributedGradientTape already.")
+    result: Any = object.__new__(type(base.__name__, (_Tape, base), {"__module__": __name__}))
+    result.__dict__ = gradtape.__dict__
+    result._reducer = reducer
+    return result
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
+    compression: Any = Compression.none, sparse_as_dense: bool = False, op: int = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
+    process_set: ProcessSet = global_process_set, local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return a ``DistributedGradientTape`` that leaves the gradients of some Keras layers local.
+
+    ``local_layers`` is a built layer or several; their trainable weights may differ between ranks, also in
+    shape and number.
+
+    Raises:
+        ArgumentError: something in ``local_layers`` is not a Keras layer.
+    """
+    layers = [] if local_layers is None else local_layers
+    if isinstance(layers, tf.keras.layers.Layer) or not isinstance(layers, Iterable):
+        layers = [layers]
+    tape = DistributedGradientTape(
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
+        num_groups, groups, process_set, scale_local_gradients,
+    )
+    for layer in layers:
+        if not isinstance(layer, tf.keras.layers.Layer):
+            raise ArgumentError(f"local_layers must be Keras layers, got {layer!r}.")
+        for weight in layer.trainable_weights:
+            tape.register_local_source(weight)
+    return tape
