@@ -139,10 +139,15 @@ class Context:
             return np.empty(shape, dtype)
         return np.ndarray(shape, dtype, _memory(library.TF_TensorData(tensor), nbytes, _WRITE))
 
+    @property
+    def count(self) -> int:
+        """Number of inputs."""
+        return int(self._library.TF_NumInputs(self._pointer))
+
     def inputs(self) -> list[Array]:
         """Return views of all inputs, valid until the kernel returns."""
         views = []
-        for index in range(self._library.TF_NumInputs(self._pointer)):
+        for index in range(self.count):
             tensor = self.take(index)
             views.append(self.view(tensor))
             self.drop(tensor)  # the caller of the kernel has its own; with ours it could not be forwarded

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -60,6 +61,8 @@ def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> l
     if tf.executing_eagerly():
         with as_tensorflow():
             results = _at_once(call, tensors)
+    elif not tf.compat.v1.get_default_graph().building_function:
+        return _in_session(call, tensors)
     else:
         types = _types(call, tensors)
         results = _operation("RingdanceCall", name, tensors=tensors, Tout=types, call=call.text())
@@ -86,6 +89,41 @@ def _at_once(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [result, tf.constant(ticket.received_splits[0], tf.int32)]
     views = tuple([view_of(tensor) for tensor in tensors])
     return [tensor_of(array) for array in call.submit(engine, views).wait()]
+
+
+def _in_session(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Add a call to a graph of ``tf.compat.v1``, where nothing orders it and it must not block a thread.
+
+    A session has few threads, and ranks may run the calls of one graph in different orders. tf.data runs the
+    function of a data set of one element on a thread that is made for it.
+    """
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def function(*given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(perform(call, given))
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(*given: Tensor) -> Any:
+        concrete = function.get_concrete_function(*[tf.TensorSpec(one.shape, one.dtype) for one in given])
+        concrete.add_to_graph(tf.compat.v1.get_default_graph())
+        types = [one.dtype for one in concrete.outputs]
+        shapes = [one.shape for one in concrete.outputs]
+        elements = tf.raw_ops.TensorDataset(components=given, output_shapes=[one.shape for one in given])
+        mapped = tf.raw_ops.MapDataset(
+            input_dataset=elements, other_arguments=[], f=concrete, output_types=types, output_shapes=shapes,
+            use_inter_op_parallelism=False,
+        )
+        results = tf.raw_ops.DatasetToSingleElement(
+            dataset=mapped, output_types=types, output_shapes=shapes
+        )
+        done = SimpleNamespace(inputs=given, outputs=results)
+
+        def gradient(*gradients: Tensor) -> list[Tensor]:
+            return _GRADIENTS[call.verb](_of_gradient(call), done, list(gradients))
+
+        return tuple(results), gradient
+
+    return list(differentiable(*tensors))
 
 
 def _types(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
@@ -128,6 +166,8 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
         return [perform(*calls[0])]
     if tf.executing_eagerly():
         return _together(calls)
+    if not tf.compat.v1.get_default_graph().building_function:
+        return [perform(*one) for one in calls]
     started = [_start(call, tensors) for call, tensors in calls]
     numbers = [number for _, number in started]
     pending = [tensor for results, _ in started for tensor in results]
@@ -165,7 +205,9 @@ def number(what: str, set_id: int = 0, name: str | None = None) -> Tensor:
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](set_id), tf.int32)
-    return _operation("RingdanceNumber", name, what=f"{what}:{set_id}")[0]
+    (result,) = _operation("RingdanceNumber", name, what=f"{what}:{set_id}")
+    result.set_shape([])
+    return result
 
 
 tf.no_gradient("RingdanceNumber")
@@ -190,7 +232,10 @@ def _call_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
 
 def _call_of(op: Any) -> Call:
     text = op.get_attr("call")
-    call = Call.from_text(text.decode() if isinstance(text, bytes) else text)
+    return _of_gradient(Call.from_text(text.decode() if isinstance(text, bytes) else text))
+
+
+def _of_gradient(call: Call) -> Call:
     return call if call.name is None else call.but(name=f"{call.name}.grad")
 
 

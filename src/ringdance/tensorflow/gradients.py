@@ -116,9 +116,7 @@ class GradientReducer:
                 with tf.device(self.devices[0]):
                     self._reduce_dense(results, dense, variables, key)
             if sparse:
-                # After the others, also in a graph of tf.compat.v1, in which nothing else would order them.
-                before = [] if tf.executing_eagerly() else [results[index] for index in dense]
-                with tf.device(self.devices[1]), tf.control_dependencies(before):
+                with tf.device(self.devices[1]):
                     self._reduce_sparse(results, sparse, key)
         if self.local and self.scale_local_gradients:
             self._scale_local(results, variables)

@@ -1,0 +1,273 @@
+"""Distributed tapes, batch norm, variables and objects, process sets: values on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from by_numpy import values
+from other_settings import other_settings
+
+import ringdance.tensorflow as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.ranks(2, 3, 4)
+both = pytest.mark.parametrize("way", [lambda function: function, tf.function], ids=["eager", "graph"])
+MEAN = (SIZE + 1) / 2
+
+
+def model() -> tuple[list[Any], Any]:
+    """Variables, and a function of a tape's maker that gives their gradients; loss times rank + 1."""
+    table = tf.Variable(values(0, "float64", (6, 3), 1))
+    weight = tf.Variable(values(0, "float64", (3, 2), 2))
+    unused = tf.Variable(1.0)
+
+    def gradients(**how: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.matmul(tf.gather(table, [RANK, 5]), weight)) * (RANK + 1)
+        tape = hvd.DistributedGradientTape(tape, **how)
+        return tape.gradient(loss, [table, weight, unused])
+
+    return [table, weight, unused], gradients
+
+
+def expected(table: Any, weight: Any, average: bool = True) -> tuple[Any, Any]:
+    of_table, of_weight = np.zeros((6, 3)), np.zeros((3, 2))
+    for rank in range(SIZE):
+        for row in (rank, 5):
+            of_table[row] += (rank + 1) * weight.sum(1)
+            of_weight += (rank + 1) * table[row][:, None]
+    divisor = SIZE if average else 1
+    return of_table / divisor, of_weight / divisor
+
+
+@both
+@pytest.mark.parametrize(
+    "how",
+    [
+        {}, {"op": hvd.Sum}, {"sparse_as_dense": True},
+        {"gradient_predivide_factor": 4.0, "sparse_as_dense": True}, {"groups": 1},
+        {"groups": 2, "sparse_as_dense": True}, {"compression": hvd.Compression.fp16},
+    ],
+    ids=str,
+)
+def test_gradients_are_reduced(way: Any, how: dict[str, Any]) -> None:
+    (table, weight, _), gradients = model()
+    of_table, of_weight, of_unused = way(lambda: gradients(**how))()
+    wanted = expected(table.numpy(), weight.numpy(), how.get("op") != hvd.Sum)
+    sparse = SIZE > 1 and not how.get("sparse_as_dense")
+    assert isinstance(of_table, tf.IndexedSlices) or not sparse
+    tolerance = 2e-3 if "compression" in how else 1e-7
+    np.testing.assert_allclose(tf.convert_to_tensor(of_table).numpy(), wanted[0], rtol=tolerance, atol=1e-9)
+    np.testing.assert_allclose(of_weight.numpy(), wanted[1], rtol=tolerance)
+    assert of_unused is None
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_large_gradients_go_in_parts(overlap: str) -> None:
+    """More than one start and one wait; a second exchange in the same function; one thread is enough."""
+    with other_settings({"RINGDANCE_OVERLAP": overlap}):
+        variables = [tf.Variable(tf.fill((300_000 + i,), 1.0 + i)) for i in range(8)]
+
+        @tf.function
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(one * one) for one in variables]) * (RANK + 1.0)
+            gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+            with tf.GradientTape() as again:
+                second = tf.reduce_sum(variables[0] * (RANK + 1.0))
+            return gradients, hvd.DistributedGradientTape(again).gradient(second, variables[:1])
+
+        for _ in range(3):
+            gradients, again = step()
+            for i, one in enumerate(gradients):
+                assert np.ptp(one.numpy()) == 0
+                assert float(one[0]) == pytest.approx(2 * (1 + i) * MEAN)
+            assert float(again[0][7]) == pytest.approx(MEAN)
+        kinds = [one.type for one in step.get_concrete_function().graph.get_operations()]
+        assert kinds.count("RingdanceWait") == (SIZE > 1)
+        assert kinds.count("RingdanceStart") > 3 * (SIZE > 1) - 1
+
+
+@several
+def test_adasum_of_gradients() -> None:
+    if SIZE == 3:
+        pytest.skip("Adasum needs 2, 4, 8 ranks")
+    weight = tf.Variable(np.zeros(SIZE))
+    with tf.GradientTape() as tape:
+        loss = weight[RANK] * 3.0
+    got = hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(loss, [weight])[0]
+    np.testing.assert_allclose(tf.convert_to_tensor(got).numpy(), np.full(SIZE, 3.0))
+
+
+def test_the_tape_is_of_its_kind() -> None:
+    weight = tf.Variable([1.0, 2.0])
+    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = tf.reduce_sum(weight) * (RANK + 1)
+        other = weight[0] * 2.0
+    assert isinstance(tape, tf.GradientTape)
+    assert type(tape).__name__ == "GradientTape"
+    assert tape.gradient(loss, [weight])[0].numpy().tolist() == [MEAN] * 2
+    assert tape.gradient(loss, weight).numpy().tolist() == [MEAN] * 2
+    nested = tape.gradient(loss, {"b": (weight,), "a": weight}, use_generic_names=True)
+    assert nested["b"][0].numpy().tolist() == nested["a"].numpy().tolist() == [MEAN] * 2
+    assert tf.convert_to_tensor(tape.gradient(other, [weight])[0]).numpy().tolist() == [2.0, 0.0]
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedGradientTape(tape)
+    for wrong in ({"groups": -2}, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"op": 9}):
+        with pytest.raises(ValueError):
+            hvd.DistributedGradientTape(tf.GradientTape(), **wrong)
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedGradientTape(tf.GradientTape(), num_groups=1)
+
+
+@both
+@pytest.mark.parametrize("scale", [True, False])
+def test_local_sources(way: Any, scale: bool) -> None:
+    weight, own = tf.Variable([1.0]), tf.Variable(tf.ones(RANK + 1))
+
+    def compute() -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = (tf.reduce_sum(weight) + tf.reduce_sum(own)) * (RANK + 1.0)
+        tape = hvd.DistributedGradientTape(tape, scale_local_gradients=scale)
+        tape.register_local_source(own)
+        local, reduced = tape.get_local_and_global_gradients(loss, [own, weight])
+        assert [source is own for source, _ in local] == [True]
+        assert [source is weight for source, _ in reduced] == [True]
+        return local[0][1], reduced[0][1]
+
+    local, reduced = way(compute)()
+    np.testing.assert_allclose(local.numpy(), np.full(RANK + 1, (RANK + 1) / (SIZE if scale else 1)))
+    assert reduced.numpy().tolist() == [MEAN]
+
+
+def test_partial_tape_leaves_layers_local() -> None:
+    """A model-parallel model: each rank has a layer of another width; the shared one is reduced."""
+    own, shared = keras.layers.Dense(RANK + 2), keras.layers.Dense(3, kernel_initializer="ones")
+    inputs = tf.ones((4, 3)) * (RANK + 1.0)
+    own.build((None, 3))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(own(shared(inputs)))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=own, scale_local_gradients=False)
+    weights = [*own.trainable_weights, *shared.trainable_weights]
+    gradients = tape.gradient(loss, weights)
+    assert len(gradients) == 4
+    assert [tuple(one.shape) for one in gradients] == [(3, RANK + 2), (RANK + 2,), (3, 3), (3,)]
+    np.testing.assert_allclose(gradients[1].numpy(), 4.0)
+    everywhere = hvd.allgather_object(gradients[2].numpy().tolist())
+    assert all(one == everywhere[0] for one in everywhere)
+    for wrong in ("dense", [own, 3]):
+        with pytest.raises(ValueError, match="Keras layers"):
+            hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=wrong)
+
+
+# Variables and objects.
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_broadcast_variables(inplace: bool) -> None:
+    own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
+    for weight in own.variables:
+        weight.assign(tf.cast(tf.fill(weight.shape, RANK + 1), weight.dtype))
+    plain = [tf.Variable(RANK, dtype=tf.int64), tf.Variable([RANK == 1, True])]
+    assert hvd.broadcast_variables([*own.variables, *plain], SIZE - 1, inplace=inplace) is None
+    for weight in own.weights:
+        assert np.unique(np.asarray(weight)).tolist() == [SIZE]
+    assert plain[0].numpy() == SIZE - 1
+    assert plain[1].numpy().tolist() == [SIZE == 2, True]
+    assert hvd.broadcast_variables([], 0) is None
+
+
+def test_objects() -> None:
+    given = {"rank": RANK, "list": [1, 2.5, "three"]}
+    for root in range(SIZE):
+        assert hvd.broadcast_object(given, root, name=f"object.{root}") == {**given, "rank": root}
+        assert hvd.broadcast_object_fn(root)(given) == {**given, "rank": root}
+    assert hvd.allgather_object("x" * RANK) == ["x" * r for r in range(SIZE)]
+
+
+# Batch norm.
+
+
+@both
+@pytest.mark.parametrize("lengths", [[2, 2, 2, 2], [2, 1, 3, 2]], ids=["equal", "unequal"])
+def test_sync_batch_norm(way: Any, lengths: list[int]) -> None:
+    """Outputs, statistics and gradients are those of one layer with all ranks' samples."""
+    parts = [values(r, "float32", (lengths[r], 3, 4)) for r in range(SIZE)]
+    weights = [values(r, "float32", (lengths[r], 3, 4), 1) for r in range(SIZE)]
+
+    def train(layer: Any, inputs: Any, factors: Any) -> Any:
+        inputs = tf.constant(inputs)
+
+        def compute(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                outputs = layer(x, training=True)
+                loss = tf.reduce_sum(outputs**2 * factors)
+            return outputs, tape.gradient(loss, x)
+
+        return [one.numpy() for one in way(compute)(inputs)]
+
+    synced, plain = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
+    synced.build((None, 3, 4))
+    plain.build((None, 3, 4))
+    got = train(synced, parts[RANK], weights[RANK])
+    outputs, of_inputs = train(plain, np.concatenate(parts), np.concatenate(weights))
+    start = sum(lengths[:RANK])
+    rows = slice(start, start + lengths[RANK])
+    np.testing.assert_allclose(got[0], outputs[rows], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[1], of_inputs[rows], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(synced.moving_mean, plain.moving_mean, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(synced.moving_variance, plain.moving_variance, rtol=1e-4)
+    assert hvd.SyncBatchNormalization.from_config(synced.get_config()).epsilon == synced.epsilon
+    for fused in (True, None):
+        with pytest.raises(ValueError, match="fused"):
+            hvd.SyncBatchNormalization(fused=fused)
+
+
+# Process sets.
+
+
+@several
+@both
+def test_process_sets(way: Any) -> None:
+    even = hvd.add_process_set(range(0, SIZE, 2))
+    odd = hvd.add_process_set(range(1, SIZE, 2))
+    own, foreign = (even, odd) if even.included() else (odd, even)
+    ranks = own.ranks or []
+    try:
+        x = tf.constant([RANK + 1.0])
+        assert int(hvd.size_op(own.process_set_id)) == len(ranks)
+        assert int(hvd.process_set_included_op(own.process_set_id)) == 1
+        assert int(way(lambda: hvd.process_set_included_op(foreign.process_set_id))()) == 0
+        calls = {
+            "allreduce": lambda: hvd.allreduce(x, op=hvd.Sum, process_set=own),
+            "allgather": lambda: hvd.allgather(x, process_set=own),
+            "broadcast": lambda: hvd.broadcast(x, ranks[-1], process_set=own),
+            "alltoall": lambda: hvd.alltoall(tf.repeat(x, len(ranks)), process_set=own),
+            "reducescatter": lambda: hvd.reducescatter(tf.repeat(x, len(ranks)), process_set=own),
+        }
+        got = {name: way(call)().numpy().tolist() for name, call in calls.items()}
+        every = [rank + 1.0 for rank in ranks]
+        assert got == {
+            "allreduce": [sum(every)], "allgather": every, "broadcast": every[-1:], "alltoall": every,
+            "reducescatter": [pytest.approx(sum(every) / len(every))],
+        }
+        weight = tf.Variable([1.0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight) * (RANK + 1)
+        gradient = hvd.DistributedGradientTape(tape, process_set=even).gradient(loss, [weight])[0]
+        wanted = np.mean(every) if even.included() else RANK + 1
+        assert gradient.numpy().tolist() == [pytest.approx(wanted)]
+        with pytest.raises(tf.errors.InvalidArgumentError, match="not a member"):
+            way(lambda: hvd.allreduce(x, process_set=foreign))()
+    finally:
+        hvd.allreduce(tf.ones(1))
+        hvd.remove_process_set(odd)
+        hvd.remove_process_set(even)
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(tf.ones(1), process_set=even)
