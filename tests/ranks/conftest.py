@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # Not every environment has every framework: those for other MPI libraries have none.
 NEEDS = {
-    "test_torch_*.py": ["torch"], "test_jax_*.py": ["jax", "optax"], "test_keras_*.py": ["keras"],
+    "test_torch_*.py": ["torch"], "test_jax_*.py": ["jax", "optax"],
     "test_tensorflow_*.py": ["tensorflow"],
 }  # fmt: skip
 collect_ignore_glob = [

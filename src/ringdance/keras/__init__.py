@@ -1,0 +1,73 @@
+"""Ringdance for Keras 3, on the backends tensorflow, torch and jax: ``import ringdance.keras as hvd``.
+
+::
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.ProgressBar(),
+    ]
+    if hvd.rank() == 0:
+        callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
+    model.fit(x, y, callbacks=callbacks)  # this rank's share of the data, equally many batches on all
+"""
+
+from ringdance.errors import CollectiveError
+from ringdance.keras import callbacks as callbacks
+from ringdance.keras import elastic as elastic
+from ringdance.keras.compression import Compression, Compressor
+from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringdance.keras.values import (
+    Average,
+    Sum,
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
+from ringdance.training.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from ringdance.training.objects import allgather_object, broadcast_object
+from ringdance.training.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+
+__all__ = [
+    "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",
+    "PartialDistributedOptimizer", "ProcessSet", "Sum", "add_process_set", "allgather",
+    "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
+    "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
+    "is_initialized", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built",
+    "shutdown", "size", "start_timeline", "stop_timeline",
+]

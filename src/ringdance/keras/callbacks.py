@@ -1,0 +1,146 @@
+"""Callbacks for ``model.fit``. Contract 2.3; those that set the learning rate are in ``schedules``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from ringdance import session
+from ringdance.errors import ArgumentError, MismatchError
+from ringdance.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
+from ringdance.keras.values import broadcast_variables
+from ringdance.training.objects import allgather_object
+
+__all__ = [
+    "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback", "MetricAverageCallback", "ProgressBar",
+]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Gives all ranks the root's model and optimizer, once, before training or going on from a checkpoint.
+
+    This happens before the first step if the model has its variables, else after that step (a subclassed
+    model on TensorFlow has none before). Put it first in the list of callbacks.
+
+    Args:
+        root_rank: global rank.
+        device: accepted, and of no effect.
+        local_variables: variables that stay each rank's own.
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._local = list(local_variables or ())
+        self._done = False
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave this variable out."""
+        self._local.append(var)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if all variables are there."""
+        if not self.model.built:
+            return
+        optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:  # on TensorFlow the first step would do it
+            optimizer.build(self.model.trainable_variables)
+        self._broadcast()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first step, if not done before."""
+        if batch:
+            self._broadcast()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Broadcast after an epoch of one step, if not done before."""
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        local = {id(one) for one in self._local}
+        local |= {id(one.value) for one in self._local if hasattr(one, "value")}
+        found = [*self.model.variables, *getattr(getattr(self.model, "optimizer", None), "variables", ())]
+        unique = {id(one): one for one in found}.values()
+        kept = [one for one in unique if id(one) not in local and id(one.value) not in local]
+        broadcast_variables(kept, self.root_rank)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Averages the metrics of an epoch over the ranks, for the callbacks after it in the list.
+
+    Args:
+        device: accepted, and of no effect.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Replace the metrics in ``logs`` by their averages.
+
+        Raises:
+            MismatchError: the ranks have different metrics; raised on all.
+        """
+        if logs is None or session.engine().size == 1:
+            return
+        everywhere = allgather_object({name: float(value) for name, value in logs.items()}, "metrics")
+        for rank, found in enumerate(everywhere):
+            if set(found) != set(everywhere[0]):
+                raise MismatchError(
+                    f"MetricAverageCallback: rank 0 has the metrics {sorted(everywhere[0])}, rank {rank} "
+                    f"({session.engine().hosts[rank]}) has {sorted(found)}. Use the same metrics and "
+                    "validation data on all ranks, and put callbacks that add to the logs on all of them."
+                )
+        for name in sorted(logs):
+            logs[name] = sum(found[name] for found in everywhere) / len(everywhere)
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Saves the model whenever the monitored metric is the best so far; rank 0 alone writes.
+
+    ``MetricAverageCallback`` before it makes all ranks see the same metric.
+
+    Args:
+        monitor: name of the metric.
+        verbose: 1 tells when it saves.
+        save_weights_only: weights instead of the model.
+        mode: "min", "max" or "auto".
+        save_freq: "epoch", or a number of batches.
+        filepath: where; may be set later as the attribute of this name.
+    """
+
+    def __init__(
+        self, monitor: str = "val_loss", verbose: int = 0, save_weights_only: bool = False,
+        mode: str = "auto", save_freq: Any = "epoch", *, filepath: Any = None,
+    ) -> None:
+        suffix = ".weights.h5" if save_weights_only else ".keras"
+        super().__init__(
+            f"unset{suffix}" if filepath is None else filepath, monitor, verbose, True, save_weights_only,
+            mode, save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def _save_model(self, epoch: int, batch: Any, logs: Any) -> None:
+        if self.filepath is None:
+            raise ArgumentError("BestModelCheckpoint does not know where to save: set its filepath.")
+        if session.engine().rank == 0:
+            super()._save_model(epoch, batch, logs)
+
+
+class ProgressBar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
+    """Keras's progress bar, on rank 0 only: put it in the list of callbacks, and Keras adds no other."""
+
+    def set_params(self, params: Any) -> None:
+        """Take the parameters of ``fit``; silent on other ranks than 0."""
+        super().set_params(params)
+        if session.engine().rank != 0:
+            self.verbose = 0

@@ -1,0 +1,129 @@
+"""Elastic training with Keras: the state of a model, and callbacks that commit it within ``fit``.
+
+What happens when is told in ``ringdance.training.elastic``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringdance.errors import ArgumentError
+from ringdance.keras.values import broadcast_variables
+from ringdance.training.elastic import ObjectState, State, run
+
+__all__ = [
+    "CommitStateCallback", "KerasState", "ObjectState", "State", "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback", "run",
+]
+
+
+class KerasState(ObjectState):
+    """A model, its optimizer and plain attributes, committed and restored together.
+
+    Args:
+        model: a model that has its weights.
+        optimizer: by default the one that the model was compiled with.
+        backend: accepted, and of no effect.
+        kwargs: more attributes; see ObjectState.
+
+    Raises:
+        ArgumentError: the model has no weights yet.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ArgumentError("KerasState needs a model that has its weights: model.build(shape).")
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if self.optimizer is not None and not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        self._weights: list[np.ndarray[Any, Any]] = []
+        super().__init__(**kwargs)
+        self._save_weights()
+
+    def _variables(self) -> list[Any]:
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        found = [*self.model.variables, *getattr(self.optimizer, "variables", ())]
+        return list({id(one): one for one in found}.values())
+
+    def _save_weights(self) -> None:
+        self._weights = [np.array(keras.ops.convert_to_numpy(one.value)) for one in self._variables()]
+
+    def save(self) -> None:
+        """Keep a copy of all variables and attributes."""
+        self._save_weights()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for one, array in zip(self._variables(), self._weights, strict=True):
+            one.assign(array)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take over rank 0's variables and attributes, and save them."""
+        broadcast_variables(self._variables())
+        self._save_weights()
+        super().sync()
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits the state every ``batches_per_commit`` batches and at the end of each epoch."""
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self._remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to count."""
+        self._remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit, if it is time."""
+        self._remaining -= 1
+        if self._remaining == 0:
+            self.state.commit()
+            self._remaining = self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit."""
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.batch``, the number of the batch; 0 after an epoch. Before CommitStateCallback."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note the batch."""
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Begin anew."""
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.epoch``, the number of epochs done, also over restarts. Before CommitStateCallback."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Note how many epochs there were before."""
+        self._before = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count the epoch."""
+        self.state.epoch = self._before + epoch + 1

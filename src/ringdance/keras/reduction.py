@@ -1,0 +1,112 @@
+"""Tensors of Keras's backend, exchanged by that backend's own binding."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from ringdance import session
+from ringdance.core.request import Operation
+from ringdance.errors import ArgumentError
+from ringdance.keras.compression import Compression
+from ringdance.training.options import scales_of
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["Reduction", "binding", "everywhere", "takes_part"]
+
+BACKENDS = ("tensorflow", "torch", "jax")
+
+
+def binding() -> Any:
+    """Return the module with the verbs for the tensors of Keras's backend.
+
+    Raises:
+        ArgumentError: there is none for this backend.
+    """
+    name = keras.backend.backend()
+    if name not in BACKENDS:
+        raise ArgumentError(f"Keras runs on {name!r}; Ringdance has bindings for {', '.join(BACKENDS)}.")
+    return importlib.import_module(f"ringdance.{name}")
+
+
+def takes_part(process_set: ProcessSet) -> bool:
+    """Return whether this rank has others to exchange with."""
+    engine = session.engine()
+    members = engine.members(set_id(process_set))
+    return len(members) > 1 and engine.rank in members
+
+
+def everywhere(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
+    """Return a scalar truth that holds if ``condition`` does on all ranks; at once or in a program."""
+    if not takes_part(process_set):
+        return condition
+    value = keras.ops.cast(condition, "float32")
+    least = binding().allreduce(value, name=name, op=int(Operation.MIN), process_set=process_set)
+    return keras.ops.cast(least, "bool")
+
+
+class Reduction:
+    """How the gradients of an optimizer are reduced, in one exchange for each step.
+
+    Args:
+        name: the same on all ranks, another for each optimizer.
+        operation: Average or Sum.
+        predivide: with Average, divides before and multiplies after the sum.
+        compression: see ``ringdance.keras.compression``.
+        sparse_as_dense: reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
+        process_set: who takes part; on others nothing happens.
+        options: more for ``ringdance.tensorflow.gradients.GradientReducer``.
+    """
+
+    def __init__(
+        self, name: str, operation: Operation = Operation.AVERAGE, predivide: float = 1.0,
+        compression: Any = Compression.none, sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set, **options: Any,
+    ) -> None:
+        self.name = name
+        self.operation = operation
+        self.prescale, self.postscale = scales_of(operation, predivide)
+        self.compression = compression
+        self.process_set = process_set
+        self._in_tensorflow: Any = None
+        if keras.backend.backend() == "tensorflow":
+            from ringdance.tensorflow.gradients import GradientReducer
+
+            self._in_tensorflow = GradientReducer(
+                name, compression=compression, sparse_as_dense=sparse_as_dense, op=operation,
+                predivide=predivide, process_set=process_set, **options,
+            )
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients reduced; ``None`` stays. Results may lie in the memory of those given."""
+        if not takes_part(self.process_set):
+            return list(gradients)
+        if self._in_tensorflow is not None:
+            done: list[Any] = self._in_tensorflow.reduce(gradients, variables)
+            return done
+        there = [place for place, one in enumerate(gradients) if one is not None]
+        done = list(gradients)
+        if there:
+            reduced = self._reduced([gradients[place] for place in there])
+            for place, one in zip(there, reduced, strict=True):
+                done[place] = one
+        return done
+
+    def _reduced(self, tensors: list[Any]) -> list[Any]:
+        hvd = binding()
+        packed = [self.compression.compress(one) for one in tensors]
+        small = [one for one, _ in packed]
+        reduce = hvd.grouped_allreduce
+        if keras.backend.backend() == "torch":
+            # In place: a step's gradients are not needed any more.
+            reduce = hvd.grouped_allreduce_
+            small = [one.detach().contiguous() for one in small]
+        small = reduce(
+            small, name=self.name, op=int(self.operation), prescale_factor=self.prescale,
+            postscale_factor=self.postscale, process_set=self.process_set,
+        )
+        pairs = zip(small, packed, strict=True)
+        return [self.compression.decompress(one, context) for one, (_, context) in pairs]

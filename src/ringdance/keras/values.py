@@ -1,0 +1,106 @@
+"""The verbs on whatever Keras takes for a tensor: on the backend's tensors, at once. Contract 2.3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringdance import session
+from ringdance.core.request import Operation
+from ringdance.keras.compression import Compression
+from ringdance.keras.reduction import binding
+from ringdance.training import verbs
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.verbs import pick_operation
+
+__all__ = [
+    "Average", "Sum", "allgather", "allreduce", "broadcast", "broadcast_global_variables",
+    "broadcast_variables", "reducescatter",
+]
+
+Average = int(Operation.AVERAGE)
+Sum = int(Operation.SUM)
+
+
+def allreduce(
+    value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, op: int | None = None, compression: Any = Compression.none,
+) -> Any:
+    """Return the reduction of a tensor, array or number over all ranks, as a tensor of the backend.
+
+    Args:
+        value: equal shape and type on all ranks.
+        name: key that matches the ranks' calls.
+        average: old form of ``op``: True is Average, False is Sum.
+        prescale_factor: multiplies the input of each rank.
+        postscale_factor: multiplies the result.
+        op: Average (default), Sum, Min, Max or Product.
+        compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        MismatchError: ranks called it with different shapes, types or operations; raised on all.
+    """
+    operation = pick_operation(average, op)
+    small, context = compression.compress(keras.ops.convert_to_tensor(value))
+    done = binding().allreduce(
+        small, name=name, op=int(operation), prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
+    return compression.decompress(done, context)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Return the ranks' tensors joined along dimension 0, which may differ between ranks."""
+    return binding().allgather(keras.ops.convert_to_tensor(value), name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return the tensor of global rank ``root_rank``; shape and type equal on all ranks."""
+    return binding().broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
+    """Reduce (Average or Sum) and return this rank's rows."""
+    return binding().reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite variables with those of global rank ``root_rank``: ``model.variables``, an optimizer's.
+
+    Args:
+        variables: Keras variables, of equal shapes and types and in the same order on all ranks.
+        root_rank: global rank.
+        process_set: who takes part.
+    """
+    engine = session.engine()
+    # The state of a random generator, an integer seed, stays each rank's own.
+    chosen = [one for one in variables if "seed_generator_state" not in str(getattr(one, "path", ""))]
+    if not chosen or len(engine.members(set_id(process_set))) == 1:
+        return
+    arrays = tuple([np.array(keras.ops.convert_to_numpy(one.value), order="C") for one in chosen])
+    verbs.broadcast(
+        engine, arrays, arrays, root_rank, name="broadcast_variables", set_id=set_id(process_set),
+        grouped=True, wake=False,
+    ).wait()
+    if engine.rank != root_rank:
+        for one, array in zip(chosen, arrays, strict=True):
+            one.assign(array)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Raise: Keras 3 has no list of all variables; the error says what to call instead.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "broadcast_global_variables() belongs to TensorFlow 1's graphs. Use broadcast_variables("
+        f"model.variables, root_rank={root_rank}), or BroadcastGlobalVariablesCallback({root_rank}) in fit()."
+    )
+

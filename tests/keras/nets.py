@@ -1,0 +1,58 @@
+"""A small model, its data, and training of it on one rank's share or on the joined batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import ringdance.keras as hvd
+
+STEPS, ROWS = 20, 4
+
+Weights = list[np.ndarray[Any, Any]]
+
+
+def model(seed: int = 0, policy: Any = "float32") -> Any:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([
+        keras.Input((8,)),
+        keras.layers.Dense(16, activation="tanh", name="hidden", dtype=policy),
+        keras.layers.Dense(1, name="out", dtype=policy),
+    ])
+
+
+def data(ranks: list[int], steps: int = STEPS, spoiled: dict[int, int] | None = None) -> tuple[Any, Any]:
+    """Batches of these ranks, joined for each step. `spoiled`: step -> rank that has a value too large."""
+    everything = []
+    for step in range(steps):
+        for rank in ranks:
+            x = np.random.default_rng([step, rank]).normal(size=(ROWS, 8)).astype("float32")
+            y = np.sin(x.sum(axis=1, keepdims=True))
+            if spoiled and spoiled.get(step) == rank:
+                x[0, 0] = 1e30
+            everything.append((x, y))
+    return tuple(np.concatenate(parts) for parts in zip(*everything, strict=True))
+
+
+def fit(optimizer: Any, ranks: list[int], seed: int = 0, **options: Any) -> Any:
+    """Train a new model with `optimizer` for STEPS steps on the data of these ranks, and return it."""
+    spoiled = options.pop("spoiled", None)
+    net = model(seed, options.pop("policy", "float32"))
+    net.compile(optimizer, "mse", **options.pop("compiled", {}))
+    x, y = data(ranks, spoiled=spoiled)
+    net.fit(x, y, batch_size=ROWS * len(ranks), shuffle=False, verbose=0, **options)
+    return net
+
+
+def far(one: Weights, other: Weights) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+
+def same_on_all_ranks(weights: Weights) -> bool:
+    return len(set(hvd.allgather_object(b"".join(one.tobytes() for one in weights)))) == 1
+
+
+def number(value: Any) -> float:
+    return float(keras.ops.convert_to_numpy(value))
