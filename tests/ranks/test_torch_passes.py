@@ -125,6 +125,48 @@ def test_overlap_gives_the_same() -> None:
 
 
 @several
+@pytest.mark.parametrize("which", ["one rank", "all ranks", "turns"])
+def test_other_gradients_after_many_usual_steps(which: str) -> None:
+    """The short way without a mask is left, on all ranks, in the steps where some gradient is new."""
+    net, reference = Net(), Net()
+    optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
+    shortcut = optimizer._exchange._shortcut
+    other = {"one rank": lambda rank, step: rank == 0, "all ranks": lambda rank, step: True,
+             "turns": lambda rank, step: step % SIZE == rank}[which]  # fmt: skip
+    went = []
+    for step in range(40):
+        uses = lambda rank, step=step: step % 10 in (7, 9) and other(rank, step)  # noqa: E731
+        went.append(shortcut.open)
+        optimizer.zero_grad()
+        loss_of(net, step, RANK, uses(RANK)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        joined_loss(reference, step, uses).backward()
+        plain.step()
+    assert_equal_weights(net, reference)
+    assert_same_on_all_ranks(net)
+    assert (went[5], went[7], went[8]) == (True, True, False)
+    assert {True, False} == set(went[17:])
+    assert went == hvd.broadcast_object(went, name="went")
+
+
+@several
+def test_different_steps_raise_on_the_short_way() -> None:
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    for step in range(12):
+        optimizer.zero_grad()
+        loss_of(net, step, RANK).backward()
+        optimizer.step()
+    assert optimizer._exchange._shortcut.open
+    loss_of(net, 20, RANK).backward()
+    if RANK == 0:
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="different steps"):
+        loss_of(net, 21, RANK).backward()
+
+
+@several
 def test_different_numbers_of_passes_raise_on_all_ranks() -> None:
     net = Net()
     optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())

@@ -69,10 +69,9 @@ class Gradients:
 
     def take(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""
-        if self.compression is Compression.none and not zeros:
-            views = self._as_they_are(indices)
-            if views is not None:
-                return views
+        views = None if zeros else self.lend(indices)
+        if views is not None:
+            return views
         gradients = []
         for index in indices:
             parameter = self.parameters[index]
@@ -88,8 +87,10 @@ class Gradients:
             return tuple([view_of(gradient) for gradient in gradients])
         return tuple(self._copied(indices, gradients))
 
-    def _as_they_are(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
-        """Return views of dense, contiguous gradients on the CPU; None where one is another."""
+    def lend(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
+        """Return views of gradients that are dense and contiguous on the CPU; None where one is another."""
+        if self.compression is not Compression.none:
+            return None
         try:
             # None is no tensor; on a GPU, sparse, to be differentiated, bfloat16: NumPy refuses
             views = tuple([self.parameters[index].grad.numpy() for index in indices])  # type: ignore[union-attr]

@@ -24,6 +24,9 @@ class GradientSource(Protocol):
     def kinds(self, computed: bytearray) -> bytearray:
         """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
 
+    def lend(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
+        """Return views of gradients, to be reduced in place, if all of them are dense and can be lent."""
+
     def take(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views, to be reduced in place; zeros for a gradient that is missing here.
 

@@ -13,7 +13,8 @@ has computed. What is set anywhere is reduced everywhere, with zeros where it is
 computed is left alone, so that the optimizer skips it as it does in one process. To need no second round
 trip, a bucket of gradients is sent along with the mask when this rank has exactly what was agreed
 to be *expected* (last time's outcome). This is sound: if anybody sent the expected request, then all of it is
-in the union of the masks, and everybody sends it; if it is not in the union, nobody has.
+in the union of the masks, and everybody sends it; if it is not in the union, nobody has. Where all ranks
+compute the same each time, they stop sending masks: see ``shortcut``.
 
 **All ranks end the same number of passes** that touch this optimizer's parameters in a step, or none. The
 mask carries the number of the step; where numbers differ, all ranks raise the same error.
@@ -43,6 +44,7 @@ from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import verbs
 from ringdance.training.gradients import AS_DENSE, GradientSource
 from ringdance.training.options import parts_of, scales_of
+from ringdance.training.shortcut import DifferentStepsError, Shortcut
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -133,8 +135,9 @@ class GradientExchange:
         self.overlap = False  # not before all ranks have agreed, with the first mask
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
-        self._mask_name = f"{self.name}.mask"
-        self._usual = b""  # the kinds that all ranks agreed on last time, if none was sparse
+        self._shortcut = Shortcut(
+            self.engine, self.set_id, self.source, self.name, (self.prescale, self.postscale)
+        )
         self._plan()
 
     def _rejoin(self) -> bool:
@@ -249,52 +252,63 @@ class GradientExchange:
 
     def _exchange(self) -> None:
         self._rejoin()
+        try:
+            if not (self._shortcut.open and self._shortcut.exchange(self.state.computed, self.step)):
+                self._exchange_by_mask()
+                return
+        except DifferentStepsError:
+            self._abandon()
+            raise self._different_steps("others are in another") from None
+        except BaseException:
+            self._abandon()
+            raise
+        self._exchanged(self._shortcut.usual)
+
+    def _exchange_by_mask(self) -> None:
         state, count = self.state, len(self.names)
         kinds = self.source.kinds(state.computed)
         for bucket in self.buckets:
             if bucket.ticket is not None:
                 for index in bucket.expected:
                     kinds[index] = bucket.kinds[index]
-        memory = kinds + bytes((self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1))
+        usual = kinds == self._shortcut.usual
+        memory = kinds + bytes(
+            (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if usual else 1)
+        )
         mask = np.frombuffer(memory, np.uint8)
-        try:
-            sent = verbs.allreduce(
-                self.engine, (mask,), (mask,), name=self._mask_name, operation=Operation.MAX,
-                set_id=self.set_id, wake=False,
-            )
-            # Where operation is not Average, a leftover that was not computed now must not count again.
-            zeros = b""
-            if self.operation is not Operation.AVERAGE:
-                zeros = bytes(0 if kind else 1 for kind in kinds)
-            usual = kinds == self._usual
-            for bucket in self.buckets:
-                if bucket.ticket is None and bucket.expected and (usual or self._complete(bucket, kinds)):
-                    bucket.ticket = self._send(bucket, bucket.expected, zeros)
-            sent.wait()
-            self._check_step(memory[count] - 1, STEPS - memory[count + 1])
-            union = bytes(memory[:count])
-            if usual and union == self._usual:
-                for bucket in self.buckets:
-                    if bucket.ticket is not None:
-                        bucket.ticket.wait()
-                        self.source.put(bucket.expected, union)
-            else:
-                self._reduce(union, zeros)
-        except BaseException:
-            self._abandon()
-            raise
-        self._exchanged(union, overlap=not memory[count + 2])
+        sent = verbs.allreduce(
+            self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=Operation.MAX,
+            set_id=self.set_id, wake=False,
+        )
+        # Where operation is not Average, a leftover that was not computed now must not count again.
+        zeros = b""
+        if self.operation is not Operation.AVERAGE:
+            zeros = bytes(0 if kind else 1 for kind in kinds)
+        for bucket in self.buckets:
+            if bucket.ticket is None and bucket.expected and self._complete(bucket, kinds):
+                bucket.ticket = self._send(bucket, bucket.expected, zeros)
+        sent.wait()
+        self._check_step(memory[count] - 1, STEPS - memory[count + 1])
+        union = bytes(memory[:count])
+        self._reduce(union, zeros)
+        self._exchanged(union)
+        overlap = not memory[count + 2]
+        if overlap != self.overlap:
+            self.overlap = overlap
+            self._plan()
+        self._shortcut.learn(
+            union if all(not kind or kind >= AS_DENSE for kind in union) else b"",
+            alike=not memory[count + 3],
+            possible=self.operation is Operation.AVERAGE and len(self.buckets) == 1 and not self.overlap,
+        )
 
-    def _exchanged(self, union: bytes, overlap: bool) -> None:
+    def _exchanged(self, union: bytes) -> None:
         state = self.state
         if self.operation is not Operation.AVERAGE:
             both = zip(union, state.reduced, strict=True)
             state.reduced = bytearray(1 if now or before else 0 for now, before in both)
         state.computed = bytearray(len(union))
         state.exchanged_at = state.passes
-        if overlap != self.overlap:
-            self.overlap = overlap
-            self._plan()
         for bucket in self.buckets:
             bucket.ticket = None
             bucket.missing, bucket.surprises = len(bucket.expected), 0
@@ -322,7 +336,6 @@ class GradientExchange:
             bucket.expected = dense
         sparse = [index for index, kind in enumerate(union) if 0 < kind < AS_DENSE]
         gathered = self._send_sparse(sparse, union) if sparse else None
-        self._usual = b"" if sparse else union
         for ticket, indices in tickets:
             ticket.wait()
             self.source.put(indices, union)
@@ -374,11 +387,13 @@ class GradientExchange:
         self.reset()
 
     def _check_step(self, latest: int, earliest: int) -> None:
-        if latest == earliest:
-            return
-        raise MismatchError(
+        if latest != earliest:
+            raise self._different_steps(f"the ranks are in {earliest} to {latest} (modulo {STEPS})")
+
+    def _different_steps(self, others: str) -> MismatchError:
+        return MismatchError(
             f"Gradients of different steps met ({self.name}): rank {self.engine.rank} is in {self.step}, "
-            f"the ranks are in {earliest} to {latest} (modulo {STEPS}). Some made more backward "
+            f"{others}. Some made more backward "
             "passes than others before optimizer.step(). Make the same number on all ranks (a pass may leave "
             "parameters out), or set reduce_in_backward=False, which exchanges once, in step()."
         )
