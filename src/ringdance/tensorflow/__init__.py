@@ -4,6 +4,7 @@ Names, signatures and results are those of Horovod's tensorflow module; see the 
 """
 
 from ringdance.errors import CollectiveError
+from ringdance.tensorflow import elastic as elastic
 from ringdance.tensorflow.batch_norm import SyncBatchNormalization
 from ringdance.tensorflow.compression import Compression, Compressor
 from ringdance.tensorflow.operations import (

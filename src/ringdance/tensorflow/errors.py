@@ -24,7 +24,7 @@ from ringdance.errors import (
 )
 from ringdance.training.verbs import UnsupportedOperationError
 
-__all__ = ["as_tensorflow", "code_of"]
+__all__ = ["as_tensorflow", "code_of", "origin_of", "remember"]
 
 # The first that fits. What is raised for a mismatch, for a wrong argument and so on: contract 3.2.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
@@ -54,6 +54,20 @@ _CODES = {
 def code_of(error: BaseException) -> int:
     """Return TensorFlow's number for this kind of error."""
     return int(_CODES[_kind(error)])
+
+
+# What the last failed operation of a graph raised here: TensorFlow passes on its message only.
+_last: list[BaseException] = []
+
+
+def remember(error: BaseException) -> None:
+    """Keep the error with which an operation of a graph fails."""
+    _last[:] = [error]
+
+
+def origin_of(error: Any) -> BaseException | None:
+    """Return the error of ours for which a graph raised this one, or ``None``."""
+    return next((ours for ours in _last if str(ours) and str(ours) in str(error)), None)
 
 
 @lru_cache

@@ -20,7 +20,7 @@ from ringdance import session
 from ringdance.core.request import Ticket, Verb
 from ringdance.tensorflow import capi
 from ringdance.tensorflow.capi import Context
-from ringdance.tensorflow.errors import code_of
+from ringdance.tensorflow.errors import code_of, remember
 from ringdance.training import basics, verbs
 from ringdance.training.calls import Call
 from ringdance.training.options import wants_overlap
@@ -46,6 +46,7 @@ def _telling(compute: Callable[[str, Context], None]) -> Callable[[str, Context]
         try:
             compute(text, context)
         except BaseException as error:
+            remember(error)
             context.fail(code_of(error), str(error) or type(error).__name__)
 
     return told

@@ -22,6 +22,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_FRAMEWORKS = ("torch", "tensorflow")
+
 
 def _cache(function: Callable[..., T]) -> Callable[..., T]:
     """Remember the results of a function; its arguments must be hashable."""
@@ -31,7 +33,7 @@ def _cache(function: Callable[..., T]) -> Callable[..., T]:
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether ``horovod.<ext_base_name>`` works here: "torch", if PyTorch is installed."""
     framework = ext_base_name.rpartition(".")[2]
-    available = framework == "torch" and importlib.util.find_spec("torch") is not None
+    available = framework in _FRAMEWORKS and importlib.util.find_spec(framework) is not None
     if verbose:
         print(f"horovod.{ext_base_name} is {'' if available else 'not '}available")
     return available
@@ -53,7 +55,9 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether the framework sees a GPU."""
     if not extension_available(ext_base_name, verbose):
         return False
-    return bool(importlib.import_module("torch").cuda.is_available())
+    if ext_base_name.rpartition(".")[2] == "torch":
+        return bool(importlib.import_module("torch").cuda.is_available())
+    return bool(importlib.import_module("tensorflow").config.list_physical_devices("GPU"))
 
 
 def mpi_built(verbose: bool = False) -> bool:

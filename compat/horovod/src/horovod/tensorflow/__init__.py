@@ -1,0 +1,16 @@
+"""``import horovod.tensorflow as hvd``: the names of ``ringdance.tensorflow``."""
+
+from ringdance.tensorflow import *  # noqa: F403
+from ringdance.tensorflow import __all__ as _names
+
+# Last: the modules of this package, not Ringdance's.
+from horovod.tensorflow import (  # isort: skip
+    compression as compression,
+    elastic as elastic,
+    functions as functions,
+    mpi_ops as mpi_ops,
+    sync_batch_norm as sync_batch_norm,
+    util as util,
+)
+
+__all__ = list(_names)

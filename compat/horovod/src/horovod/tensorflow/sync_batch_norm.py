@@ -1,0 +1,5 @@
+"""Batch normalisation over the batches of all ranks."""
+
+from ringdance.tensorflow import SyncBatchNormalization
+
+__all__ = ["SyncBatchNormalization"]

@@ -1,0 +1,128 @@
+"""Training that goes on after an error: ``hvd.elastic.run`` and states for TensorFlow.
+
+What happens when is told in ``ringdance.training.elastic``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow.errors import origin_of
+from ringdance.tensorflow.gradients import variable_of
+from ringdance.tensorflow.state import broadcast_variables
+from ringdance.training import elastic
+from ringdance.training.elastic import ObjectState, State
+
+__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+T = TypeVar("T")
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a training function whose first argument is a state.
+
+    Collectives that fail within a ``tf.function`` count as those that fail eagerly.
+    """
+
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> T:
+        try:
+            return func(*args, **kwargs)
+        except tf.errors.OpError as error:
+            ours = origin_of(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+    return elastic.run(translated)
+
+
+class TensorFlowState(ObjectState):
+    """Variables and plain attributes, committed and restored together.
+
+    Args:
+        variables: TensorFlow's or Keras's; in a graph of ``tf.compat.v1`` by default all global ones.
+        session: of ``tf.compat.v1``, or None in eager execution.
+        kwargs: more attributes.
+
+    Raises:
+        ArgumentError: no variables are given in eager execution.
+    """
+
+    def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:
+        if variables is None:
+            if session is None and tf.executing_eagerly():
+                raise ArgumentError("TensorFlowState needs variables: model.variables, for example.")
+            variables = tf.compat.v1.global_variables()
+        self._session = session
+        self._given = list(variables)
+        self._broadcast: Any = None
+        super().__init__(**kwargs)
+        self._values = self._read()
+
+    def _variables(self) -> list[Any]:
+        return [variable_of(one) for one in self._given]
+
+    def _read(self) -> list[Any]:
+        if self._session is not None:
+            values: list[Any] = self._session.run(self._variables())
+            return values
+        return [np.array(one.numpy()) for one in self._variables()]
+
+    def save(self) -> None:
+        """Keep a copy of everything."""
+        self._values = self._read()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for variable, value in zip(self._variables(), self._values, strict=False):
+            if self._session is not None:
+                variable.load(value, self._session)
+            else:
+                variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take over rank 0's state, which counts as saved. A collective."""
+        if self._session is None:
+            broadcast_variables(self._variables(), 0)
+        else:
+            if self._broadcast is None:
+                self._broadcast = broadcast_variables(self._variables(), 0)
+            self._session.run(self._broadcast)
+        self._values = self._read()
+        super().sync()
+
+
+class TensorFlowKerasState(TensorFlowState):
+    """A Keras model, its optimizer, and plain attributes.
+
+    Args:
+        model: with weights: built, or called once.
+        optimizer: by default the one it was compiled with.
+        backend: accepted, and not needed.
+        kwargs: more attributes.
+
+    Raises:
+        ArgumentError: the model has no weights yet.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not getattr(model, "weights", None):
+            raise ArgumentError("TensorFlowKerasState: the model has no weights yet; build it, or call it.")
+        self.model = model
+        self.optimizer = optimizer or getattr(model, "optimizer", None)
+        super().__init__(model.weights, **kwargs)
+
+    def _variables(self) -> list[Any]:
+        # An optimizer makes its variables in its first step.
+        owned = getattr(self.optimizer, "variables", [])
+        listed = [*self.model.weights, *(owned() if callable(owned) else owned)]
+        return [variable_of(one) for one in listed]

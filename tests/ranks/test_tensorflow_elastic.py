@@ -1,0 +1,93 @@
+"""States that are committed, restored and synchronised; training that goes on after an error in a graph."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringdance.tensorflow as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.ranks(2, 3, 4)
+v1 = tf.compat.v1
+
+
+def test_keras_state() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.Adam(0.1), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    for weight in model.weights:
+        weight.assign(tf.fill(weight.shape, float(RANK)))
+    state = hvd.elastic.TensorFlowKerasState(model, batch=10 + RANK, epoch=1)
+    state.sync()
+    assert (state.batch, state.epoch) == (10, 1)
+    assert float(np.max(np.asarray(model.weights[0]))) == 0.0
+    model.weights[0].assign([[5.0], [5.0]])
+    model.optimizer.variables[-1].assign(tf.ones_like(model.optimizer.variables[-1].value))
+    state.batch = 20
+    state.restore()
+    assert state.batch == 10
+    assert np.asarray(model.weights[0]).tolist() == [[0.0], [0.0]]
+    assert float(np.max(np.asarray(model.optimizer.variables[-1]))) == 0.0
+    model.weights[0].assign([[5.0 + RANK], [5.0]])
+    state.batch = 30
+    state.commit()
+    model.weights[0].assign([[6.0], [6.0]])
+    state.restore()
+    assert np.asarray(model.weights[0])[0, 0] == 5.0 + RANK
+    with pytest.raises(ValueError, match="no weights"):
+        hvd.elastic.TensorFlowKerasState(keras.Sequential())
+    with pytest.raises(ValueError, match="needs variables"):
+        hvd.elastic.TensorFlowState()
+
+
+def test_state_of_a_session() -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        weight = v1.get_variable("w", initializer=float(RANK))
+        session.run(v1.global_variables_initializer())
+        state = hvd.elastic.TensorFlowState(session=session, epoch=RANK)
+        state.sync()
+        assert session.run(weight) == 0.0
+        weight.load(7.0, session)
+        state.restore()
+        assert (session.run(weight), state.epoch) == (0.0, 0)
+        weight.load(8.0 + RANK, session)
+        state.sync()  # again, and not what it was the first time
+        assert session.run(weight) == 8.0
+
+
+@several
+def test_training_goes_on_after_a_failed_graph() -> None:
+    weight = tf.Variable([float(RANK)])
+    state = hvd.elastic.TensorFlowState([weight], step=0, failed=0)
+    starts = []
+
+    @tf.function(reduce_retracing=True)
+    def step(values: tf.Tensor) -> None:
+        weight.assign_add(hvd.allreduce(values, op=hvd.Sum, name="elastic")[:1])
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TensorFlowState) -> int:
+        starts.append(int(state.step))
+        while state.step < 4:
+            wrong = state.step == 2 and len(starts) == 1
+            step(tf.ones(1 + (RANK if wrong else 0)))
+            state.step += 1
+            state.commit()
+        return int(state.step)
+
+    assert train(state) == 4
+    assert starts == [0, 2]
+    assert weight.numpy().tolist() == [4.0 * SIZE]
+
+
+def test_other_errors_pass() -> None:
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TensorFlowState) -> None:
+        tf.function(lambda x: tf.debugging.check_numerics(x, "wrong"))(tf.constant(np.nan))
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(hvd.elastic.TensorFlowState([]))
