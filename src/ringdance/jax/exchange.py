@@ -31,7 +31,7 @@ from ringdance.training.calls import Call
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["Exchange", "Shapes", "compiled", "eager", "is_traced"]
+__all__ = ["Exchange", "Shapes", "compiled", "eager", "is_traced", "origin_of"]
 
 Array = np.ndarray[Any, Any]
 Shapes = tuple[tuple[int, ...], ...]
@@ -97,6 +97,25 @@ def run(
             if result is not output:
                 output[...] = result
     return results
+
+
+_failed: list[CollectiveError] = []  # the last one within a program
+
+
+def _run_compiled(
+    what: Exchange, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
+) -> list[Array]:
+    try:
+        return run(what, inputs, outputs, shapes)
+    except CollectiveError as error:
+        _failed[:] = [error]
+        raise
+
+
+def origin_of(error: RuntimeError) -> CollectiveError | None:
+    """Return the error of a collective because of which a compiled program failed, or None."""
+    told = [one for one in _failed if f"{type(one).__name__}: {one}" in str(error)]
+    return told[0] if told else None
 
 
 def _average(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
@@ -202,7 +221,7 @@ def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: 
     """Lower to a call of Python with arrays: for accelerators, and where XLA's layout is unknown."""
 
     def call(*arrays: Any) -> tuple[Array, ...]:
-        return tuple(run(what, tuple([array_of(array) for array in arrays]), None, shapes))
+        return tuple(_run_compiled(what, tuple([array_of(array) for array in arrays]), None, shapes))
 
     results, token, _ = mlir.emit_python_callback(
         ctx, call, ctx.tokens_in.get(_EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
@@ -234,7 +253,8 @@ def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: An
 
 
 def _called(text: str, inputs: list[Array], outputs: list[Array]) -> None:
-    run(_from_text(text), tuple(inputs), tuple(outputs), tuple([output.shape for output in outputs]))
+    shapes = tuple([output.shape for output in outputs])
+    _run_compiled(_from_text(text), tuple(inputs), tuple(outputs), shapes)
 
 
 ffi.call(_called)

@@ -5,19 +5,50 @@ What happens when is told in ``ringdance.training.elastic``.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 
 from ringdance.errors import ArgumentError
 from ringdance.keras.values import broadcast_variables
-from ringdance.training.elastic import ObjectState, State, run
+from ringdance.training import elastic
+from ringdance.training.elastic import ObjectState, State
 
 __all__ = [
     "CommitStateCallback", "KerasState", "ObjectState", "State", "UpdateBatchStateCallback",
     "UpdateEpochStateCallback", "run",
 ]
+
+
+T = TypeVar("T")
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a training function whose first argument is a state.
+
+    Collectives that fail within a compiled step, where the backend has errors of its own, count as well.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from ringdance.tensorflow.elastic import run as run_in_tensorflow
+
+        return run_in_tensorflow(func)
+    if backend != "jax":
+        return elastic.run(func)
+
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> T:
+        from ringdance.jax.exchange import origin_of
+
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            raise origin_of(error) or error from None
+
+    return elastic.run(translated)
 
 
 class KerasState(ObjectState):
@@ -26,14 +57,13 @@ class KerasState(ObjectState):
     Args:
         model: a model that has its weights.
         optimizer: by default the one that the model was compiled with.
-        backend: accepted, and of no effect.
         kwargs: more attributes; see ObjectState.
 
     Raises:
         ArgumentError: the model has no weights yet.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if not model.built:
             raise ArgumentError("KerasState needs a model that has its weights: model.build(shape).")
         self.model = model

@@ -73,7 +73,6 @@ def test_the_version_compares_like_the_original_s() -> None:
     ("statement", "advice"),
     [
         ("from horovod.spark.common.store import Store", "horovod.run(function"),
-        ("import horovod.keras", "ringdance.numpy"),
         ("from horovod.ray import RayExecutor", "horovodrun"),
         ("import horovod.mxnet", "has ended"),
         ("from horovod.data.data_loader_base import AsyncDataLoaderMixin", "prefetch_factor"),

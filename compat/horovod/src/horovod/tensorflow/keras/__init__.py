@@ -1,0 +1,12 @@
+"""``import horovod.tensorflow.keras as hvd``: the names of ``ringdance.keras``."""
+
+from ringdance.keras import *  # noqa: F403
+from ringdance.keras import __all__ as _names
+
+# Last: the modules of this package, not Ringdance's.
+from horovod.tensorflow.keras import (  # type: ignore[no-redef]  # isort: skip
+    callbacks as callbacks,
+    elastic as elastic,
+)
+
+__all__ = list(_names)
