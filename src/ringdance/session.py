@@ -36,7 +36,7 @@ _log = logging.getLogger("ringdance")
 CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process
 # ends and the MPI launcher kills them.
-_GRACE = 1.0
+_GRACE = 0.5
 
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (

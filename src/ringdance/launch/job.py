@@ -23,6 +23,7 @@ from ringdance.launch.sweep import Sweep
 from ringdance.launch.wire import Channel, bare_command
 
 _SEE_S = 1.0  # after the first failure the other ranks may say what they see
+# (a rank that has told of a failure of its own gets as much again: its exit code becomes the job's)
 _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have told them
 _TERM_S = 0.2  # after SIGTERM they may put their things in order
 _STOP_S = 0.8  # the same, after Ctrl-C
@@ -53,7 +54,7 @@ class Job:
         self._signal = 0
         self._signals = Signals()
         self._pipes: set[int] = set()
-        self._ending = self._cleaning = self._done = False
+        self._ending = self._waited = self._cleaning = self._done = False
 
     # --- start ---------------------------------------------------------------------------------
 
@@ -305,7 +306,12 @@ class Job:
         )
 
     def _on_see(self) -> None:
-        self._terminate(_TERM_S)
+        marks = [mark for rank in self._ranks.values() if rank.running for mark in rank.streams[1].marks]
+        if any(not mark.follows for mark in marks) and not self._waited:
+            self._waited = True
+            self._expect("see", _SEE_S)
+        else:
+            self._terminate(_TERM_S)
 
     def _terminate(self, seconds: float) -> None:
         if not self._ending:

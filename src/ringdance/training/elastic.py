@@ -316,9 +316,9 @@ class _Failures:
             raise error
         if found is None or found.rank == 0:
             _log.warning(
-                "ringdance: %s: %s All ranks go back to the last commit and start again (%d of at most %d "
+                "ringdance: %s: %s. All ranks go back to the last commit and start again (%d of at most %d "
                 "times without a new commit).",
-                type(error).__name__, error, self._count, MOST_FAILURES,
+                type(error).__name__, str(error).rstrip("."), self._count, MOST_FAILURES,
             )  # fmt: skip
 
 
