@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ NEEDS = {
 collect_ignore_glob = [
     pattern for pattern, names in NEEDS.items() if not all(map(importlib.util.find_spec, names))
 ]
+
+# Nothing may hang where TensorFlow has one thread for its operations; and what it says at import is not wanted.
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 TINY = {"RINGDANCE_PIECE_BYTES": "4096", "RINGDANCE_SMALL_BYTES": "64"}
 WAYS = {

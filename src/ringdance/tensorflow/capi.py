@@ -7,6 +7,7 @@ called with the GIL held (``PyDLL``): each is short, and giving the GIL away wou
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
@@ -53,7 +54,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "TF_TensorType": (c_int, [c_void_p]),
     "TF_NumDims": (c_int, [c_void_p]),
     "TF_Dim": (c_int64, [c_void_p, c_int]),
-    "TF_TensorByteSize": (c_size_t, [c_void_p]),
     "TF_TensorData": (c_void_p, [c_void_p]),
 }
 
@@ -96,6 +96,13 @@ def _library() -> Any:
     )
 
 
+def _array(address: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, _memory(address, nbytes, _WRITE))
+
+
 class Context:
     """One run of a kernel: its inputs and outputs as NumPy views."""
 
@@ -121,9 +128,9 @@ class Context:
         """Return a reference to an input tensor; to be given to ``drop``."""
         handle = c_void_p()
         self._library.TF_GetInput(self._pointer, index, byref(handle), self._status)
-        self._check()
-        assert handle.value is not None
-        return handle.value
+        if handle.value is None:
+            self._check()
+        return handle.value or 0
 
     def drop(self, tensor: int) -> None:
         """Give a reference back."""
@@ -134,10 +141,7 @@ class Context:
         library = self._library
         dtype = _DTYPES[library.TF_TensorType(tensor)]
         shape = [library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))]
-        nbytes = library.TF_TensorByteSize(tensor)
-        if not nbytes:
-            return np.empty(shape, dtype)
-        return np.ndarray(shape, dtype, _memory(library.TF_TensorData(tensor), nbytes, _WRITE))
+        return _array(library.TF_TensorData(tensor), shape, dtype)
 
     @property
     def count(self) -> int:
@@ -153,14 +157,23 @@ class Context:
             self.drop(tensor)  # the caller of the kernel has its own; with ours it could not be forwarded
         return views
 
-    def forward(self, index: int, shape: Sequence[int]) -> int:
-        """Return a reference to output ``index``: input ``index`` itself if nobody else needs that memory."""
-        tensor: int = self._library.TF_ForwardInputOrAllocateOutput(
-            self._pointer, byref(c_int(index)), 1, index, (c_int64 * len(shape))(*shape), len(shape), None,
-            self._status,
+    def forward(self, index: int, view: Array) -> tuple[int, Array]:
+        """Return a reference to output ``index`` and its memory, which is for the shape of input ``index``.
+
+        Args:
+            index: of the output, and of the input.
+            view: the input's memory. It is returned itself where nobody else needs it.
+        """
+        library, shape = self._library, view.shape
+        used = c_int(-1)
+        tensor: int = library.TF_ForwardInputOrAllocateOutput(
+            self._pointer, byref(c_int(index)), 1, index, (c_int64 * len(shape))(*shape), len(shape),
+            byref(used), self._status,
         )
+        if used.value == index:
+            return tensor, view
         self._check()
-        return tensor
+        return tensor, _array(library.TF_TensorData(tensor), shape, view.dtype)
 
     def put(self, index: int, array: Array) -> None:
         """Make a copy of an array output ``index``."""

@@ -58,8 +58,8 @@ def _call(text: str, context: Context) -> None:
     if call.keeps_shapes:
         outputs = []
         for index, view in enumerate(inputs):
-            tensor = context.forward(index, view.shape)
-            outputs.append(context.view(tensor))
+            tensor, output = context.forward(index, view)
+            outputs.append(output)
             context.drop(tensor)  # it is an output already
         call.submit(engine, tuple(inputs), tuple(outputs)).wait()
         return
@@ -86,11 +86,11 @@ def _start(text: str, context: Context) -> None:
     outputs = []
     inputs = context.inputs()
     for index, view in enumerate(inputs):
-        tensor = context.forward(index, view.shape)
-        outputs.append(context.view(tensor))
+        tensor, output = context.forward(index, view)
+        outputs.append(output)
         kept.append(tensor)
         # An input that stays where it is must stay there until the reduction has read it.
-        if outputs[-1].ctypes.data != view.ctypes.data:
+        if output is not view:
             kept.append(context.take(index))
     number = next(_numbers)
     try:
