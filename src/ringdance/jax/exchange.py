@@ -9,6 +9,7 @@ is not possible (an accelerator, an unknown layout) it is a callback with arrays
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,6 +179,9 @@ class _ExchangeEffect(effects.Effect):  # type: ignore[misc]
 
 
 _EFFECT = _ExchangeEffect()
+# In JAX 0.7 this was no argument, and always so.
+_known = inspect.signature(mlir.emit_python_callback).parameters
+_RETURNS_TOKEN = {"returns_token": True} if "returns_token" in _known else {}
 for _allowed in (
     effects.ordered_effects, effects.lowerable_effects, effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects,
@@ -225,7 +229,7 @@ def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: 
 
     results, token, _ = mlir.emit_python_callback(
         ctx, call, ctx.tokens_in.get(_EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
-        has_side_effect=True, returns_token=True,
+        has_side_effect=True, **_RETURNS_TOKEN,
     )
     ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
     return results

@@ -60,7 +60,7 @@ class _Distributed:
         known: Any = self
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        variables = known._trainable_variables if trainable_variables is None else trainable_variables
+        variables = self._known_variables() if trainable_variables is None else trainable_variables
         # Otherwise there is a mistake, which Keras explains; or it is done after accumulation.
         if len(gradients) == len(variables) and not known.gradient_accumulation_steps:
             gradients = self._reduce(gradients, variables)
@@ -101,6 +101,12 @@ class _Distributed:
             results[place] = _times(gradients[place], self._factor * share)
         return results
 
+    def _known_variables(self) -> list[Any]:
+        known: Any = self
+        if not known._trainable_variables:  # older versions of Keras leave them to the one that is wrapped
+            known = getattr(known, "inner_optimizer", known)
+        return list(known._trainable_variables)
+
     def _local_places(self, variables: Sequence[Any]) -> set[int]:
         layers = [variable for layer in self._local_layers for variable in layer.trainable_variables]
         local = {id(same) for one in (*self._local_variables, *layers) for same in _forms(one)}
@@ -117,8 +123,7 @@ class _ScalesLoss(_Distributed):
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Return updated variables; gradients are reduced over the ranks first."""
-        known: Any = self
-        grads = self._reduce(list(grads), known._trainable_variables)
+        grads = self._reduce(list(grads), self._known_variables())
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
 
