@@ -21,7 +21,7 @@ collect_ignore_glob = [
     pattern for pattern, names in NEEDS.items() if not all(map(importlib.util.find_spec, names))
 ]
 
-# Nothing may hang where TensorFlow has one thread for its operations; and what it says at import is not wanted.
+# TensorFlow gets one thread for its operations: nothing may hang then. What it says at import is not wanted.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
