@@ -1,12 +1,16 @@
-"""Keras on each of its backends: the tests in tests/keras, in jobs of 2 and 3 ranks, and the example."""
+"""Keras on each of its backends: the tests in tests/keras, in jobs of 2 and 3 ranks, and scripts."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from run import run_ranks
+from run import launcher, run_ranks
 
 TESTS = Path(__file__).resolve().parents[1]
 LIMIT = 500.0  # seconds for one job; plenty for a machine that does other things as well
@@ -35,3 +39,53 @@ def test_on_ranks(size: int, which: str) -> None:
     outcome = run_ranks(TESTS / "keras", size, options, LIMIT)
     assert not outcome.problems, outcome
     assert outcome.counts["passed"] >= 11
+
+
+def job(way: str, size: int, *command: str) -> str:
+    """What a script prints that is run on `size` ranks."""
+    if way == "mpiexec":
+        start, environ = launcher(size)
+    else:
+        start = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(size), "-H", f"localhost:{size}"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*start, sys.executable, *command], env=environ, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@each_backend
+@pytest.mark.usefixtures("environ")
+def test_the_example() -> None:
+    pytest.importorskip("sklearn")
+    said = job("mpiexec", 2, str(TESTS.parent / "examples" / "digits_keras.py"), "--epochs", "6")
+    assert "all 2 ranks hold the same weights: yes" in said
+    accuracy = re.search(r"test accuracy: ([\d.]+)%", said)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 90
+    assert said.count("Epoch 6/6") == 1
+
+
+@pytest.mark.parametrize(("backend", "way"), [("tensorflow", "horovodrun"), ("torch", "mpiexec")])
+@pytest.mark.usefixtures("environ")
+def test_a_script_written_for_horovod(way: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("tensorflow")
+    script = str(TESTS / "dropin" / "scripts" / "keras_mnist.py")
+    said = job(way, 2, script, "--folder", str(tmp_path))
+    assert "equal: True" in said
+    assert "lr: 0.004000" in said
+    assert float(re.findall(r"accuracy: ([\d.]+)", said)[-1]) > 0.8
+    assert "loaded: Adam 168" in said
+    assert said.count("finished gradual learning rate warmup to 0.004") == 1
+    written = sorted(one.name for one in tmp_path.iterdir())
+    assert written == [f"checkpoint-{epoch}.keras" for epoch in range(1, 7)]
+
+
+def test_the_jax_example() -> None:
+    for name in ("jax", "optax", "sklearn"):
+        pytest.importorskip(name)
+    said = job("mpiexec", 2, str(TESTS.parent / "examples" / "digits_jax.py"))
+    assert "all 2 ranks hold the same weights: yes" in said
+    assert float(re.findall(r"test accuracy: ([\d.]+)%", said)[0]) > 95
