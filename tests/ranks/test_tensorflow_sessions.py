@@ -115,6 +115,20 @@ def test_optimizer(run: Run, dense: bool) -> None:
         np.testing.assert_allclose(result, wanted, rtol=1e-6, atol=1e-8)
 
 
+def test_two_optimizers_in_one_run(run: Run) -> None:
+    """As for generator and discriminator: variables alike, both trained in one run."""
+    weights = [v1.get_variable(f"w{i}", initializer=np.full(3, 1.0)) for i in range(2)]
+    trains = []
+    for i, weight in enumerate(weights):
+        optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.5))
+        trains.append(optimizer.minimize(tf.reduce_sum(weight) * (RANK + 1) * (i + 1), var_list=[weight]))
+    run(v1.global_variables_initializer())
+    for _ in range(3):
+        run(trains)
+    for i, weight in enumerate(run(weights)):
+        np.testing.assert_allclose(weight, np.full(3, 1.0 - 3 * 0.5 * (i + 1) * (SIZE + 1) / 2))
+
+
 @pytest.mark.parametrize("average", [False, True])
 def test_several_passes(run: Run, average: bool) -> None:
     passes = 2

@@ -93,6 +93,25 @@ def test_large_gradients_go_in_parts(overlap: str) -> None:
         assert kinds.count("RingdanceStart") > 3 * (SIZE > 1) - 1
 
 
+@both
+def test_the_same_variables_twice(way: Any) -> None:
+    """Two exchanges of one name in one function come one after the other."""
+    variables = [tf.Variable(tf.ones((300_000,))) for _ in range(4)]
+
+    def step() -> Any:
+        taken = []
+        for factor in (1.0, 2.0, 3.0):
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(one * one) for one in variables]) * (RANK + 1) * factor
+            taken.append(hvd.DistributedGradientTape(tape).gradient(loss, variables)[-1])
+        return taken
+
+    for _ in range(3):
+        for number, one in enumerate(way(step)(), 1):
+            assert np.ptp(one.numpy()) == 0
+            assert float(one[0]) == pytest.approx(2 * number * MEAN)
+
+
 @several
 def test_adasum_of_gradients() -> None:
     if SIZE == 3:
@@ -143,6 +162,22 @@ def test_local_sources(way: Any, scale: bool) -> None:
     local, reduced = way(compute)()
     np.testing.assert_allclose(local.numpy(), np.full(RANK + 1, (RANK + 1) / (SIZE if scale else 1)))
     assert reduced.numpy().tolist() == [MEAN]
+
+
+@both
+def test_optimizer_of_keras_in_a_loop(way: Any) -> None:
+    """DistributedOptimizer of this module takes Keras's too: the steps are those of the mean gradient."""
+    weight = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.build([weight])
+
+    def step() -> None:
+        optimizer.apply_gradients([(tf.constant([1.0, 3.0]) * (RANK + 1), weight)])
+
+    function = way(step)
+    for count in range(1, 4):
+        function()
+        np.testing.assert_allclose(weight.numpy(), [1 - 0.5 * MEAN * count, 2 - 1.5 * MEAN * count])
 
 
 def test_partial_tape_leaves_layers_local() -> None:

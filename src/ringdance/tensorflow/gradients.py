@@ -126,7 +126,11 @@ class GradientReducer:
         described = repr([
             (tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables if not self.is_local(one)
         ])
-        return f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
+        key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if graph is None or graph.building_function:
+            return key
+        return str(graph.unique_name(key))  # a session may run two exchanges at once
 
     def _reduce_dense(
         self, results: list[Tensor], dense: list[int], variables: Sequence[Any], key: str
