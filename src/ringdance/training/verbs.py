@@ -148,32 +148,36 @@ def allreduce(
     if name is None:
         description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(inputs), operation, prescale, postscale)
     else:
-        full = f"grouped_allreduce.{name}" if grouped else f"allreduce.{name}"
-        description = _describe_again(full, inputs, operation, prescale, postscale)
+        description, full = _describe_again(name, grouped, inputs, operation, prescale, postscale)
     if operation is Operation.ADASUM:
         _check_adasum(len(engine.members(set_id)))
     return engine.submit(Request(description, inputs, outputs, full, set_id), wake=wake)
 
 
-# Name -> what was reduced under it last: comparing is quicker than hashing, and a step's names come again.
-_recent: dict[str, tuple[tuple[Any, ...], Description]] = {}
+# Name -> what was reduced under it last, alone or as a group: comparing is quicker than hashing, and a step's
+# names come again.
+_recent: tuple[dict[str, tuple[tuple[Any, ...], Description, str]], ...] = ({}, {})
 _MOST_RECENT = 4096
 
 
 def _describe_again(
-    full: str, views: Arrays, operation: Operation, prescale: float, postscale: float
-) -> Description:
-    """Return the description of an allreduce with this full name."""
-    dtypes, shapes = _dtypes_and_shapes(views)
-    key = (dtypes, shapes, operation, prescale, postscale)
-    known = _recent.get(full)
+    name: str, grouped: bool, views: Arrays, operation: Operation, prescale: float, postscale: float
+) -> tuple[Description, str]:
+    """Return description and full name of a named allreduce."""
+    recent = _recent[grouped]
+    if grouped:
+        key: tuple[Any, ...] = (*_dtypes_and_shapes(views), operation, prescale, postscale)
+    else:
+        key = (views[0].dtype, views[0].shape, operation, prescale, postscale)
+    known = recent.get(name)
     if known is not None and known[0] == key:
-        return known[1]
-    if len(_recent) >= _MOST_RECENT:
-        _recent.clear()
-    description = _describe(Verb.ALLREDUCE, dtypes, shapes, operation, prescale, postscale)
-    _recent[full] = (key, description)
-    return description
+        return known[1], known[2]
+    if len(recent) >= _MOST_RECENT:
+        recent.clear()
+    description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(views), operation, prescale, postscale)
+    full = f"grouped_allreduce.{name}" if grouped else f"allreduce.{name}"
+    recent[name] = (key, description, full)
+    return description, full
 
 
 def _check_adasum(size: int) -> None:
