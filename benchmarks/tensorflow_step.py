@@ -1,9 +1,9 @@
 """What the exchange adds to a training step of TensorFlow: a tf.function with a DistributedGradientTape.
 
 What: variables, a loss of which the gradient of each is the variable, and plain gradient descent, in one
-``tf.function``. The identity step leaves the gradients as they are; the other averages them over the ranks.
-Beside it the same list is averaged from NumPy, in one call, in place. The lists: 160 gradients of 1 KB, and
-the 161 gradients of ResNet-50 (25.6 M float32, 102 MB).
+``tf.function``. The identity step leaves the gradients as they are, and also applies the first only when all
+are there; the other averages them over the ranks. Beside it the same list is averaged from NumPy, in one
+call, in place. The lists: 160 gradients of 1 KB, and the 161 gradients of ResNet-50 (25.6 M float32, 102 MB).
 
 Why: a graph adds the cost of taking its tensors out and handing them back, for each tensor and each byte.
 
@@ -39,8 +39,10 @@ def steps(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], None]]:
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(one * one) for one in variables])
             wrapped = hvd.DistributedGradientTape(tape) if exchange else tape
-            for one, gradient in zip(variables, wrapped.gradient(loss, variables), strict=True):
-                tf.raw_ops.ResourceApplyGradientDescent(var=one.handle, alpha=RATE, delta=gradient)
+            gradients = wrapped.gradient(loss, variables)
+            with tf.control_dependencies(gradients):
+                for one, gradient in zip(variables, gradients, strict=True):
+                    tf.raw_ops.ResourceApplyGradientDescent(var=one.handle, alpha=RATE, delta=gradient)
 
         return step
 

@@ -351,13 +351,14 @@ def test_without_dimensions() -> None:
 
 @several
 def test_a_name_in_flight_twice() -> None:
-    first = hvd.allreduce_async(torch.ones(2), name="twice")
     if RANK == 0:
-        hvd.barrier()  # the others have not submitted: it is in flight
-        with pytest.raises(ValueError, match="twice"):
+        first = hvd.allreduce_async(torch.ones(2), name="twice")
+        with pytest.raises(ValueError, match="twice"):  # the others have not submitted: it is in flight
             hvd.allreduce_async(torch.ones(2), name="twice")
+        hvd.barrier()
     else:
         hvd.barrier()
+        first = hvd.allreduce_async(torch.ones(2), name="twice")
     assert hvd.synchronize(first).tolist() == [1.0, 1.0]
 
 

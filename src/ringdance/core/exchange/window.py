@@ -121,11 +121,15 @@ class WindowExchange(Exchange):
             reduce_slice(slices[own], areas, inputs, how)
             if across is not None and slices[own]:
                 yield from self._reduce_across(mine[slices[own][0].at : slices[own][-1].end], how)
+            for tensor, start, stop, at, end in slices[own]:  # now, while it is in this core's cache
+                deliver(mine[at:end], outputs[tensor][start:stop])
             window.signal()
             while not window.reached():
                 yield
             progress.count += 1
             for place, part in enumerate(slices):
+                if place == own:
+                    continue
                 result = areas[place]
                 for tensor, start, stop, at, end in part:
                     deliver(result[at:end], outputs[tensor][start:stop])
