@@ -37,18 +37,19 @@ from ringdance.training.process_sets import (
     remove_process_set,
     set_id,
 )
+from ringdance.training.sharding import Shard, shard
 from ringdance.training.verbs import pick_operation
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather",
-    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
+    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Shard", "Sum", "add_process_set",
+    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
     "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "broadcast_object", "cross_rank", "cross_size",
     "global_process_set", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
     "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
     "local_size", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
-    "shutdown", "size", "synchronize",
+    "shard", "shutdown", "size", "synchronize",
 ]
 
 Array = np.ndarray[Any, Any]

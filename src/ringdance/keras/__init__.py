@@ -11,7 +11,8 @@
     ]
     if hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
-    model.fit(x, y, callbacks=callbacks)  # this rank's share of the data, equally many batches on all
+    x, y = hvd.shard(len(x), ends="pad").take(x, y)  # this rank's share, equally many on all
+    model.fit(x, y, callbacks=callbacks)
 """
 
 from ringdance.errors import CollectiveError
@@ -60,14 +61,15 @@ from ringdance.training.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from ringdance.training.sharding import Shard, shard
 
 __all__ = [
     "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",
-    "PartialDistributedOptimizer", "ProcessSet", "Sum", "add_process_set", "allgather",
+    "PartialDistributedOptimizer", "ProcessSet", "Shard", "Sum", "add_process_set", "allgather",
     "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
     "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built",
     "ddl_built", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
     "is_initialized", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built",
-    "shutdown", "size", "start_timeline", "stop_timeline",
+    "shard", "shutdown", "size", "start_timeline", "stop_timeline",
 ]

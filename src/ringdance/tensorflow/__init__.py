@@ -31,6 +31,7 @@ from ringdance.tensorflow.operations import (
     size_op,
 )
 from ringdance.tensorflow.optimizer import DistributedOptimizer
+from ringdance.tensorflow.sharding import shard
 from ringdance.tensorflow.state import (
     BroadcastGlobalVariablesHook,
     allgather_object,
@@ -81,6 +82,6 @@ __all__ = [
     "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "init", "is_homogeneous",
     "is_initialized", "join", "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built",
     "mpi_enabled", "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank", "rank_op",
-    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "size_op", "start_timeline",
-    "stop_timeline",
+    "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size", "size_op",
+    "start_timeline", "stop_timeline",
 ]

@@ -1,0 +1,115 @@
+"""This rank's share of a ``tf.data.Dataset`` or of tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow.exchange import plain
+from ringdance.training.process_sets import ProcessSet, global_process_set
+from ringdance.training.sharding import Shard, place, total_of
+
+__all__ = ["shard"]
+
+Dataset = Any
+
+
+@plain
+def shard(
+    data: Any, *, ends: str, shuffle: bool | int = False, seed: int = 0, layout: str = "strided",
+    process_set: ProcessSet = global_process_set, epoch: int = 0,
+) -> Dataset:
+    """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples, to be batched.
+
+    Args:
+        data: a ``tf.data.Dataset`` that gives the same elements in the same order on all ranks; or
+            tensors or arrays with equally many rows, in any structure.
+        ends: "pad", "drop" or "join": what happens if the ranks cannot have equally many samples.
+        shuffle: each iteration in another order, the same on all ranks. True needs to know how many elements
+            a ``Dataset`` has; a number is the size of the buffer from which elements are drawn.
+        seed: of the order, equal on all ranks.
+        layout: "strided" or "contiguous" (only if the number of elements is known).
+        process_set: the ranks among which samples are divided; all of them make this call.
+        epoch: number of the first iteration, for tensors: those who go on with a training pass it on.
+
+    Raises:
+        ArgumentError: an argument is wrong, or "drop" would leave nothing.
+        MismatchError: the ranks gave different arguments; raised on all.
+    """
+    if not isinstance(data, tf.data.Dataset):
+        return _of_tensors(data, ends, bool(shuffle), seed, layout, process_set, epoch)
+    count = int(data.cardinality())
+    known = count >= 0
+    if not known and layout != "strided":
+        raise ArgumentError(
+            f"layout={layout!r} needs to know how many elements there are: use 'strided', or apply "
+            "tf.data.experimental.assert_cardinality first."
+        )
+    if shuffle is True and not known:
+        raise ArgumentError(
+            "shuffle=True needs to know how many elements there are: give a buffer's size as a number, or "
+            "apply tf.data.experimental.assert_cardinality first."
+        )
+    same = {"ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle}
+    if shuffle:
+        # tf.random.set_seed() has a part in it.
+        same["seed (with that of tf.random.set_seed)"] = tf.compat.v1.get_seed(seed)
+    rank, size = place(ends, same, process_set)
+    if shuffle:
+        data = data.shuffle(max(count, 1) if shuffle is True else shuffle, seed=seed)
+    if known:
+        plan = Shard(count, ends=ends, seed=seed, layout=layout, rank=rank, size=size)
+        result = _by_number(data, plan)
+    elif count == tf.data.INFINITE_CARDINALITY or ends == "join":
+        result = data.shard(size, rank)
+    else:
+        result = _in_rounds(data, ends, rank, size)
+    options = tf.data.Options()
+    options.deterministic = True  # another order on another rank: samples would be missed
+    return result.with_options(options)
+
+
+def _of_tensors(
+    data: Any, ends: str, shuffle: bool, seed: int, layout: str, process_set: ProcessSet, epoch: int
+) -> Dataset:
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
+    rows = {int(one.shape[0]) if one.shape.rank else -1 for one in tf.nest.flatten(tensors)}
+    if len(rows) != 1 or -1 in rows:
+        raise ArgumentError(f"shard(): tensors with equally many rows are needed, these have {sorted(rows)}.")
+    plan = Shard(rows.pop(), ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
+    plan.set_epoch(epoch)  # checks it
+    epochs = itertools.count(epoch)
+
+    def of_epoch(_: Any) -> Dataset:
+        drawn = tf.numpy_function(lambda: plan.indices(next(epochs)), [], tf.int64)
+        return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(drawn, [len(plan)]))
+
+    indices = tf.data.Dataset.range(1).flat_map(of_epoch)
+    chosen = indices.map(lambda place: tf.nest.map_structure(lambda one: tf.gather(one, place), tensors))
+    return chosen.apply(tf.data.experimental.assert_cardinality(len(plan)))
+
+
+def _lengthened(data: Dataset, places: int) -> Dataset:
+    """Append the first elements, so many; again from the first if there are fewer."""
+    return data.concatenate(data.take(places).repeat().take(places)) if places else data
+
+
+def _by_number(data: Dataset, plan: Shard) -> Dataset:
+    more = total_of(plan.length, plan.size, plan.ends) - plan.length
+    data = _lengthened(data, more) if more > 0 else data.take(plan.length + more)
+    start, stop, step = plan.span()
+    return data.skip(start).take(stop - start) if step == 1 else data.shard(plan.size, plan.rank)
+
+
+def _in_rounds(data: Dataset, ends: str, rank: int, size: int) -> Dataset:
+    """Deal out what nobody has counted, in whole rounds."""
+    if ends == "pad":
+        data = data.concatenate(data.take(size - 1).repeat(size).take(size - 1))
+
+    def own(*parts: Any) -> Dataset:
+        return tf.data.Dataset.zip(parts[0] if len(parts) == 1 else parts).skip(rank).take(1)
+
+    return data.window(size, drop_remainder=True).flat_map(own)

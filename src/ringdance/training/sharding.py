@@ -1,0 +1,265 @@
+"""Which samples of an epoch are whose: one plan for all frameworks, each sample exactly once over all ranks.
+
+The samples are numbered 0 to ``length - 1``; with ``shuffle`` in an order drawn from ``seed`` and the epoch,
+equal on all ranks. That order is dealt out in turn ("strided") or in blocks ("contiguous"). Where the
+samples cannot be divided evenly, ``ends`` says what happens with the last ones:
+
+- "pad": the order is lengthened from its own start until all ranks have as many: at most ``size - 1``
+  samples are seen twice (more often only where there are fewer samples than ranks);
+- "drop": the last ``length % size`` of the order are left out, with ``shuffle`` others in each epoch;
+- "join": nothing is repeated or left out; some ranks have one sample more, and the others call ``join()``.
+
+There is no default: which of them is right depends on what the samples are for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ringdance import session
+from ringdance.errors import ArgumentError, MismatchError
+from ringdance.training.objects import allgather_object
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["Shard", "deal", "place", "shard"]
+
+T = TypeVar("T")
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+ENDS = ("pad", "drop", "join")
+LAYOUTS = ("strided", "contiguous")
+_SEEDS = 1 << 32  # of NumPy's frozen generator: its numbers are the same in all versions
+
+
+class Shard:
+    """This rank's samples of each epoch, as indices. Iterating gives those of ``epoch`` as integers.
+
+    A collective call unless ``rank`` and ``size`` are given: all ranks of the process set make it, and it
+    compares their arguments.
+
+    Args:
+        length: samples in the data set; equal on all ranks.
+        ends: "pad", "drop" or "join": what happens if the ranks cannot have equally many.
+        shuffle: in another order each epoch.
+        seed: of the order, 0 to 2**32 - 1; equal on all ranks.
+        layout: "strided" (rank r has the places r, r + size, ... of the order) or "contiguous" (blocks).
+        process_set: the ranks among which samples are divided.
+        rank, size: instead of those of the process set; nothing is compared then.
+
+    Attributes:
+        epoch: as set by ``set_epoch``; 0 at first.
+
+    Raises:
+        ArgumentError: an argument is wrong, or "drop" would leave nothing.
+        MismatchError: the ranks gave different arguments; raised on all.
+    """
+
+    def __init__(
+        self, length: int, *, ends: str, shuffle: bool = False, seed: int = 0, layout: str = "strided",
+        process_set: ProcessSet = global_process_set, rank: int | None = None, size: int | None = None,
+    ) -> None:
+        self.length = _whole("length", length)
+        self.shuffle = bool(shuffle)
+        self.seed = _whole("seed", seed, _SEEDS)
+        if layout not in LAYOUTS:
+            raise ArgumentError(f"layout={layout!r}: choose 'strided' or 'contiguous'.")
+        self.ends = ends
+        self.layout = layout
+        self.epoch = 0
+        same = {
+            "length": self.length, "ends": ends, "shuffle": self.shuffle, "seed": self.seed, "layout": layout
+        }  # fmt: skip
+        self.rank, self.size = place(ends, same, process_set, rank, size)
+        if ends == "drop" and 0 < self.length < self.size:
+            raise ArgumentError(too_few(self.length, self.size))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch. Call it before each one, with the same number on all ranks."""
+        self.epoch = _whole("epoch", epoch, _SEEDS)
+
+    def indices(self, epoch: int | None = None) -> Indices:
+        """Return this rank's samples in order, shape (len(self),), of an epoch or of the one that is set."""
+        places = self.places()
+        if self.length:
+            places %= self.length  # the places behind the end are the first ones again
+        if not self.shuffle:
+            return places
+        number = self.epoch if epoch is None else _whole("epoch", epoch, _SEEDS)
+        order = np.random.RandomState([self.seed, number]).permutation(self.length)
+        chosen: Indices = order[places].astype(np.int64, copy=False)
+        return chosen
+
+    def places(self) -> Indices:
+        """Return this rank's places in the order of an epoch; those from ``length`` on are padding."""
+        start, stop, step = self.span()
+        return np.arange(start, stop, step, dtype=np.int64)
+
+    def span(self) -> tuple[int, int, int]:
+        """Return first place, end and step of this rank's places."""
+        total = total_of(self.length, self.size, self.ends)
+        if self.layout == "strided":
+            return self.rank, total, self.size
+        each, more = divmod(total, self.size)
+        start = self.rank * each + min(self.rank, more)
+        return start, start + each + (self.rank < more), 1
+
+    def batches(self, batch_size: int) -> Iterator[Indices]:
+        """Yield the indices of ``indices()`` in parts of ``batch_size``, the last one as long as is left."""
+        if _whole("batch_size", batch_size) < 1:
+            raise ArgumentError("batch_size must be at least 1.")
+        mine = self.indices()
+        for start in range(0, len(mine), batch_size):
+            yield mine[start : start + batch_size]
+
+    def take(self, *arrays: Any) -> Any:
+        """Return this rank's rows of an array with ``length`` rows; of several arrays, a tuple.
+
+        Raises:
+            ArgumentError: an array has another number of rows.
+        """
+        for array in arrays:
+            if len(array) != self.length:
+                raise ArgumentError(f"take: an array has {len(array)} rows, the data set {self.length}.")
+        mine = self.indices()
+        rows = tuple([array[mine] for array in arrays])
+        return rows[0] if len(rows) == 1 else rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices().tolist())
+
+    def __len__(self) -> int:
+        return len(range(*self.span()))
+
+
+def shard(
+    data: Any, *, ends: str, shuffle: bool = False, seed: int = 0, layout: str = "strided",
+    process_set: ProcessSet = global_process_set,
+) -> Shard:
+    """Return this rank's share of a data set, as indices: see ``Shard``.
+
+    Args:
+        data: the number of samples, or anything with a length: an array's rows, a list's elements.
+        ends: "pad", "drop" or "join".
+        shuffle: in another order each epoch.
+        seed: of the order.
+        layout: "strided" or "contiguous".
+        process_set: the ranks among which samples are divided.
+    """
+    length = data if isinstance(data, int) else len(data)
+    return Shard(length, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
+
+
+def deal(items: Iterable[T], *, ends: str, rank: int, size: int) -> Iterator[T]:
+    """Yield this rank's items of a stream whose length nobody knows; the plan is that of "strided".
+
+    Each rank reads the whole stream, which must give the same items in the same order on all. "pad" keeps
+    the first ``size - 1`` items; "drop" reads to the end of a round before it yields.
+
+    Raises:
+        ArgumentError: "drop", and the stream has fewer items than there are ranks.
+    """
+    first: list[T] = []
+    held: list[T] = []
+    number = -1
+    for number, item in enumerate(items):
+        if ends == "pad" and number < size - 1:
+            first.append(item)
+        turn = number % size
+        if turn == rank:
+            if ends != "drop":
+                yield item
+            else:
+                held.append(item)
+        if ends == "drop" and turn == size - 1:
+            yield held.pop()
+    count = number + 1
+    left = count % size
+    if ends == "pad" and left and rank >= left:
+        yield first[(rank - left) % count]
+    if ends == "drop" and 0 < count < size:
+        raise ArgumentError(too_few(count, size))
+
+
+def total_of(length: int, size: int, ends: str) -> int:
+    """Return how many places all ranks together have."""
+    if ends == "join" or not length:
+        return length
+    return length // size * size if ends == "drop" else -(-length // size) * size
+
+
+def too_few(length: int, size: int) -> str:
+    """Return the message for "drop" where it leaves nothing."""
+    return (
+        f"ends='drop' would leave nothing: {length} samples for {size} ranks. Use 'pad' or 'join', or "
+        "fewer ranks."
+    )
+
+
+def place(
+    ends: str, same: dict[str, Any], process_set: ProcessSet = global_process_set,
+    rank: int | None = None, size: int | None = None,
+) -> tuple[int, int]:
+    """Return (rank, size) among which data are divided, after all ranks have shown the same arguments.
+
+    Args:
+        ends: "pad", "drop" or "join".
+        same: what must be equal on all ranks, by the argument's name; compared unless ``rank`` is given.
+        process_set: the ranks.
+        rank: instead of that in the process set.
+        size: the same.
+
+    Raises:
+        ArgumentError: unknown ``ends``, "join" on a process set, or a wrong rank or size.
+        MismatchError: arguments differ; raised on all ranks.
+    """
+    if ends not in ENDS:
+        raise ArgumentError(
+            f"ends={ends!r}: say what happens where the samples cannot be divided evenly: 'pad' (some are "
+            "repeated), 'drop' (some are left out) or 'join' (some ranks have one more; the "
+            "others call join())."
+        )
+    if ends == "join" and process_set is not global_process_set:
+        raise ArgumentError("ends='join' is for all ranks, as join() is; on a set use 'pad' or 'drop'.")
+    if (rank is None) != (size is None):
+        raise ArgumentError("Give both rank and size, or neither.")
+    if rank is not None and size is not None:
+        size = _whole("size", size)
+        if not 0 <= _whole("rank", rank) < size:
+            raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
+        return rank, size
+    engine = session.engine()
+    members = engine.members(set_id(process_set))
+    if engine.rank not in members:
+        raise ArgumentError(f"Rank {engine.rank} is not in the process set {list(members)}.")
+    _compare(same, process_set, members)
+    return members.index(engine.rank), len(members)
+
+
+def _compare(same: dict[str, Any], process_set: ProcessSet, members: tuple[int, ...]) -> None:
+    """Raise if the ranks gave different arguments: they would train on wrong shares without a sign."""
+    if len(members) == 1:
+        return
+    given = allgather_object(same, name="shard", process_set=process_set)
+    for name in same:
+        values = [one.get(name) for one in given]
+        if any(value != values[0] for value in values):
+            shown = ", ".join(f"rank {rank}: {value!r}" for rank, value in zip(members, values, strict=True))
+            raise MismatchError(
+                f"shard(): {name} differs between the ranks ({shown}). Samples would be missed or seen "
+                "twice: give the same on all ranks."
+            )
+
+
+def _whole(name: str, value: Any, end: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, (bool, np.bool_)) or number < 0 or (end is not None and number >= end):
+        limit = "" if end is None else f", and below {end}"
+        raise ArgumentError(f"{name}={value!r}: give an integer, not negative{limit}.")
+    return number

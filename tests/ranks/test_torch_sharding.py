@@ -1,0 +1,113 @@
+"""shard() for torch: loaders of all kinds see each sample once, and training on uneven shares can join."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import ringdance.torch as hvd
+from ringdance.errors import ArgumentError, MismatchError
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+def of_all(loader: DataLoader[Any]) -> tuple[Counter[int], list[int]]:
+    """What the ranks have seen, and in how many batches each."""
+    batches = [torch.as_tensor(one).flatten().tolist() for one in loader]
+    gathered = hvd.allgather_object(batches)
+    return Counter(itertools.chain(*itertools.chain(*gathered))), [len(one) for one in gathered]
+
+
+def check(seen: Counter[int], counts: list[int], length: int, ends: str) -> None:
+    if ends == "drop":
+        assert set(seen.values()) == {1}
+        assert len(seen) == length // SIZE * SIZE
+    else:
+        assert sorted(seen) == list(range(length))
+        assert seen.total() == (length if ends == "join" else -(-length // SIZE) * SIZE)
+    if ends != "join":
+        assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("ends", ["pad", "drop", "join"])
+def test_a_data_set(ends: str, shuffle: bool, workers: int) -> None:
+    length = 10 * SIZE + 1
+    data = TensorDataset(torch.arange(length))
+    sampler = hvd.shard(data, ends=ends, shuffle=shuffle)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers,
+                        collate_fn=lambda rows: torch.stack([one for (one,) in rows]))
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        check(*of_all(loader), length, ends)
+        orders.append(list(sampler))
+    assert (orders[0] != orders[1]) is shuffle
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Stream, SizedStream])
+@pytest.mark.parametrize("ends", ["pad", "drop", "join"])
+def test_a_stream(ends: str, kind: Any, workers: int) -> None:
+    length = 7 * SIZE + SIZE // 2
+    stream = hvd.shard(kind(length), ends=ends)
+    check(*of_all(DataLoader(stream, batch_size=3, num_workers=workers)), length, ends)
+    if kind is SizedStream:
+        assert len(stream) == len(list(stream))
+    else:
+        with pytest.raises(TypeError):
+            len(stream)
+
+
+def test_what_a_stream_cannot_do() -> None:
+    with pytest.raises(ArgumentError, match="Shuffle in the stream itself"):
+        hvd.shard(Stream(9), ends="pad", shuffle=True)
+    with pytest.raises(ArgumentError, match="layout='contiguous'"):
+        hvd.shard(Stream(9), ends="pad", layout="contiguous")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_different_lengths_are_noticed_on_all_ranks() -> None:
+    with pytest.raises(MismatchError, match=r"length differs between the ranks \(rank 0: 20, rank 1: 21"):
+        hvd.shard(range(20 + RANK), ends="pad")
+
+
+@pytest.mark.parametrize("sparse", [False])
+def test_training_on_uneven_shares_that_join(sparse: bool) -> None:
+    """The ranks that run out join; those that go on divide by all ranks, and the last one has every step."""
+    length = 4 * SIZE + 1  # the first rank has one sample more
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(length, 2, sparse=sparse)
+    before = table.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters()
+    )
+    for place in hvd.shard(length, ends="join"):
+        optimizer.zero_grad()
+        table(torch.tensor([place])).sum().backward()
+        optimizer.step()
+    last = hvd.join()
+    assert last == 0 or SIZE == 1
+    hvd.broadcast_parameters(table.state_dict(), root_rank=last)
+    assert torch.allclose(table.weight, before - 1.0 / SIZE)

@@ -1,0 +1,183 @@
+"""Which samples are whose: every length 0 to 50, 1 to 5 ranks, all ends, layouts and orders."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from loopback_job import job
+
+from ringdance.errors import ArgumentError, MismatchError
+from ringdance.training.process_sets import ProcessSet, add_process_set
+from ringdance.training.sharding import Shard, deal, shard
+
+LENGTHS = range(51)
+SIZES = range(1, 6)
+
+
+def shares(length: int, size: int, epoch: int = 0, **options: object) -> list[list[int]]:
+    found = []
+    for rank in range(size):
+        share = Shard(length, rank=rank, size=size, **options)  # type: ignore[arg-type]
+        share.set_epoch(epoch)
+        mine = share.indices()
+        assert mine.dtype == np.int64
+        assert len(share) == len(mine)
+        assert list(share) == mine.tolist()
+        assert [one for batch in share.batches(3) for one in batch] == mine.tolist()
+        found.append(mine.tolist())
+    return found
+
+
+def check_guarantee(found: list[list[int]], length: int, ends: str) -> None:
+    """What each mode promises, said without the formulas of the plan."""
+    size = len(found)
+    seen = Counter(itertools.chain(*found))
+    counts = [len(one) for one in found]
+    assert set(seen) <= set(range(length))
+    if ends == "join":
+        assert sorted(seen) == list(range(length))
+        assert set(seen.values()) <= {1}
+        assert max(counts) - min(counts) <= 1
+        return
+    assert len(set(counts)) == 1
+    if ends == "drop":
+        assert set(seen.values()) <= {1}
+        assert length - len(seen) < size
+        return
+    assert sorted(seen) == list(range(length))
+    assert sum(counts) - length < size
+    if length:
+        assert max(seen.values()) - min(seen.values()) <= 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("layout", ["strided", "contiguous"])
+@pytest.mark.parametrize("ends", ["pad", "drop", "join"])
+def test_every_sample_once(ends: str, layout: str, shuffle: bool) -> None:
+    for length, size in itertools.product(LENGTHS, SIZES):
+        if ends == "drop" and 0 < length < size:
+            with pytest.raises(ArgumentError, match="would leave nothing"):
+                shares(length, size, ends=ends)
+            continue
+        found = shares(length, size, ends=ends, layout=layout, shuffle=shuffle, seed=3)
+        check_guarantee(found, length, ends)
+        if shuffle:
+            continue
+        parts = itertools.zip_longest(*found) if layout == "strided" else found
+        order = [one for one in itertools.chain(*parts) if one is not None]
+        assert order[:length] == list(range(length))[: len(order)]
+
+
+@pytest.mark.parametrize("ends", ["pad", "drop", "join"])
+def test_a_stream_is_dealt_out_as_if_its_length_were_known(ends: str) -> None:
+    for length, size in itertools.product(LENGTHS, SIZES):
+        dealt = [deal(iter(range(length)), ends=ends, rank=rank, size=size) for rank in range(size)]
+        if ends == "drop" and 0 < length < size:
+            for one in dealt:
+                with pytest.raises(ArgumentError, match="would leave nothing"):
+                    list(one)
+            continue
+        assert [list(one) for one in dealt] == shares(length, size, ends=ends)
+
+
+def test_shuffled_orders() -> None:
+    """Another in each epoch and for each seed, the same again for the same."""
+    options = {"ends": "join", "shuffle": True}
+    orders = {
+        tuple(itertools.chain(*shares(20, 2, epoch=epoch, seed=seed, **options)))
+        for seed in (0, 1)
+        for epoch in range(5)
+    }
+    assert len(orders) == 10
+    assert shares(20, 2, epoch=4, seed=1, **options) == shares(20, 2, epoch=4, seed=1, **options)
+    # NumPy has frozen this generator: a training that goes on elsewhere sees the same order.
+    assert shares(8, 1, seed=7, epoch=2, **options) == [[7, 6, 4, 1, 5, 2, 0, 3]]
+    one = Shard(20, ends="pad", shuffle=True, rank=0, size=2)
+    assert one.indices(3).tolist() != one.indices().tolist()
+
+
+def test_dropped_samples_change_with_the_epoch() -> None:
+    seen = [set(itertools.chain(*shares(11, 4, epoch=n, ends="drop", shuffle=True))) for n in range(8)]
+    assert all(len(one) == 8 for one in seen)
+    assert set.union(*seen) == set(range(11))
+
+
+def test_rows_of_arrays() -> None:
+    x, y = np.arange(14).reshape(7, 2), np.arange(7)
+    share = Shard(7, ends="drop", layout="contiguous", rank=1, size=2)
+    first, second = share.take(x, y)
+    assert second.tolist() == [3, 4, 5]
+    assert first.tolist() == x[3:6].tolist()
+    assert share.take(y).tolist() == [3, 4, 5]
+    with pytest.raises(ArgumentError, match="6 rows, the data set 7"):
+        share.take(y[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ends": "cut"}, "'pad' .* 'drop' .* 'join'"),
+        ({"ends": None}, "ends=None"),
+        ({"length": -1}, "length=-1"),
+        ({"length": 2.5}, "length=2.5"),
+        ({"length": True}, "length=True"),
+        ({"seed": -3}, "seed=-3"),
+        ({"seed": 2**32}, "below 4294967296"),
+        ({"layout": "zigzag"}, "'strided' or 'contiguous'"),
+        ({"rank": 2}, "rank=2 is not one of 2 ranks"),
+        ({"rank": -1}, "rank=-1"),
+        ({"size": None}, "both rank and size"),
+        ({"ends": "join", "process_set": ProcessSet([0])}, "on a set use 'pad' or 'drop'"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, object], message: str) -> None:
+    given = {"length": 9, "ends": "pad", "rank": 0, "size": 2, **options}
+    with pytest.raises(ArgumentError, match=message):
+        Shard(**given)  # type: ignore[arg-type]
+
+
+def test_wrong_numbers_later() -> None:
+    share = Shard(9, ends="pad", rank=0, size=2)
+    with pytest.raises(ArgumentError, match="epoch=-1"):
+        share.set_epoch(-1)
+    with pytest.raises(ArgumentError, match="batch_size must be at least 1"):
+        list(share.batches(0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_ranks_of_a_job(size: int) -> None:
+    found = job(size, lambda _: shard(np.zeros((10, 2)), ends="pad", shuffle=True).indices().tolist())
+    assert found == shares(10, size, ends="pad", shuffle=True)
+
+
+def test_the_ranks_of_a_set() -> None:
+    def program(engine: object) -> list[int]:
+        some = add_process_set([0, 2])
+        if engine.rank == 1:  # type: ignore[attr-defined]
+            with pytest.raises(ArgumentError, match=r"Rank 1 is not in the process set \[0, 2\]"):
+                shard(5, ends="pad", process_set=some)
+            return []
+        return list(shard(5, ends="pad", process_set=some))
+
+    assert job(3, program) == [[0, 2, 4], [], [1, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (lambda rank: {"data": 10 + rank}, r"length differs .* \(rank 0: 10, rank 1: 11\)"),
+        (lambda rank: {"seed": rank}, r"seed differs"),
+        (lambda rank: {"ends": ["pad", "drop"][rank]}, r"ends differs .* rank 1: 'drop'"),
+    ],
+)
+def test_different_arguments_are_noticed(options: object, what: str) -> None:
+    def program(engine: object) -> None:
+        given = {"data": 10, "ends": "pad", **options(engine.rank)}  # type: ignore[attr-defined, operator]
+        with pytest.raises(MismatchError, match=what):
+            shard(**given)
+        assert len(shard(10, ends="pad")) == 5  # the job goes on
+
+    job(2, program)
