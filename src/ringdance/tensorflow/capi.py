@@ -18,7 +18,9 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["Context", "register"]
+from ringdance.errors import ArgumentError
+
+__all__ = ["Context", "Slot", "register"]
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +45,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "TF_OpKernelContext_Failure": (None, [c_void_p, c_void_p]),
     "TF_NumInputs": (c_int, [c_void_p]),
     "TF_GetInput": (None, [c_void_p, c_int, POINTER(c_void_p), c_void_p]),
-    "TF_SetOutput": (None, [c_void_p, c_int, c_void_p, c_void_p]),
     "TF_AllocateOutput": (
         c_void_p, [c_void_p, c_int, c_int, POINTER(c_int64), c_int, c_size_t, c_void_p]
     ),
@@ -55,6 +56,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "TF_NumDims": (c_int, [c_void_p]),
     "TF_Dim": (c_int64, [c_void_p, c_int]),
     "TF_TensorData": (c_void_p, [c_void_p]),
+    "TF_TensorByteSize": (c_size_t, [c_void_p]),
 }
 
 # TF_DataType of tf_datatype.h.
@@ -68,6 +70,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
+_MOST_VIEWS = 64  # remembered for each input
 _WRITE = 0x200  # PyBUF_WRITE
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.restype = ctypes.py_object
@@ -103,6 +106,46 @@ def _array(address: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
     return np.ndarray(shape, dtype, _memory(address, nbytes, _WRITE))
 
 
+def _dtype(number: int) -> np.dtype[Any]:
+    try:
+        return _DTYPES[number]
+    except KeyError:
+        name = tf.as_dtype(number).name
+        text = f"Elements of type {name} cannot be exchanged: numbers and booleans can, but no complex ones."
+        raise ArgumentError(text) from None
+
+
+class Slot:
+    """What a graph knows of one input before it runs, so that a run need not ask.
+
+    Args:
+        index: of the input, and of the output that is like it.
+        number: its type, by TensorFlow's number.
+        shape: all of it, or None if it is known only at run time.
+    """
+
+    __slots__ = ("_views", "candidate", "dims", "dtype", "nbytes", "shape")
+
+    def __init__(self, index: int, number: int, shape: Sequence[int] | None) -> None:
+        known = shape is not None and number in _DTYPES
+        self.dtype = _DTYPES[number] if known else None
+        self.shape = tuple(shape or ())
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else -1
+        self.dims = (c_int64 * len(self.shape))(*self.shape)
+        self.candidate = byref(c_int(index))
+        self._views: dict[int, Array] = {}
+
+    def view(self, address: int) -> Array:
+        """Return the memory at this address as a view. TensorFlow uses the same memory again and again."""
+        found = self._views.get(address)
+        if found is None:
+            assert self.dtype is not None
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            found = self._views[address] = _array(address, self.shape, self.dtype)
+        return found
+
+
 class Context:
     """One run of a kernel: its inputs and outputs as NumPy views."""
 
@@ -124,56 +167,84 @@ class Context:
         if self._library.TF_GetCode(self._status):
             raise RuntimeError(self._library.TF_Message(self._status).decode(errors="replace"))
 
-    def take(self, index: int) -> int:
+    def _take(self, index: int) -> c_void_p:
         """Return a reference to an input tensor; to be given to ``drop``."""
         handle = c_void_p()
         self._library.TF_GetInput(self._pointer, index, byref(handle), self._status)
-        if handle.value is None:
+        if not handle:
             self._check()
-        return handle.value or 0
+        return handle
 
-    def drop(self, tensor: int) -> None:
+    def drop(self, tensor: int | c_void_p) -> None:
         """Give a reference back."""
         self._library.TF_DeleteTensor(tensor)
 
-    def view(self, tensor: int) -> Array:
+    def _view(self, tensor: int | c_void_p) -> Array:
         """Return a tensor's memory. It is valid as long as TensorFlow holds the tensor."""
         library = self._library
-        dtype = _DTYPES[library.TF_TensorType(tensor)]
         shape = [library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))]
-        return _array(library.TF_TensorData(tensor), shape, dtype)
-
-    @property
-    def count(self) -> int:
-        """Number of inputs."""
-        return int(self._library.TF_NumInputs(self._pointer))
+        return _array(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
 
     def inputs(self) -> list[Array]:
         """Return views of all inputs, valid until the kernel returns."""
         views = []
-        for index in range(self.count):
-            tensor = self.take(index)
-            views.append(self.view(tensor))
-            self.drop(tensor)  # the caller of the kernel has its own; with ours it could not be forwarded
+        for index in range(self._library.TF_NumInputs(self._pointer)):
+            tensor = self._take(index)
+            try:
+                views.append(self._view(tensor))
+            finally:
+                self.drop(tensor)  # the caller of the kernel has its own
         return views
 
-    def forward(self, index: int, view: Array) -> tuple[int, Array]:
-        """Return a reference to output ``index`` and its memory, which is for the shape of input ``index``.
+    def lend(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
+        """Make an output like each input, in the input's own memory where nobody else needs that.
+
+        Hundreds of gradients pass here in each step, so it makes as few calls for each as can be.
 
         Args:
-            index: of the output, and of the input.
-            view: the input's memory. It is returned itself where nobody else needs it.
+            slots: one for each input.
+
+        Returns:
+            Views of the inputs; of the outputs, which are the same objects where the memory is the same; and
+            references, to be given to ``drop`` when nobody reads or writes through the views any more.
         """
-        library, shape = self._library, view.shape
-        used = c_int(-1)
-        tensor: int = library.TF_ForwardInputOrAllocateOutput(
-            self._pointer, byref(c_int(index)), 1, index, (c_int64 * len(shape))(*shape), len(shape),
-            byref(used), self._status,
+        library, pointer, status = self._library, self._pointer, self._status
+        get, data, size, drop = (
+            library.TF_GetInput, library.TF_TensorData, library.TF_TensorByteSize, library.TF_DeleteTensor
         )
-        if used.value == index:
-            return tensor, view
-        self._check()
-        return tensor, _array(library.TF_TensorData(tensor), shape, view.dtype)
+        forward = library.TF_ForwardInputOrAllocateOutput
+        handle, used = c_void_p(), c_int(-1)
+        to_handle, to_used = byref(handle), byref(used)
+        inputs, outputs = [], []
+        kept: list[int | c_void_p] = []
+        try:
+            for index, slot in enumerate(slots):
+                get(pointer, index, to_handle, status)
+                # A static shape can be wrong (``set_shape``): memory is what the tensor says.
+                known = size(handle) == slot.nbytes
+                try:
+                    view = slot.view(data(handle)) if known else self._view(handle)
+                finally:
+                    drop(handle)  # with a reference of ours it could not become the output
+                dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
+                tensor = forward(
+                    pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
+                )
+                if tensor is None:
+                    self._check()
+                kept.append(tensor)
+                inputs.append(view)
+                if used.value == index:
+                    outputs.append(view)
+                    continue
+                # The input must stay where it is until it has been read.
+                kept.append(self._take(index))
+                outputs.append(slot.view(data(tensor)) if known else self._view(tensor))
+        except BaseException:
+            for tensor in kept:
+                drop(tensor)
+            raise
+        return inputs, outputs, kept
 
     def put(self, index: int, array: Array) -> None:
         """Make a copy of an array output ``index``."""
@@ -182,22 +253,17 @@ class Context:
             self._pointer, index, _NUMBERS[array.dtype], shape, array.ndim, array.nbytes, self._status
         )
         self._check()
-        self.view(tensor)[...] = array
+        self._view(tensor)[...] = array
         self.drop(tensor)
-
-    def pass_on(self, index: int, tensor: int) -> None:
-        """Make a tensor output ``index``."""
-        self._library.TF_SetOutput(self._pointer, index, tensor, self._status)
-        self._check()
 
 
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-# What TensorFlow calls must live as long as it does; kernels are known by their place in the list, one for
-# each different text, and never deleted: TensorFlow frees kernels after Python has ended.
+# What TensorFlow calls must live as long as it does; kernels are known by the place of what they carry, one
+# for each different text, and never deleted: TensorFlow frees kernels after Python has ended.
 _callbacks: list[Any] = []
-_texts: list[str] = [""]
-_places: dict[str, int] = {"": 0}
+_carried: list[Any] = []
+_places: dict[tuple[str, ...], int] = {}
 
 
 def _attribute(construction: int, name: bytes) -> str:
@@ -214,18 +280,19 @@ def _attribute(construction: int, name: bytes) -> str:
 
 
 def register(
-    name: str, attribute: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str],
-    compute: Callable[[str, Context], None],
+    name: str, texts: Sequence[str], inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str],
+    prepare: Callable[..., Any], compute: Callable[[Any, Context], None],
 ) -> None:
     """Make a stateful operation known to TensorFlow, with a kernel for the CPU.
 
     Args:
         name: of the operation.
-        attribute: its attribute of type string, by which kernels differ.
+        texts: its attributes of type string, by which kernels differ.
         inputs: specifications as in TensorFlow's ``REGISTER_OP``; so are the next two.
         outputs: likewise.
-        attributes: those beside ``attribute``.
-        compute: is called with the attribute's value and the context; it must not raise.
+        attributes: those beside ``texts``.
+        prepare: is called once with the values of ``texts``; what it returns is given to ``compute``.
+        compute: is called with that and the context; it must not raise.
     """
     library = _library()
     status = library.TF_NewStatus()
@@ -234,22 +301,23 @@ def register(
         library.TF_OpDefinitionBuilderAddInput(builder, one.encode())
     for one in outputs:
         library.TF_OpDefinitionBuilderAddOutput(builder, one.encode())
-    for one in (f"{attribute}: string", *attributes):
+    for one in (*[f"{text}: string" for text in texts], *attributes):
         library.TF_OpDefinitionBuilderAddAttr(builder, one.encode())
     library.TF_OpDefinitionBuilderSetIsStateful(builder, True)
     library.TF_RegisterOpDefinition(builder, status)
 
     def created(construction: int) -> int:
-        text = _attribute(construction, attribute.encode())
-        if text not in _places:
-            _texts.append(text)
-            _places[text] = len(_texts) - 1
-        return _places[text]
+        values = tuple([_attribute(construction, text.encode()) for text in texts])
+        place = _places.get((name, *values))
+        if place is None:
+            _carried.append(prepare(*values))
+            place = _places[(name, *values)] = len(_carried) - 1
+        return place
 
     def computed(place: int | None, pointer: int) -> None:
         context = Context(pointer)
         try:
-            compute(_texts[place or 0], context)
+            compute(_carried[place or 0], context)
         finally:
             context.close()
 

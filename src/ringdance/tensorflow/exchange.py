@@ -65,7 +65,10 @@ def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> l
         return _in_session(call, tensors)
     else:
         types = _types(call, tensors)
-        results = _operation("RingdanceCall", name, tensors=tensors, Tout=types, call=call.text())
+        results = _operation(
+            "RingdanceCall", name, tensors=tensors, Tout=types, call=call.text(),
+            memory=kernels.memory_text(tensors),
+        )
         for result, tensor in zip(results, tensors, strict=False):
             _set_shape(call, result, tensor)
     _record("RingdanceCall", tensors, ("call", call.text()), results)
@@ -169,16 +172,11 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
     if not tf.compat.v1.get_default_graph().building_function:
         return [perform(*one) for one in calls]
     started = [_start(call, tensors) for call, tensors in calls]
-    numbers = [number for _, number in started]
-    pending = [tensor for results, _ in started for tensor in results]
-    count = str(len(numbers))
-    landed = iter(_operation("RingdanceWait", None, numbers=numbers, tensors=pending, count=count))
-    done = [[next(landed) for _ in tensors] for _, tensors in calls]
-    _record("RingdanceWait", [*numbers, *pending], ("count", count), [one for group in done for one in group])
-    for (_, tensors), results in zip(calls, done, strict=True):
-        for result, tensor in zip(results, tensors, strict=True):
-            result.set_shape(tensor.shape)
-    return done
+    landed = _operation("RingdanceWait", None, numbers=[number for _, number in started])
+    with tf.control_dependencies(landed):
+        # One operation of TensorFlow's own for all: nothing else may see the results before they are there.
+        results = iter(tf.raw_ops.IdentityN(input=[one for group, _ in started for one in group]))
+    return [[next(results) for _ in tensors] for _, tensors in calls]
 
 
 def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
@@ -195,7 +193,11 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
 
 def _start(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Add a start to the graph; return where the results will be, and its number."""
-    *results, number = _operation("RingdanceStart", None, tensors=tensors, call=call.text())
+    *results, number = _operation(
+        "RingdanceStart", None, tensors=tensors, call=call.text(), memory=kernels.memory_text(tensors)
+    )
+    for result, tensor in zip(results, tensors, strict=True):
+        result.set_shape(tensor.shape)
     _record("RingdanceStart", tensors, ("call", call.text()), [*results, number])
     return results, number
 
@@ -211,11 +213,6 @@ def number(what: str, set_id: int = 0, name: str | None = None) -> Tensor:
 
 
 tf.no_gradient("RingdanceNumber")
-
-
-@_gradient_of("RingdanceWait")
-def _wait_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
-    return [None] * (len(op.inputs) - len(gradients)) + list(gradients)
 
 
 @_gradient_of("RingdanceStart")

@@ -1,7 +1,8 @@
 """The operations of a graph: a collective call, its parts for overlapping, and numbers known at run time.
 
 ``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and hands on the
-memory in which the result will be; ``RingdanceWait`` waits for several of them. A function runs these
+memory in which the result will be; ``RingdanceWait`` waits for several of them, and only what depends on it
+may look at their results. A function runs these
 operations in the order in which it was written (they are stateful), so all ranks start in one
 order, and a wait comes when all it waits for has been started: one thread is enough.
 """
@@ -9,27 +10,27 @@ order, and a wait comes when all it waits for has been started: one thread is en
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from ringdance import session
 from ringdance.core.request import Ticket, Verb
 from ringdance.tensorflow import capi
-from ringdance.tensorflow.capi import Context
+from ringdance.tensorflow.capi import Context, Slot
 from ringdance.tensorflow.errors import code_of, remember
+from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, verbs
 from ringdance.training.calls import Call
 from ringdance.training.options import wants_overlap
 
-__all__ = ["NUMBERS", "register_all"]
+__all__ = ["NUMBERS", "memory_text", "register_all"]
 
 _numbers = itertools.count(1)
 # Started and not yet waited for: the ticket and the references that keep its memory.
-_started: dict[int, tuple[Ticket, list[int]]] = {}
+_started: dict[int, tuple[Ticket, list[Any]]] = {}
 
 NUMBERS: dict[str, Callable[[int], int]] = {
     "size": lambda set_id: len(session.engine().members(set_id)),
@@ -41,10 +42,10 @@ NUMBERS: dict[str, Callable[[int], int]] = {
 }
 
 
-def _telling(compute: Callable[[str, Context], None]) -> Callable[[str, Context], None]:
-    def told(text: str, context: Context) -> None:
+def _telling(compute: Callable[[Any, Context], None]) -> Callable[[Any, Context], None]:
+    def told(prepared: Any, context: Context) -> None:
         try:
-            compute(text, context)
+            compute(prepared, context)
         except BaseException as error:
             remember(error)
             context.fail(code_of(error), str(error) or type(error).__name__)
@@ -52,17 +53,29 @@ def _telling(compute: Callable[[str, Context], None]) -> Callable[[str, Context]
     return told
 
 
-def _call(text: str, context: Context) -> None:
-    call, engine = Call.from_text(text), session.engine()
-    inputs = context.inputs()
+def memory_text(tensors: Sequence[Any]) -> str:
+    """Return what the graph knows of the tensors' memory, for the attribute ``memory`` of an operation."""
+    return json.dumps([
+        [one.dtype.as_datatype_enum, one.shape.as_list() if one.shape.is_fully_defined() else None]
+        for one in tensors
+    ])
+
+
+def _prepared(text: str, memory: str) -> tuple[Call, list[Slot]]:
+    return Call.from_text(text), [Slot(index, *known) for index, known in enumerate(json.loads(memory))]
+
+
+def _call(prepared: tuple[Call, list[Slot]], context: Context) -> None:
+    (call, slots), engine = prepared, session.engine()
     if call.keeps_shapes:
-        outputs = []
-        for index, view in enumerate(inputs):
-            tensor, output = context.forward(index, view)
-            outputs.append(output)
-            context.drop(tensor)  # it is an output already
-        call.submit(engine, tuple(inputs), tuple(outputs)).wait()
+        inputs, outputs, kept = context.lend(slots)
+        try:
+            call.submit(engine, tuple(inputs), tuple(outputs)).wait()
+        finally:
+            for tensor in kept:
+                context.drop(tensor)
         return
+    inputs = context.inputs()
     if call.verb is Verb.ALLTOALL:
         splits = None if call.equal_splits else inputs[1]
         ticket = call.submit(engine, (inputs[0],), splits=(splits,))
@@ -74,27 +87,13 @@ def _call(text: str, context: Context) -> None:
         context.put(index, array)
 
 
-def _threads() -> int:
-    """Return with how many threads TensorFlow computes: as many as there are cores unless told otherwise."""
-    return int(tf.config.threading.get_intra_op_parallelism_threads()) or os.cpu_count() or 1
-
-
-def _start(text: str, context: Context) -> None:
+def _start(prepared: tuple[Call, list[Slot]], context: Context) -> None:
     """Submit; outputs: the results' memory, then a number for ``_wait``."""
-    call, engine = Call.from_text(text), session.engine()
-    kept: list[int] = []
-    outputs = []
-    inputs = context.inputs()
-    for index, view in enumerate(inputs):
-        tensor, output = context.forward(index, view)
-        outputs.append(output)
-        kept.append(tensor)
-        # An input that stays where it is must stay there until the reduction has read it.
-        if output is not view:
-            kept.append(context.take(index))
+    (call, slots), engine = prepared, session.engine()
+    inputs, outputs, kept = context.lend(slots)
     number = next(_numbers)
     try:
-        wake = wants_overlap(engine, _threads())
+        wake = wants_overlap(engine, computing_threads())
         _started[number] = call.submit(engine, tuple(inputs), tuple(outputs), wake=wake), kept
     except BaseException:
         for tensor in kept:
@@ -103,13 +102,11 @@ def _start(text: str, context: Context) -> None:
     context.put(len(inputs), np.array(number, np.int64))
 
 
-def _wait(text: str, context: Context) -> None:
-    """Wait for what was started; inputs: the numbers, then all results, which are handed on."""
-    count = int(text)
-    views = context.inputs()
+def _wait(_: None, context: Context) -> None:
+    """Wait for what was started; inputs: the numbers."""
     error: BaseException | None = None
-    for view in views[:count]:
-        ticket, kept = _started.pop(int(view))
+    for number in context.inputs():
+        ticket, kept = _started.pop(int(number))
         try:
             ticket.wait()
         except BaseException as problem:
@@ -118,10 +115,6 @@ def _wait(text: str, context: Context) -> None:
             context.drop(tensor)
     if error is not None:
         raise error
-    for index in range(len(views) - count):
-        tensor = context.take(count + index)
-        context.pass_on(index, tensor)
-        context.drop(tensor)
 
 
 def _number(text: str, context: Context) -> None:
@@ -131,17 +124,15 @@ def _number(text: str, context: Context) -> None:
 
 def register_all() -> None:
     """Make the operations known to TensorFlow; once in a process."""
-    anything: dict[str, Any] = {
-        "inputs": ["tensors: Tin"], "outputs": ["results: Tout"],
-        "attributes": ["Tin: list(type) >= 1", "Tout: list(type) >= 1"],
-    }  # fmt: skip
-    capi.register("RingdanceCall", "call", compute=_telling(_call), **anything)
     capi.register(
-        "RingdanceStart", "call", ["tensors: T"], ["results: T", "number: int64"],
-        ["T: list(type) >= 1"], _telling(_start),
+        "RingdanceCall", ["call", "memory"], ["tensors: Tin"], ["results: Tout"],
+        ["Tin: list(type) >= 1", "Tout: list(type) >= 1"], _prepared, _telling(_call),
     )
     capi.register(
-        "RingdanceWait", "count", ["numbers: N * int64", "tensors: T"], ["results: T"],
-        ["N: int >= 1", "T: list(type) >= 1"], _telling(_wait),
+        "RingdanceStart", ["call", "memory"], ["tensors: T"], ["results: T", "number: int64"],
+        ["T: list(type) >= 1"], _prepared, _telling(_start),
     )
-    capi.register("RingdanceNumber", "what", [], ["number: int32"], [], _telling(_number))
+    capi.register(
+        "RingdanceWait", [], ["numbers: N * int64"], [], ["N: int >= 1"], lambda: None, _telling(_wait)
+    )
+    capi.register("RingdanceNumber", ["what"], [], ["number: int32"], [], str, _telling(_number))

@@ -14,13 +14,29 @@ from ringdance.errors import ArgumentError
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["check_groups", "parts_of", "scales_of", "spare_cores", "wants_overlap"]
+__all__ = [
+    "check_groups", "parts_of", "scales_of", "share_of_cores", "spare_cores", "usable_cores", "wants_overlap",
+]
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_of_cores(local_size: int) -> int:
+    """Return how many threads this rank should compute with: ``OMP_NUM_THREADS``, or its share of the cores."""
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if told.isdigit() and int(told):
+        return int(told)
+    # A launcher that binds ranks has shared the cores out already.
+    bound = usable_cores() * local_size <= (os.cpu_count() or 1)
+    return usable_cores() if bound else max(1, usable_cores() // local_size)
 
 
 def spare_cores(local_size: int, threads: int) -> bool:
     """Return whether this rank's share of the usable cores is more than the threads that compute."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores // local_size > threads
+    return usable_cores() // local_size > threads
 
 
 def wants_overlap(engine: Engine, threads: int) -> bool:
