@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax._src import core, effects  # ordered effects cannot be declared by public names
-from jax.interpreters import mlir
+from jax._src.callback import _callback_op_sharding as one_device_of
+from jax._src.sharding_impls import SPMDAxisContext
+from jax.interpreters import batching, mlir
 
 from ringdance import session
 from ringdance.core.request import Operation, Verb
-from ringdance.errors import CollectiveError
+from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import ffi
 from ringdance.jax.memory import array_of, from_array
 from ringdance.training import verbs
@@ -183,8 +185,9 @@ _EFFECT = _ExchangeEffect()
 _known = inspect.signature(mlir.emit_python_callback).parameters
 _RETURNS_TOKEN = {"returns_token": True} if "returns_token" in _known else {}
 for _allowed in (
-    effects.ordered_effects, effects.lowerable_effects, effects.control_flow_allowed_effects,
-    effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects,
+    effects.ordered_effects, effects.shardable_ordered_effects, effects.lowerable_effects,
+    effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
 ):
     _allowed.add_type(_ExchangeEffect)
 
@@ -201,8 +204,36 @@ def _abstract(*avals: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ..
     return results, {_EFFECT}
 
 
+def _batched(
+    values: Sequence[Any], places: Sequence[Any], *, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]
+) -> tuple[list[Any], list[Any]]:
+    """Exchange in ``vmap``: all of a batch at once, as a second dimension, since the first may be cut.
+
+    What ``vmap`` adds to arrays without dimensions comes first.
+    """
+    if what.call.operation is Operation.ADASUM:
+        raise ArgumentError("Adasum weighs whole tensors: within vmap it is not defined.")
+    moved: list[Any] = []
+    after: list[int | None] = []
+    count = 0
+    for value, place in zip(values, places, strict=True):
+        new = None if place is None else min(1, value.ndim - 1)
+        after.append(new)
+        moved.append(value if new is None else jax.numpy.moveaxis(value, place, new))
+        count = count if new is None else moved[-1].shape[new]
+    # An alltoall also gives how many rows came from each rank: the same for all.
+    after += [None] * (len(shapes) - len(after))
+    larger = [
+        shape if new is None else (*shape[:new], count, *shape[new:])
+        for shape, new in zip(shapes, after, strict=True)
+    ]
+    done = _primitive.bind(*moved, what=what, shapes=tuple(larger), dtypes=dtypes)
+    return done, after
+
+
 _primitive.def_impl(_now)
 _primitive.def_effectful_abstract_eval(_abstract)
+batching.primitive_batchers[_primitive] = _batched
 
 
 def compiled(
@@ -221,6 +252,21 @@ def compiled(
     return done
 
 
+def _once(ctx: Any) -> Any:
+    """Return what makes a program for several devices call Python once, with whole arrays; None for one."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, SPMDAxisContext):
+        raise ArgumentError(
+            "A collective within shard_map or pmap would be called by each device of this process, in no "
+            "order. Call it in jit around them: there it gets the whole array, however it is sharded."
+        )
+    return one_device_of(context, None, ctx.avals_out) if _devices(ctx) > 1 else None
+
+
+def _devices(ctx: Any) -> int:
+    return getattr(ctx.module_context.axis_context, "num_devices", 2)
+
+
 def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: Any) -> Any:
     """Lower to a call of Python with arrays: for accelerators, and where XLA's layout is unknown."""
 
@@ -229,7 +275,7 @@ def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: 
 
     results, token, _ = mlir.emit_python_callback(
         ctx, call, ctx.tokens_in.get(_EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
-        has_side_effect=True, **_RETURNS_TOKEN,
+        has_side_effect=True, sharding=_once(ctx), **_RETURNS_TOKEN,
     )
     ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
     return results
@@ -237,7 +283,7 @@ def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: 
 
 def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: Any) -> Any:
     """Lower to a call with the addresses of XLA's memory, the input's where XLA can spare it."""
-    if session.engine().settings.jax_ffi == "off" or not ffi.available():
+    if session.engine().settings.jax_ffi == "off" or _devices(ctx) > 1 or not ffi.available():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {}
     if what.call.keeps_shapes and not what.back:

@@ -2,8 +2,10 @@
 
 Within ``jit`` all shapes are fixed when the program is recorded: there ``allgather`` and ``alltoall`` need
 equally many rows on all ranks, and ``splits`` cannot be given. Unnamed calls match by order, which XLA keeps.
-Gradients are for ``grad`` and ``vjp``; forward-mode differentiation (``jvp``) is not defined. A failure
-within ``jit`` arrives as ``jax.errors.JaxRuntimeError`` with the message of the error that is raised outside.
+Gradients are for ``grad`` and ``vjp``; forward-mode differentiation (``jvp``) is not defined. ``vmap`` makes
+one exchange of the whole batch. Arrays that are sharded over several devices of this process are exchanged
+whole; within ``shard_map`` there is an error. A failure within ``jit`` arrives as
+``jax.errors.JaxRuntimeError`` with the message of the error that is raised outside.
 """
 
 from __future__ import annotations
@@ -94,6 +96,8 @@ def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[An
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
     """The gradient goes back the way the rows came; rows that were not sent get zeros."""
     splits = None if is_traced((received,)) else tuple(np.asarray(received).tolist())
+    if splits is not None and is_traced((gradient,)) and len(set(splits)) == 1:
+        splits = None
     back = Exchange(call, splits=splits, rows=(gradient.shape[0],))
     returned, _ = _recorded(back, (gradient.shape, received.shape), gradient)
     missing = rows - returned.shape[0]
