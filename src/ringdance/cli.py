@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -20,6 +21,11 @@ examples:
   RINGDANCE_CYCLE_TIME=2 ringdance settings          every knob with its value, origin and unit
 """
 
+_PASSED_ON = {
+    "k8s": ("ringdance.cluster.kubernetes_cli", "write, submit and follow jobs on Kubernetes"),
+}
+"""Commands with command lines of their own: the module with their ``main``, and what they do."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
@@ -29,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringdance.launch import cli as launch
 
         return launch.main(words[1:])
+    if words and words[0] in _PASSED_ON:
+        module = importlib.import_module(_PASSED_ON[words[0]][0])
+        return int(module.main(words[1:]))
     arguments = _parser().parse_args(words)
     if arguments.command == "settings":
         try:
@@ -50,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringdance {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
     commands.add_parser("run", help="start a training script on several processes", add_help=False)
+    for name, (_, text) in _PASSED_ON.items():
+        commands.add_parser(name, help=text, add_help=False)
     settings = commands.add_parser(
         "settings",
         help="show every setting: value, origin, unit, meaning, names in the environment",

@@ -1,0 +1,169 @@
+"""``ringdance k8s`` as a person types it: the real kubectl against a server that keeps what it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes_api import KINDS, Api
+
+yaml = pytest.importorskip("yaml")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+WANTED = ["--image", "train:1", "--name", "pi", "--workers", "2", "--", "python", "train.py"]
+LAUNCHER = {"training.kubeflow.org/job-name": "pi", "training.kubeflow.org/job-role": "launcher"}
+
+
+def k8s(*words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ringdance", "k8s", *words],
+        input=stdin, env=os.environ | environ, capture_output=True, text=True, timeout=55,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    api = Api(dict(KINDS))
+    yield api
+    api.close()
+
+
+@pytest.fixture
+def run(api: Api, tmp_path: Path) -> Run:
+    if not shutil.which("kubectl"):
+        pytest.skip("there is no kubectl")
+    environ = {"KUBECONFIG": str(api.config(tmp_path)), "HOME": str(tmp_path)}
+    return lambda *words, stdin="": k8s(*words, stdin=stdin, **environ)
+
+
+def ended(code: int) -> dict[str, Any]:
+    return {"phase": "Failed" if code else "Succeeded",
+            "containerStatuses": [{"state": {"terminated": {"exitCode": code}}}]}  # fmt: skip
+
+
+def test_manifest_as_yaml_and_json() -> None:
+    text = k8s("manifest", *WANTED)
+    assert text.returncode == 0, text.stderr
+    assert yaml.safe_load(text.stdout) == json.loads(k8s("manifest", "--format", "json", *WANTED).stdout)
+    both = list(yaml.safe_load_all(k8s("manifest", "--kind", "TrainJob", *WANTED).stdout))
+    assert [document["kind"] for document in both] == ["TrainingRuntime", "TrainJob"]
+
+
+def test_slots_are_the_gpus_unless_told() -> None:
+    made = yaml.safe_load(k8s("manifest", "--gpus", "4", *WANTED).stdout)
+    assert made["spec"]["slotsPerWorker"] == 4
+    made = yaml.safe_load(k8s("manifest", "--gpus", "4", "--slots", "2", *WANTED).stdout)
+    assert made["spec"]["slotsPerWorker"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["manifest", "--image", "x:1"], "python train.py"),
+        (["manifest", "-x", "NO_SUCH_VARIABLE_HERE", *WANTED], "not set here"),
+        (["manifest", "--secret-env", "A=b", *WANTED], "A=SECRET/KEY"),
+        (["manifest", "--node-selector", "gpu", *WANTED], "NAME=VALUE"),
+        (["submit", "--", "python", "train.py"], "--image"),
+        (["submit", "-f", "no-such-file.yaml"], "No such file"),
+        (["convert", "-"], "empty"),
+    ],
+)
+def test_what_cannot_be_understood_exits_with_2_and_says_why(words: list[str], said: str) -> None:
+    done = k8s(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_convert_keeps_what_is_no_mpijob_and_tells_what_it_did() -> None:
+    pod = {"spec": {"containers": [{"name": "main", "image": "x", "command": ["sleep", "1d"]}]}}
+    old = {
+        "apiVersion": "kubeflow.org/v1", "kind": "MPIJob", "metadata": {"name": "old"},
+        "spec": {"mpiReplicaSpecs": {"Launcher": {"template": pod}, "Worker": {"template": pod}}},
+    }  # fmt: skip
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "b"}}
+    done = k8s("convert", "-", stdin=yaml.safe_dump_all([other, old]))
+    assert done.returncode == 0, done.stderr
+    kept, new = yaml.safe_load_all(done.stdout)
+    assert kept == other
+    assert new["apiVersion"] == "kubeflow.org/v2beta1"
+    assert "old: the worker's command 'sleep 1d' has been removed" in done.stderr
+    assert k8s("convert", "-", stdin=json.dumps([1])).returncode == 2
+
+
+def test_submit_logs_and_delete(run: Run, api: Api) -> None:
+    done = run("submit", *WANTED)
+    assert (done.returncode, done.stdout) == (0, "mpijob.kubeflow.org/pi created\n"), done.stderr
+    kept = api.objects["mpijobs", "lab", "pi"]
+    assert kept["spec"] == yaml.safe_load(k8s("manifest", *WANTED).stdout)["spec"]
+    again = run("submit", *WANTED)
+    assert again.returncode == 2
+    assert "ringdance k8s delete pi" in again.stderr
+    api.add_pod("pi-launcher-x1", LAUNCHER, ended(0), "[0] hello\n[1] hello\n")
+    assert run("logs", "pi").stdout == "[0] hello\n[1] hello\n"
+    done = run("delete", "pi")
+    assert done.returncode == 0, done.stderr
+    assert ("mpijobs", "lab", "pi") not in api.objects
+
+
+def test_follow_ends_with_the_exit_code_of_the_job(run: Run, api: Api) -> None:
+    api.add_pod("pi-launcher-x1", LAUNCHER, ended(7), "[1] failed\n")
+    done = run("submit", "--follow", *WANTED)
+    assert done.stdout == "mpijob.kubeflow.org/pi created\n[1] failed\n"
+    assert done.returncode == 7
+
+
+def test_a_trainjob_goes_with_its_runtime(run: Run, api: Api) -> None:
+    assert run("submit", "--kind", "TrainJob", *WANTED).returncode == 0
+    assert set(api.objects) == {("trainingruntimes", "lab", "pi"), ("trainjobs", "lab", "pi")}
+    labels = {"jobset.sigs.k8s.io/jobset-name": "pi", "jobset.sigs.k8s.io/replicatedjob-name": "launcher"}
+    api.add_pod("pi-launcher-0-0-x", labels, ended(0), "done\n")
+    assert run("logs", "--follow", "pi").stdout == "done\n"
+    assert run("delete", "pi").returncode == 0
+    assert set(api.objects) == {("pods", "lab", "pi-launcher-0-0-x")}
+
+
+def test_a_job_that_cannot_start_is_told_with_the_reason(run: Run, api: Api) -> None:
+    assert run("submit", *WANTED).returncode == 0
+    waiting = {"reason": "ErrImagePull", "message": "no such image train:1"}
+    status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}
+    api.add_pod("pi-worker-0", LAUNCHER | {"training.kubeflow.org/job-role": "worker"}, status)
+    done = run("logs", "--follow", "pi")
+    assert done.returncode == 2
+    assert "pi-worker-0: ErrImagePull, no such image train:1" in done.stderr
+
+
+def test_a_job_that_waits_for_nodes_says_so(run: Run, api: Api) -> None:
+    assert run("submit", *WANTED).returncode == 0
+    condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes have 8 GPUs"}
+    api.add_pod("pi-launcher-x1", LAUNCHER, {"phase": "Pending", "conditions": [condition]})
+    done = run("logs", "--follow", "--wait", "0", "pi")
+    assert done.returncode == 2
+    assert "0/3 nodes have 8 GPUs" in done.stderr
+
+
+def test_what_is_not_there(run: Run, api: Api) -> None:
+    done = run("delete", "nothing")
+    assert (done.returncode, "no job 'nothing'" in done.stderr) == (2, True)
+
+
+def test_a_cluster_without_the_operators(run: Run, api: Api) -> None:
+    api.kinds = {}
+    done = run("submit", *WANTED)
+    assert done.returncode == 2
+    assert "must install the MPI operator" in done.stderr
+    done = run("logs", "pi")
+    assert "neither MPIJobs nor TrainJobs" in done.stderr
+
+
+def test_without_kubectl(tmp_path: Path) -> None:
+    done = k8s("submit", *WANTED, PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "kubectl was not found" in done.stderr
