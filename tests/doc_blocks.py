@@ -16,6 +16,7 @@ An HTML comment before a block, which readers do not see, says more (several are
 - ``<!-- test: varies WORD WORD -->``: these words of the output are examples;
 - ``<!-- test: any order -->``: of the lines of the output;
 - ``<!-- test: joined lines -->``: lines of the output are broken for reading only;
+- ``<!-- test: needs MODULE MODULE -->``: run only where these can be imported;
 - ``<!-- test: in PATH -->``: the test file of that path runs it;
 - ``<!-- test: drawing -->``: no code;
 - ``<!-- test: not run: REASON -->``.
@@ -26,6 +27,7 @@ with ``hidden file NAME``, a file.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import textwrap
 from dataclasses import dataclass, field
@@ -39,8 +41,8 @@ _FENCE = re.compile(
 )
 _MARK = re.compile(r"^<!-- test: (?P<marks>[^\n]*?)(?: -->|\n(?P<text>.*?)^-->)$", re.M | re.S)
 _KNOWN = (
-    "file", "exit", "varies", "any order", "joined lines", "in", "drawing", "not run:", "hidden file",
-    "hidden",
+    "file", "exit", "varies", "any order", "joined lines", "in", "drawing", "not run:", "needs",
+    "hidden file", "hidden",
 )  # fmt: skip
 RUN = ("python", "console", "sh")
 PARSED = ("toml", "yaml", "json")
@@ -73,9 +75,19 @@ class Block:
         return self.marks.get("file") or self.marks.get("hidden file")
 
     @property
-    def runs_here(self) -> bool:
-        """Whether it is to be run as part of its page."""
+    def belongs_to_page(self) -> bool:
+        """Whether it is to be run as part of its page, by those who have what it needs."""
         return self.language in RUN and not {"not run:", "in", "drawing"} & self.marks.keys()
+
+    @property
+    def missing(self) -> list[str]:
+        """The modules it needs that are not here."""
+        return [name for name in self.marks.get("needs", "").split() if not importlib.util.find_spec(name)]
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether it is run as part of its page."""
+        return self.belongs_to_page and not self.missing
 
     def commands(self) -> list[tuple[str, str]]:
         """Commands with the output that is shown for each."""
@@ -99,6 +111,12 @@ def _marks(text: str) -> dict[str, str]:
             raise ValueError(f"unknown mark {mark!r}")
         found[kind] = mark.removeprefix(kind).strip()
     return found
+
+
+def missing(page: Path) -> str:
+    """What keeps blocks of a page from being run here; empty if nothing does."""
+    found = {name for block in blocks(page) if block.belongs_to_page for name in block.missing}
+    return f"ran without the blocks that need {', '.join(sorted(found))}" if found else ""
 
 
 def blocks(page: Path) -> list[Block]:

@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import PAGES, ROOT, Block, blocks, difference, script
+from doc_blocks import PAGES, ROOT, Block, blocks, difference, missing, script
 
 torch = pytest.importorskip("torch")
 
 SCRIPTS = {page: text for page in PAGES if (text := script(page))}
-COMMANDS = [p for p in PAGES if any(b.language in ("console", "sh") and b.runs_here for b in blocks(p))]
+COMMANDS = [
+    page for page in PAGES
+    if any(block.language in ("console", "sh") and block.belongs_to_page for block in blocks(page))
+]  # fmt: skip
 # Each page in its own folder and namespace; the job goes on to the next page when all ranks are done.
 DRIVER = """
 import os, sys
@@ -64,20 +67,28 @@ def one_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         put_files(page, folder / page.stem)
     (folder / "driver.py").write_text(DRIVER)
     words = ["run", "-np", "2", "python", "driver.py", str(folder), *map(str, SCRIPTS)]
-    environ = environment() | {"PYTHONPATH": str(ROOT / "tests")}
+    environ = environment() | {"PYTHONPATH": str(ROOT / "tests"), "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
         [sys.executable, "-m", "ringdance", *words],
-        cwd=folder, env=environ, text=True, timeout=240,
+        cwd=folder, env=environ, text=True, timeout=400,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return folder, f"{done.stdout}\nexit code {done.returncode}"
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(500)
 @pytest.mark.parametrize("page", SCRIPTS, ids=title)
 def test_the_python_blocks_of_a_page_run(page: Path, one_job: tuple[Path, str]) -> None:
     folder, said = one_job
     assert all((folder / page.stem / f"done.{rank}").exists() for rank in (0, 1)), said
+    skip_if_some_were_missing(page)
+
+
+def skip_if_some_were_missing(page: Path) -> None:
+    """To be called at the end, so that pages whose blocks were not all run are listed with the reason."""
+    reason = missing(page)
+    if reason:
+        pytest.skip(reason)
 
 
 def test_the_job_of_all_pages_ends_well(one_job: tuple[Path, str]) -> None:
@@ -85,7 +96,7 @@ def test_the_job_of_all_pages_ends_well(one_job: tuple[Path, str]) -> None:
     assert said.endswith("exit code 0"), said
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(500)
 @pytest.mark.parametrize("page", COMMANDS, ids=title)
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     put_files(page, tmp_path)
@@ -93,6 +104,7 @@ def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) 
         if block.language in ("console", "sh") and block.runs_here:
             for command, shown in block.commands():
                 run(block, command, shown, tmp_path)
+    skip_if_some_were_missing(page)
 
 
 def run(block: Block, command: str, shown: str, folder: Path) -> None:

