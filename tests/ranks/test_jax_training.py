@@ -98,6 +98,35 @@ def test_options() -> None:
         hvd.distributed(optax.sgd(0.1), backward_passes_per_step=0)
 
 
+def test_bfloat16_parameters() -> None:
+    small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), beginning())
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        found = train(hvd.distributed(optax.sgd(0.1), compression=compression), [RANK], small)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+        assert same_on_all_ranks(found)
+        assert far(found, train(optax.sgd(0.1), list(range(SIZE)), small)) < 5e-2
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_process_set(passes: int) -> None:
+    """Two ranks train together, each of the others alone."""
+    members = [0, SIZE - 1]
+    some = hvd.add_process_set(members)
+    try:
+        tx = hvd.distributed(
+            optax.sgd(0.1), process_set=some, backward_passes_per_step=passes,
+            average_aggregated_gradients=True,
+        )
+        found = train(tx, [RANK], beginning())
+        plain = optax.MultiSteps(optax.sgd(0.1), passes)
+        expected = train(plain, members if RANK in members else [RANK], beginning())
+        assert far(found, expected) < 1e-6
+        assert far(expected, beginning()) > 1e-2
+    finally:
+        hvd.remove_process_set(some)
+
+
 @pytest.mark.ranks(1)
 def test_alone_nothing_changes() -> None:
     found = train(hvd.distributed(optax.adam(1e-2)), [0], beginning())

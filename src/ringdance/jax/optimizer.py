@@ -59,8 +59,7 @@ def distributed(
     passes = backward_passes_per_step
     if passes < 1:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
-    if average_aggregated_gradients:
-        postscale /= passes
+    share = 1.0 / passes if average_aggregated_gradients else 1.0
     name = f"distributed.{next(_numbers)}"
     inner = optax.with_extra_args_support(tx)
 
@@ -68,10 +67,10 @@ def distributed(
         engine = session.engine()
         members = engine.members(set_id(process_set))
         leaves, structure = jax.tree.flatten(gradients)
-        if not leaves or engine.rank not in members or (len(members) == 1 and postscale == 1.0):
-            return gradients
+        if not leaves or len(members) == 1 or engine.rank not in members:
+            return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
         done = grouped_allreduce(
-            leaves, name, operation, prescale, postscale, process_set, compression=compression
+            leaves, name, operation, prescale, postscale * share, process_set, compression=compression
         )
         return jax.tree.unflatten(structure, done)
 
