@@ -2,7 +2,8 @@
 
 ``{settings}``: all settings. ``{horovod-variables}``: what each ``HOROVOD_*`` variable does here.
 ``{horovodrun-options}``: the same for the options of ``horovodrun``. ``{absent-modules}``: modules of
-``horovod`` whose import says what to use instead. ``{output-of} COMMAND``: what that command prints.
+``horovod`` whose import says what to use instead. ``{tested-versions}``: the rows of ``tests/matrix.toml``.
+``{output-of} COMMAND``: what that command prints.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pkgutil
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -87,6 +89,14 @@ def absent_rows() -> Iterator[Row]:
                 yield f"`{module}`", plain(str(error).partition(": ")[2])
 
 
+def tested_rows() -> Iterator[Row]:
+    """Versions of Python and of the frameworks that are tested together."""
+    matrix = Path(__file__).parents[2] / "tests" / "matrix.toml"
+    for name, table in tomllib.loads(matrix.read_text()).items():
+        if name != "defaults":
+            yield tuple(table.get(key, "") for key in ("python", "tensorflow", "keras", "jax", "torch"))
+
+
 def _joined(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -130,6 +140,13 @@ class AbsentModules(_Table):
     rows = staticmethod(absent_rows)
 
 
+class TestedVersions(_Table):
+    """``{tested-versions}``."""
+
+    head = ("Python", "TensorFlow", "Keras", "JAX", "PyTorch")
+    rows = staticmethod(tested_rows)
+
+
 class OutputOf(SphinxDirective):
     """``{output-of} COMMAND``: a command of this package, and what it prints."""
 
@@ -154,5 +171,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("horovod-variables", HorovodVariables)
     app.add_directive("horovodrun-options", HorovodrunOptions)
     app.add_directive("absent-modules", AbsentModules)
+    app.add_directive("tested-versions", TestedVersions)
     app.add_directive("output-of", OutputOf)
     return {"parallel_read_safe": True}

@@ -12,6 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from conftest import rank_and_size
+
 # Not every environment has every framework: those for other MPI libraries have none.
 NEEDS = {
     "test_torch_*.py": ["torch"], "test_jax_*.py": ["jax", "optax"],
@@ -20,6 +22,25 @@ NEEDS = {
 collect_ignore_glob = [
     pattern for pattern, names in NEEDS.items() if not all(map(importlib.util.find_spec, names))
 ]
+
+# 4 ranks show nothing of a binding that 3 do not, and 4 processes that import frameworks take minutes.
+FRAMEWORKS = ("test_jax_", "test_tensorflow_")
+
+
+def only_in_slow_runs(path: Path) -> bool:
+    return path.name.startswith(FRAMEWORKS) and rank_and_size()[1] > 3
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if only_in_slow_runs(collection_path) and config.option.markexpr == "not slow" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if only_in_slow_runs(item.path):
+            item.add_marker(pytest.mark.slow)
+
 
 # TensorFlow gets one thread for its operations: nothing may hang then. What it says at import is not wanted.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
