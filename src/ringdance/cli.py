@@ -22,7 +22,9 @@ examples:
 """
 
 _PASSED_ON = {
+    "doctor": ("ringdance.tools.doctor", "find what makes training fail, hang or crawl on these machines"),
     "k8s": ("ringdance.cluster.kubernetes_cli", "write, submit and follow jobs on Kubernetes"),
+    "sagemaker": ("ringdance.cluster.sagemaker_cli", "start training jobs on Amazon SageMaker"),
 }
 """Commands with command lines of their own: the module with their ``main``, and what they do."""
 
