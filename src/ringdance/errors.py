@@ -27,6 +27,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# To a rank that may have had fewer batches than the others: the usual reason to end, or to go on, early.
+OUT_OF_DATA = (
+    "If it ran out of data before the others: share the data out evenly with hvd.shard(..., ends='pad') or "
+    "ends='drop', or call hvd.join() after the last batch."
+)
+
 
 class RingdanceError(Exception):
     """Base of all errors raised by Ringdance."""

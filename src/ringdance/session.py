@@ -23,7 +23,7 @@ from typing import Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
-from ringdance.errors import ArgumentError, LaunchError, NotInitializedError
+from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
 from ringdance.settings.names import PLACE_NAMES
 from ringdance.transport.single import single_transport
@@ -41,7 +41,7 @@ _GRACE = 0.5
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (
     "cache_capacity", "deterministic", "fusion_threshold",
-    "piece_bytes", "small_bytes", "window", "window_bytes",
+    "piece_bytes", "small_bytes", "sparse", "window", "window_bytes",
 )  # fmt: skip
 
 _SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -291,7 +291,8 @@ def _at_exit() -> None:
     if found is not None and not _process.failed:
         _process.clean &= found.shutdown("has ended its program", departing=True)
         if found.unclean and found.stopped_first:
-            _cause(found, "exit", f"{found.identity} ended its program while other ranks waited for it.")
+            ended = f"{found.identity} ended its program while other ranks waited for it. {OUT_OF_DATA}"
+            _cause(found, "exit", ended)
             _process.clean = False
             time.sleep(_GRACE)
         _process.clean &= not found.unclean

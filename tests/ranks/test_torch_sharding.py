@@ -93,7 +93,7 @@ def test_different_lengths_are_noticed_on_all_ranks() -> None:
         hvd.shard(range(20 + RANK), ends="pad")
 
 
-@pytest.mark.parametrize("sparse", [False])
+@pytest.mark.parametrize("sparse", [False, True])
 def test_training_on_uneven_shares_that_join(sparse: bool) -> None:
     """The ranks that run out join; those that go on divide by all ranks, and the last one has every step."""
     length = 4 * SIZE + 1  # the first rank has one sample more

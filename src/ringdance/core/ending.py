@@ -12,7 +12,14 @@ from ringdance.core.driver import Driver
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Description, Request, Ticket, Verb
 from ringdance.core.sets import ProcessSets
-from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
+from ringdance.errors import (
+    OUT_OF_DATA,
+    CollectiveError,
+    EngineError,
+    RankLostError,
+    ShutDownError,
+    StallError,
+)
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 from ringdance.transport.waiting import Doorbell
@@ -118,7 +125,8 @@ class EngineEnd(ProcessSets):
         """All sets have agreed to stop: give everything back."""
         self.closed = True
         self._learn_stop_reason()
-        error = ShutDownError(f"{self._stop_reason} while this operation was pending.")
+        advice = f" {OUT_OF_DATA}" if self.departed else ""
+        error = ShutDownError(f"{self._stop_reason} while this operation was pending.{advice}")
         for set_id in sorted(self._sets, reverse=True):
             state = self._sets[set_id].state
             if state is not None:

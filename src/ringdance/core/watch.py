@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from ringdance.core.process_set import ProcessSetState
+from ringdance.errors import OUT_OF_DATA
 from ringdance.transport.base import Identity, Transport
 
 __all__ = ["StallWatch", "main_thread_place", "stall_message"]
@@ -204,4 +205,6 @@ def stall_message(
     head = f"{who[own]} {kind.format(waited)} '{name}'{where} (its main thread is at {own_status['where']})."
     if not late:
         return f"{head} All members have submitted it; the exchange itself is slow or stuck."
-    return f"{head} Not submitted by " + "; by ".join(late) + ". All ranks must make the same calls."
+    # Those who have no more batches can join, which helps with the reductions of all ranks.
+    advice = f" {OUT_OF_DATA}" if set_id == 0 and "allreduce." in name else ""
+    return f"{head} Not submitted by " + "; by ".join(late) + f". All ranks must make the same calls.{advice}"

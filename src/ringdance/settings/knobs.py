@@ -107,6 +107,10 @@ class Settings:
         "auto", choice("auto", "on", "off"),
         "Exchange gradients on the engine's thread during backward; auto: where cores are free for it.",
     )
+    sparse: str = _knob(
+        "auto", choice("auto", "rows", "dense"),
+        "How sparse gradients go: as rows, as a dense table; auto: by how many rows all ranks have.",
+    )
     jax_ffi: str = _knob(
         "auto", choice("auto", "off"),
         "Give compiled JAX programs' own memory to the exchange; off, or where it is unknown: copies.",

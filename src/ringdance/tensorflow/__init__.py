@@ -41,6 +41,7 @@ from ringdance.tensorflow.state import (
     broadcast_variables,
 )
 from ringdance.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from ringdance.tensorflow.threads import init
 from ringdance.training.basics import (
     ccl_built,
     cross_rank,
@@ -49,7 +50,6 @@ from ringdance.training.basics import (
     ddl_built,
     gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
@@ -71,6 +71,7 @@ from ringdance.training.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from ringdance.training.sparse import sparse_routes
 
 __all__ = [
     "Adasum", "Average", "BroadcastGlobalVariablesHook", "CollectiveError", "Compression", "Compressor",
@@ -83,5 +84,5 @@ __all__ = [
     "is_initialized", "join", "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built",
     "mpi_enabled", "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank", "rank_op",
     "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size", "size_op",
-    "start_timeline", "stop_timeline",
+    "sparse_routes", "start_timeline", "stop_timeline",
 ]

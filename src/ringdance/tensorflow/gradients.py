@@ -1,7 +1,7 @@
 """The gradients of a step, reduced together: what tapes and optimizers have in common.
 
 All dense gradients of a step are cut into buckets by size, from the last variable on, in the order in which
-backward yields them; rows of IndexedSlices are gathered together afterwards. In a graph each
+backward yields them; rows of IndexedSlices are exchanged together afterwards. In a graph each
 bucket is submitted as soon as its gradients are there, and one operation waits for all. The cut
 depends only on the variables, so it is the same on all ranks; whether a bucket is exchanged while others
 are being computed (``overlap``) is each rank's own choice.
@@ -20,6 +20,7 @@ from ringdance.core.request import Operation, Verb
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import perform, perform_all, plain
+from ringdance.tensorflow.sparse import reduce_rows
 from ringdance.training.calls import Call
 from ringdance.training.options import check_groups, parts_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
@@ -66,7 +67,9 @@ class GradientReducer:
         self.sparse_as_dense = sparse_as_dense
         self.operation = pick_operation(None, op)
         self.prescale, self.postscale = scales_of(self.operation, predivide)
-        if groups is not None and (isinstance(groups, bool) or (isinstance(groups, int) and groups < 0)):
+        check_groups(groups, [], lambda one: None)
+        listed = [one for part in groups for one in part] if isinstance(groups, (list, tuple)) else []
+        if not all(hasattr(one, "shape") for one in listed):
             raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of variables.")
         self.groups = groups
         self.process_set = process_set
@@ -117,7 +120,7 @@ class GradientReducer:
                     self._reduce_dense(results, dense, variables, key)
             if sparse:
                 with tf.device(self.devices[1]):
-                    self._reduce_sparse(results, sparse, key)
+                    self._reduce_sparse(results, sparse, variables, key)
         if self.local and self.scale_local_gradients:
             self._scale_local(results, variables)
         return results
@@ -154,20 +157,20 @@ class GradientReducer:
             for index, tensor in zip(bucket, tensors, strict=True):
                 results[index] = self.compression.decompress(tensor, pairs[index][1])
 
-    def _reduce_sparse(self, results: list[Tensor], sparse: list[int], key: str) -> None:
+    def _reduce_sparse(
+        self, results: list[Tensor], sparse: list[int], variables: Sequence[Any], key: str
+    ) -> None:
         if self.operation not in (Operation.AVERAGE, Operation.SUM):
             raise NotImplementedError(
                 f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}: set "
                 "sparse_as_dense=True."
             )
-        parts = [part for index in sparse for part in (results[index].values, results[index].indices)]
-        call = Call(Verb.ALLGATHER, f"{key}.rows", set_id=set_id(self.process_set), grouped=True)
-        gathered = perform(call, parts)
-        for place, index in enumerate(sparse):
-            values, indices = gathered[2 * place], gathered[2 * place + 1]
-            if self.operation is Operation.AVERAGE:
-                values = values / tf.cast(self.process_set.size(), values.dtype)
-            results[index] = tf.IndexedSlices(values, indices, results[index].dense_shape)
+        names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
+        call = Call(Verb.ALLREDUCE, f"{key}.rows", self.operation, set_id=set_id(self.process_set))
+        tables = [variable_of(variables[index]).shape[0] for index in sparse]
+        reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
+        for index, one in zip(sparse, reduced, strict=True):
+            results[index] = one
 
     def _scale_local(self, results: list[Tensor], variables: Sequence[Any]) -> None:
         """Divide by the number of ranks, as an average of a gradient that is zero elsewhere would."""

@@ -21,6 +21,7 @@ from ringdance.core.request import Operation, Verb
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, plain
+from ringdance.tensorflow.sparse import reduce_rows
 from ringdance.training.calls import Call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 from ringdance.training.verbs import pick_operation
@@ -75,7 +76,8 @@ def allreduce(
     """Return the reduction of ``tensor`` over all ranks: same shape and type.
 
     Args:
-        tensor: equal shape and type on all ranks; or ``tf.IndexedSlices``, whose rows are gathered.
+        tensor: equal shape and type on all ranks; or ``tf.IndexedSlices``: the rows that any rank
+            has are summed, each once.
         average: old form of ``op``: True is Average, False is Sum.
         device_dense: device on which a dense tensor is given to the exchange.
         device_sparse: the same for IndexedSlices.
@@ -119,12 +121,17 @@ def _check_sparse(operation: Operation, prescale: float, postscale: float) -> No
 def _allreduce_sparse(
     slices: Any, operation: Operation, name: str | None, process_set: ProcessSet, ignore_name_scope: bool
 ) -> Any:
-    """Gather the rows of all ranks; rows with one index stay separate, as TensorFlow sums them on use."""
-    call = Call(Verb.ALLGATHER, set_id=set_id(process_set), grouped=True)
-    values, indices = _run(call, [slices.values, slices.indices], name, ignore_name_scope)
-    if operation is Operation.AVERAGE:
-        values = values / tf.cast(process_set.size(), values.dtype)
-    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+    # Integers are divided as TensorFlow does it, into fractions.
+    fractions = operation is Operation.AVERAGE and slices.dtype.is_integer
+    call = Call(Verb.ALLREDUCE, None, Operation.SUM if fractions else operation, set_id=set_id(process_set))
+    label = name or ("IndexedSlices" if tf.executing_eagerly() else slices.values.op.name)
+    (result,) = reduce_rows(
+        call, [slices], [label], lambda call, tensors: _run(call, tensors, name, ignore_name_scope)
+    )
+    if fractions:
+        divided = result.values / tf.cast(process_set.size(), result.dtype)
+        result = tf.IndexedSlices(divided, result.indices, result.dense_shape)
+    return result
 
 
 @plain

@@ -76,6 +76,7 @@ from ringdance.training.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from ringdance.training.sparse import sparse_routes
 
 HorovodInternalError = CollectiveError
 
@@ -90,6 +91,7 @@ __all__ = [
     "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
     "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized",
     "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "shard", "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+    "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shard",
+    "shutdown", "size", "sparse_allreduce_async", "sparse_routes", "start_timeline", "stop_timeline",
+    "synchronize",
 ]

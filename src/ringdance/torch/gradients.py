@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ringdance.torch.compression import Compression
 from ringdance.torch.memory import Array, from_array, host_tensor, view_of
 from ringdance.training.gradients import AS_DENSE, DENSE
+from ringdance.training.sparse import Rows
 
 __all__ = ["Gradients", "Hooks", "fill_from_host", "host_copies"]
 
@@ -125,27 +128,32 @@ class Gradients:
             if union[index] < DENSE and gradient is not None:
                 self.parameters[index].grad = gradient.to_sparse(union[index] - AS_DENSE)
 
-    def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
-        """Return indices (entries, sparse_dims), int64, and values (entries, ...) of a sparse gradient."""
+    def take_sparse(self, index: int, sparse_dims: int) -> Rows:
+        """Return the entries of a sparse gradient; see ``training.gradients.GradientSource``."""
         parameter = self.parameters[index]
         gradient = parameter.grad
+        shape = tuple(parameter.shape)
         if gradient is None:
-            rows = torch.empty((0, sparse_dims), dtype=torch.int64)
-            values = torch.empty((0, *parameter.shape[sparse_dims:]), dtype=parameter.dtype)
+            places = torch.empty((sparse_dims, 0), dtype=torch.int64)
+            values = torch.empty((0, *shape[sparse_dims:]), dtype=parameter.dtype)
         else:
             if not gradient.is_sparse:
                 gradient = gradient.to_sparse(sparse_dims)
             # _indices: entries as they are, merged or not
-            rows, values = gradient.detach()._indices().t().contiguous(), gradient.detach()._values()
-        return view_of(host_tensor(rows)), view_of(host_tensor(values))
+            places, values = gradient.detach()._indices(), gradient.detach()._values()
+        found = view_of(host_tensor(places.contiguous()))
+        keys = found[0] if sparse_dims == 1 else np.ravel_multi_index(tuple(found), shape[:sparse_dims])
+        return Rows(keys, view_of(host_tensor(values.contiguous())), math.prod(shape[:sparse_dims]))
 
-    def put_sparse(self, index: int, indices: Array, values: Array) -> None:
-        """Set the gradient to the entries of all ranks, equal indices summed."""
+    def put_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
+        """Set the gradient to the entries of all ranks, each once."""
         parameter = self.parameters[index]
+        places = np.stack(np.unravel_index(rows.keys, tuple(parameter.shape[:sparse_dims])))
         joined = torch.sparse_coo_tensor(
-            from_array(indices).t(), from_array(values), parameter.shape, check_invariants=False
+            from_array(places), from_array(rows.values), parameter.shape, check_invariants=False,
+            is_coalesced=True,
         )
-        parameter.grad = joined.coalesce().to(parameter.device)
+        parameter.grad = joined.to(parameter.device)
 
 
 def _in_nested_pass() -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringdance.core.request import Operation, Ticket, Verb
 from ringdance.errors import ArgumentError
-from ringdance.training import verbs
+from ringdance.training import sparse, verbs
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -36,6 +36,8 @@ class Call:
         root: of a broadcast, a global rank.
         grouped: whether it was called with a list of tensors.
         equal_splits: of an alltoall without splits.
+        tables: names of tables of which rows are reduced (``training.sparse``). The inputs are for each its
+            values, the keys, and as a scalar how many rows it has; the results are in the same order.
     """
 
     verb: Verb
@@ -47,11 +49,12 @@ class Call:
     root: int = -1
     grouped: bool = False
     equal_splits: bool = False
+    tables: tuple[str, ...] = ()
 
     @property
     def keeps_shapes(self) -> bool:
         """Whether each result has the shape of its input, so that memory for it can be given."""
-        return self.verb in (Verb.ALLREDUCE, Verb.BROADCAST)
+        return self.verb in (Verb.ALLREDUCE, Verb.BROADCAST) and not self.tables
 
     def but(self, **changes: Any) -> Call:
         """Return the call with some fields changed."""
@@ -68,6 +71,7 @@ class Call:
         fields = json.loads(text)
         fields["verb"] = Verb(fields["verb"])
         fields["operation"] = Operation(fields["operation"])
+        fields["tables"] = tuple(fields["tables"])
         return Call(**fields)
 
     def submit(
@@ -87,6 +91,11 @@ class Call:
             ArgumentError: as the function of ``verbs`` says.
         """
         name, set_id, grouped = self.name, self.set_id, self.grouped
+        if self.tables:
+            return sparse.submit(
+                engine, inputs, self.tables, name=name, average=self.operation is Operation.AVERAGE,
+                set_id=set_id,
+            )
         if self.verb is Verb.ALLREDUCE:
             return verbs.allreduce(
                 engine, inputs, outputs, name=name, operation=self.operation, prescale=self.prescale,

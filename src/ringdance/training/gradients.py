@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ringdance.training.sparse import Rows
+
 __all__ = ["AS_DENSE", "DENSE", "GradientSource"]
 
 Array = np.ndarray[Any, Any]
@@ -37,11 +39,14 @@ class GradientSource(Protocol):
     def put(self, indices: Sequence[int], union: bytes) -> None:
         """The views of these now hold the result: make it the gradient, of the kind in ``union``."""
 
-    def take_sparse(self, index: int, sparse_dims: int) -> tuple[Array, Array]:
-        """Return indices (int64, entries x sparse_dims) and values (entries x ...); none if missing here."""
+    def take_sparse(self, index: int, sparse_dims: int) -> Rows:
+        """Return the entries of a sparse gradient, no matter in which order and how often; none if missing.
 
-    def put_sparse(self, index: int, indices: Array, values: Array) -> None:
-        """Set the gradient to these entries of all ranks; equal indices are to be summed."""
+        Their keys count the elements of the first ``sparse_dims`` dimensions, the last of these fastest.
+        """
+
+    def put_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
+        """Set the gradient to these entries of all ranks: ascending keys, each once."""
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""

@@ -45,6 +45,7 @@ from ringdance.training import verbs
 from ringdance.training.gradients import AS_DENSE, GradientSource
 from ringdance.training.options import parts_of, scales_of
 from ringdance.training.shortcut import DifferentStepsError, Shortcut
+from ringdance.training.sparse import SparseExchange
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -335,12 +336,13 @@ class GradientExchange:
                 tickets.append((self._send(bucket, extra, zeros), extra))
             bucket.expected = dense
         sparse = [index for index, kind in enumerate(union) if 0 < kind < AS_DENSE]
-        gathered = self._send_sparse(sparse, union) if sparse else None
+        rows = self._send_sparse(sparse, union) if sparse else None
         for ticket, indices in tickets:
             ticket.wait()
             self.source.put(indices, union)
-        if gathered is not None:
-            self._put_sparse(sparse, union, gathered.wait())
+        if rows is not None:
+            for index, summed in zip(sparse, rows.wait(), strict=True):
+                self.source.put_sparse(index, union[index], summed)
 
     def _send(
         self, bucket: Bucket, indices: tuple[int, ...], zeros: bytes = b"", wake: bool = False
@@ -355,23 +357,14 @@ class GradientExchange:
             postscale=self.postscale, set_id=self.set_id, grouped=True, wake=wake,
         )
 
-    def _send_sparse(self, sparse: list[int], union: bytes) -> Ticket:
-        parts: list[Array] = []
-        for index in sparse:
-            parts += self.source.take_sparse(index, union[index])
+    def _send_sparse(self, sparse: list[int], union: bytes) -> SparseExchange:
+        parts = [self.source.take_sparse(index, union[index]) for index in sparse]
         chosen = hashlib.blake2b(repr(sparse).encode(), digest_size=4).hexdigest()
-        return verbs.allgather(
-            self.engine, tuple(parts), name=f"{self.name}.sparse.{chosen}", set_id=self.set_id, grouped=True,
-            wake=False,
+        return SparseExchange(
+            self.engine, parts, [self.names[index] for index in sparse],
+            name=f"{self.name}.sparse.{chosen}", average=self.operation is Operation.AVERAGE,
+            set_id=self.set_id,
         )
-
-    def _put_sparse(self, sparse: list[int], union: bytes, gathered: list[Array]) -> None:
-        size = len(self.engine.members(self.set_id))
-        for place, index in enumerate(sparse):
-            indices, values = gathered[2 * place], gathered[2 * place + 1]
-            if self.operation is Operation.AVERAGE:
-                values = values / values.dtype.type(size)
-            self.source.put_sparse(index, indices, values)
 
     # What can go wrong.
 

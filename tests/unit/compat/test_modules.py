@@ -75,7 +75,6 @@ def test_the_version_compares_like_the_original_s() -> None:
         ("from horovod.spark.common.store import Store", "horovod.run(function"),
         ("from horovod.ray import RayExecutor", "horovodrun"),
         ("import horovod.mxnet", "has ended"),
-        ("from horovod.data.data_loader_base import AsyncDataLoaderMixin", "prefetch_factor"),
     ],
 )
 def test_what_is_not_here_says_what_to_use(statement: str, advice: str) -> None:

@@ -1,0 +1,229 @@
+"""A tf.data service beside the training: processes on other cores or hosts that prepare its batches.
+
+Two jobs. The *compute* job runs workers (``compute_worker``) and writes a file that says how to find them.
+The *training* job reads it, and sends its data set there::
+
+    config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
+    data = data.send_to_data_service(config, hvd.rank(), hvd.size(), reuse_dataset=True)
+
+Dispatchers, which hand the work out, run in either job (``dispatcher_side``). Rank r uses dispatcher
+``r % dispatchers``. The servers are TensorFlow's own (``tf.data.experimental.service``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance import session
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow.compute_registry import ComputeClient, own_addresses
+from ringdance.training import verbs
+
+__all__ = [
+    "SIDES", "TfDataServiceConfig", "send_to_data_service", "start_dispatcher", "start_worker",
+    "tf_data_service",
+]
+
+_log = logging.getLogger("ringdance")
+
+Dataset = Any
+SIDES = ("training", "compute")
+_FILE_SECONDS = 300.0
+_SAY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class TfDataServiceConfig:
+    """How to find a tf.data service.
+
+    Args:
+        dispatchers: how many there are.
+        workers_per_dispatcher: how many each has.
+        dispatcher_side: the job in which they run: "training" or "compute".
+        addresses: of the registry: host name -> pairs of IP address and port.
+        key: the registry's secret.
+        timeout: seconds to wait for dispatchers and workers.
+
+    Raises:
+        ArgumentError: a number below one, or an unknown side.
+    """
+
+    dispatchers: int
+    workers_per_dispatcher: int
+    dispatcher_side: str
+    addresses: dict[str, list[tuple[str, int]]]
+    key: bytes = field(repr=False)
+    timeout: int = 60
+
+    def __post_init__(self) -> None:
+        if self.dispatcher_side not in SIDES:
+            raise ArgumentError(
+                f"dispatcher_side={self.dispatcher_side!r}: choose 'training' or 'compute'."
+            )
+        if self.dispatchers < 1 or self.workers_per_dispatcher < 1:
+            text = "A tf.data service has at least one dispatcher, and each of them at least one worker."
+            raise ArgumentError(text)
+
+    def compute_client(self, verbose: int = 1) -> ComputeClient:
+        """Return a client of the registry. ``verbose`` is accepted as Horovod's scripts give it."""
+        return ComputeClient(self.addresses, self.key, self.timeout)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold; with the secret."""
+        return {
+            "dispatchers": self.dispatchers, "workers_per_dispatcher": self.workers_per_dispatcher,
+            "dispatcher_side": self.dispatcher_side, "key": self.key.hex(), "timeout": self.timeout,
+            "addresses": {host: [list(one) for one in found] for host, found in self.addresses.items()},
+        }  # fmt: skip
+
+    @staticmethod
+    def from_dict(conf: dict[str, Any]) -> TfDataServiceConfig:
+        """Return the configuration that ``to_dict`` has described."""
+        addresses = {
+            host: [(str(address), int(port)) for address, port in found]
+            for host, found in conf["addresses"].items()
+        }
+        return TfDataServiceConfig(
+            int(conf["dispatchers"]), int(conf["workers_per_dispatcher"]), str(conf["dispatcher_side"]),
+            addresses, bytes.fromhex(conf["key"]), int(conf.get("timeout", 60)),
+        )
+
+    def write(self, filename: str) -> None:
+        """Write the configuration to a file that only its owner can read; it appears whole or not at all."""
+        folder = os.path.dirname(os.path.abspath(filename))
+        handle, draft = tempfile.mkstemp(dir=folder, prefix=".tf-data-service-")  # made with mode 0600
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(self.to_dict(), file)
+            os.replace(draft, filename)
+        except BaseException:
+            os.unlink(draft)
+            raise
+
+    @staticmethod
+    def read(filename: str, wait_for_file_creation: bool = False) -> TfDataServiceConfig:
+        """Return the configuration in a file.
+
+        Args:
+            filename: the file.
+            wait_for_file_creation: wait for it, up to five minutes: the compute job may start later.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            TimeoutError: it has not appeared.
+        """
+        start, said = time.monotonic(), False
+        while wait_for_file_creation and not os.path.exists(filename):
+            waited = time.monotonic() - start
+            if waited > _FILE_SECONDS:
+                raise TimeoutError(
+                    f"{filename} has not appeared in {_FILE_SECONDS:g} s: the compute job writes it when it "
+                    "starts."
+                )
+            if waited > _SAY_SECONDS and not said:
+                said = True
+                _log.warning("ringdance: waiting for %s, which the compute job writes.", filename)
+            time.sleep(0.1)
+        with open(filename) as file:
+            return TfDataServiceConfig.from_dict(json.load(file))
+
+
+def start_dispatcher() -> tuple[Any, str]:
+    """Start a dispatcher in this process; return it and its address, such as grpc://10.0.0.1:4711."""
+    server = tf.data.experimental.service.DispatchServer()
+    port = server.target.rpartition(":")[2]
+    return server, f"grpc://{own_addresses()[0]}:{port}"
+
+
+def start_worker(dispatcher_address: str) -> Any:
+    """Start a worker in this process, for a dispatcher."""
+    config = tf.data.experimental.service.WorkerConfig(
+        dispatcher_address=dispatcher_address.partition("://")[2],
+        worker_address=f"{own_addresses()[0]}:%port%",
+    )
+    return tf.data.experimental.service.WorkerServer(config)
+
+
+@contextmanager
+def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
+    """Give the address of this rank's dispatcher, which has all its workers.
+
+    With ``dispatcher_side="training"`` the first ranks run the dispatchers, until all ranks of the job have
+    left the block.
+
+    Args:
+        compute_config: what the compute job has written.
+        rank: of this process in the training job.
+
+    Raises:
+        TimeoutError: dispatchers or workers have not come.
+        RegistryError: the compute job cannot be reached.
+    """
+    client = compute_config.compute_client()
+    number = rank % compute_config.dispatchers
+    server = None
+    if compute_config.dispatcher_side == "training" and rank < compute_config.dispatchers:
+        server, address = start_dispatcher()
+        client.register_dispatcher(rank, address)
+    address = client.wait_for_dispatcher_registration(number)
+    client.wait_for_dispatcher_worker_registration(number)
+    yield address
+    if compute_config.dispatcher_side == "training" and session.is_initialized():
+        verbs.barrier(session.engine())  # others may still read from this rank's dispatcher
+    del server  # TensorFlow's servers stop when nobody has them
+
+
+def send_to_data_service(
+    dataset: Dataset, compute_config: TfDataServiceConfig, rank: int, size: int | None = None,
+    reuse_dataset: bool = False, round_robin: bool = False,
+) -> Dataset:
+    """Return a data set whose elements are computed by the workers of a tf.data service.
+
+    What is before in the pipeline runs there, spread over the workers; what comes after runs here. Also a
+    method of ``tf.data.Dataset``.
+
+    Args:
+        dataset: what to compute.
+        compute_config: what the compute job has written.
+        rank: of this process in the training job.
+        size: of the training job; needed for ``round_robin``.
+        reuse_dataset: the ranks of a dispatcher share one pass over the data: each element goes to one
+            of them. Without, each rank gets all elements.
+        round_robin: with ``reuse_dataset``: in turn, all ranks at one pace; the data set must be endless.
+
+    Raises:
+        RuntimeError: the dispatchers run in the training job: use ``tf_data_service``.
+        ArgumentError: ``round_robin`` without ``size``.
+    """
+    if compute_config.dispatcher_side == "training":
+        raise RuntimeError(
+            "send_to_data_service needs dispatchers in the compute job. Those in the training job live in a "
+            "`with tf_data_service(config, rank) as address:` block: there, apply "
+            "tf.data.experimental.service.distribute(service=address, ...)."
+        )
+    with tf_data_service(compute_config, rank) as address:
+        options: dict[str, Any] = {"processing_mode": tf.data.experimental.service.ShardingPolicy.DYNAMIC}
+        if reuse_dataset:
+            options["job_name"] = "job"
+        if reuse_dataset and round_robin:
+            if size is None:
+                raise ArgumentError("round_robin=True needs size, the number of ranks that train.")
+            options["processing_mode"] = tf.data.experimental.service.ShardingPolicy.OFF
+            options["consumer_index"] = rank // compute_config.dispatchers
+            sharing = range(rank % compute_config.dispatchers, size, compute_config.dispatchers)
+            options["num_consumers"] = len(sharing)
+        distribute = tf.data.experimental.service.distribute(service=address, **options)
+        return dataset.apply(distribute)
+
+
+tf.data.Dataset.send_to_data_service = send_to_data_service

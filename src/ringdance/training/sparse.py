@@ -1,0 +1,293 @@
+"""One way for gradients that hold only some rows of a table, whatever the framework.
+
+Rows that occur several times on a rank are summed there first. Then all ranks add up how many rows they have,
+one small all-reduce, and so choose alike:
+
+- "rows": rows are gathered, and equal ones summed. Memory and time grow with the rows, not with the table;
+- "dense": where the rows of all ranks together are about as much as the table itself, each makes
+  a dense table of its own, which is all-reduced, and takes out of the sum the rows that anybody has used.
+
+So no rank ever holds more than about the table, or the rows of all ranks: never ranks times table. Both
+give the same: the rows that anybody has used, in ascending order, each once. While a rank has
+joined only all-reduces work, so the choice is "dense" then. The knob ``sparse`` forces one or the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from ringdance import session
+from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.errors import ArgumentError
+from ringdance.training import verbs
+
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
+
+__all__ = ["Rows", "SparseExchange", "merge", "route_of", "sparse_routes", "submit"]
+
+Array = np.ndarray[Any, Any]
+
+_log = logging.getLogger("ringdance")
+
+ROWS, DENSE = "rows", "dense"
+# Bytes gathered, as a share of the table's, from which the dense way is taken (benchmarks/sparse_rows.py).
+DENSE_FROM = 1.0
+_KEY_BYTES = 8
+_COUNTS = Description(Verb.ALLREDUCE)
+_NARROW = {np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table.
+
+    Args:
+        keys: which, int64, shape (n,).
+        values: shape (n, ...): the parts of the table that one key means.
+        table: rows that the table has; -1 if that is not known.
+    """
+
+    keys: Array
+    values: Array
+    table: int
+
+
+@dataclass
+class Route:
+    """How a table's rows have been exchanged so far.
+
+    Attributes:
+        route: the last time, "rows" or "dense".
+        rows: of all ranks together then.
+        table: rows that the table has.
+        times: how often each route was taken.
+    """
+
+    route: str
+    rows: int
+    table: int
+    times: dict[str, int] = field(default_factory=lambda: {ROWS: 0, DENSE: 0})
+
+
+_routes: weakref.WeakKeyDictionary[Engine, dict[str, Route]] = weakref.WeakKeyDictionary()
+
+
+def sparse_routes() -> dict[str, Route]:
+    """Return how the rows of each table were exchanged in this job, by the tensor's name.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+    """
+    return dict(_routes.get(session.engine(), {}))
+
+
+def merge(keys: Array, values: Array, divisor: int = 1) -> tuple[Array, Array]:
+    """Return ascending keys, each once, and the sums of their values, divided.
+
+    16-bit floats are summed and divided in float32 and rounded once.
+
+    Args:
+        keys: int64, (n,).
+        values: (n, ...), of any type that has sums; of one with fractions if divided.
+        divisor: what the sums are divided by.
+    """
+    dtype = values.dtype
+    ascending = keys[1:] > keys[:-1]
+    if not ascending.all():
+        order = np.argsort(keys, kind="stable")  # rows of one key stay in the order of the ranks
+        keys = keys[order]
+        starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+        values = values[order]
+        if len(starts) < len(keys):
+            keys = keys[starts]
+            values = _widened(values)
+            values = np.add.reduceat(values, starts, axis=0, dtype=values.dtype)
+    if divisor != 1:
+        values = _widened(values)
+        values = values / values.dtype.type(divisor)
+    return keys, values.astype(dtype, copy=False)
+
+
+def _widened(values: Array) -> Array:
+    return values.astype(np.float32) if values.dtype in _NARROW else values
+
+
+def route_of(rows: int, table: int, row_bytes: int) -> str:
+    """Return the route for so many rows of all ranks together: the one that moves less memory.
+
+    Args:
+        rows: of all ranks, those of one rank merged.
+        table: rows that the table has; -1: not known.
+        row_bytes: size of a row's values.
+    """
+    dense = table >= 0 and rows * (row_bytes + _KEY_BYTES) >= DENSE_FROM * table * row_bytes
+    return DENSE if dense else ROWS
+
+
+class SparseExchange:
+    """Sums or averages the rows of several tables over the ranks; ``wait()`` gives the result.
+
+    All members of the process set make it alike, in the same order.
+
+    Args:
+        engine: the engine.
+        parts: this rank's rows of each table. A rank without any takes part with none.
+        names: of the tables, for people.
+        name: key that matches the ranks' calls; ``None`` matches by order.
+        average: whether sums are divided by the number of ranks.
+        set_id: process set.
+
+    Raises:
+        ArgumentError: a key that the table does not have; peers get the same message.
+    """
+
+    def __init__(
+        self, engine: Engine, parts: Sequence[Rows], names: Sequence[str], *, name: str | None = None,
+        average: bool = False, set_id: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.names = list(names)
+        self.name = name
+        self.size = len(engine.members(set_id))
+        self.average = average
+        self.set_id = set_id
+        self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
+        # Rows of each table, and how many ranks take part: those that have joined add zeros.
+        self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
+        self._check()
+        self._agreed: Ticket = verbs.allreduce(
+            engine, (self._counts,), (self._counts,), name=self._key("counts"), operation=Operation.SUM,
+            set_id=set_id, wake=False,
+        )
+
+    def _key(self, what: str) -> str | None:
+        return None if self.name is None else f"{self.name}.{what}"
+
+    def _check(self) -> None:
+        for name, part in zip(self.names, self.parts, strict=True):
+            if len(part.keys) and (part.keys[0] < 0 or 0 <= part.table <= part.keys[-1]):
+                error = ArgumentError(
+                    f"{name}: rows {int(part.keys[0])} to {int(part.keys[-1])} on rank {self.engine.rank} "
+                    f"({self.engine.hosts[self.engine.rank]}), but the table has {part.table}."
+                )
+                key = self._key("counts")
+                full = None if key is None else f"allreduce.{key}"
+                self.engine.refuse(Request(_COUNTS, name=full, set_id=self.set_id), str(error))
+                raise error
+
+    def wait(self) -> list[Rows]:
+        """Return the rows of all ranks, of each table: ascending keys, each once.
+
+        Raises:
+            CollectiveError: an exchange failed.
+        """
+        routes = self._chosen()
+        rows = [part for part, route in zip(self.parts, routes, strict=True) if route == ROWS]
+        dense = [part for part, route in zip(self.parts, routes, strict=True) if route == DENSE]
+        results = {ROWS: iter(self._gathered(rows)), DENSE: iter(self._summed(dense))}
+        return [next(results[route]) for route in routes]
+
+    def _chosen(self) -> list[str]:
+        self._agreed.wait()
+        *counts, present = self._counts.tolist()
+        forced = DENSE if present < self.size else self.engine.settings.sparse
+        routes = []
+        for name, part, count in zip(self.names, self.parts, counts, strict=True):
+            route = route_of(count, part.table, _row_bytes(part))
+            if part.table >= 0 and forced != "auto":
+                route = forced
+            self._note(name, part.table, count, route)
+            routes.append(route)
+        return routes
+
+    def _note(self, name: str, table: int, count: int, route: str) -> None:
+        known = _routes.setdefault(self.engine, {})
+        found = known.get(name)
+        if found is None:
+            found = known[name] = Route(route, count, table)
+            if self.engine.rank == self.engine.members(self.set_id)[0]:
+                _log.info(
+                    "ringdance: the gradient of %s goes %s: %d ranks have %d rows together, the table has %s "
+                    "(setting sparse=%s).",
+                    name, "as rows" if route == ROWS else "as a dense table", self.size, count,
+                    table if table >= 0 else "no known number", self.engine.settings.sparse,
+                )
+        found.route, found.rows, found.table = route, count, table
+        found.times[route] += 1
+
+    def _gathered(self, parts: Sequence[Rows]) -> list[Rows]:
+        if not parts:
+            return []
+        views = [view for part in parts for view in (part.keys, np.ascontiguousarray(part.values))]
+        gathered = verbs.allgather(
+            self.engine, tuple(views), name=self._key("rows"), set_id=self.set_id, grouped=True, wake=False
+        ).wait()
+        divisor = self.size if self.average else 1
+        return [
+            Rows(*merge(gathered[2 * place], gathered[2 * place + 1], divisor), part.table)
+            for place, part in enumerate(parts)
+        ]
+
+    def _summed(self, parts: Sequence[Rows]) -> list[Rows]:
+        if not parts:
+            return []
+        tables, used = [], []
+        for part in parts:
+            tables.append(np.zeros((part.table, *part.values.shape[1:]), part.values.dtype))
+            used.append(np.zeros(part.table, np.uint8))
+            tables[-1][part.keys] = part.values
+            used[-1][part.keys] = 1
+        operation = Operation.AVERAGE if self.average else Operation.SUM
+        tickets = [
+            verbs.allreduce(
+                self.engine, tuple(views), tuple(views), name=self._key(what), operation=how,
+                set_id=self.set_id, grouped=True, wake=False,
+            )
+            for what, views, how in (("dense", tables, operation), ("used", used, Operation.MAX))
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        results = []
+        for table, mask in zip(tables, used, strict=True):
+            keys = np.flatnonzero(mask)
+            results.append(Rows(keys, table if len(keys) == len(table) else table[keys], len(table)))
+        return results
+
+
+def submit(
+    engine: Engine, inputs: Sequence[Array], names: Sequence[str], *, name: str | None, average: bool,
+    set_id: int,
+) -> Ticket:
+    """Start a ``SparseExchange`` of arrays as graphs have them: values, keys, rows of the table; and so on.
+
+    Returns:
+        A ticket with the results in the same order, keys in the type in which they were given.
+    """
+    if len(engine.members(set_id)) == 1:
+        alone = Ticket(Request(_COUNTS), name or "", lambda _, __: None)
+        alone.finish([array.copy() for array in inputs])
+        return alone
+    columns = list(zip(inputs[::3], inputs[1::3], inputs[2::3], strict=True))
+    parts = [Rows(keys.astype(np.int64, copy=False), values, int(table)) for values, keys, table in columns]
+    exchange = SparseExchange(engine, parts, names, name=name, average=average, set_id=set_id)
+
+    def finish(ticket: Ticket, _: float | None) -> None:
+        results: list[Array] = []
+        for one, (_values, keys, table) in zip(exchange.wait(), columns, strict=True):
+            results += [one.values, one.keys.astype(keys.dtype, copy=False), table]
+        ticket.finish(results)
+
+    return Ticket(Request(_COUNTS), name or "", finish)
+
+
+def _row_bytes(part: Rows) -> int:
+    return int(math.prod(part.values.shape[1:]) * part.values.dtype.itemsize)

@@ -1,0 +1,92 @@
+"""A training job that has its data computed by a job of workers, both started by horovodrun: sharding.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+LIMIT = 250.0
+SCRIPT = Path(__file__).parent / "scripts" / "data_service.py"
+RUN = [str(Path(sys.executable).parent / "horovodrun"), "-H", "localhost:2", "-np"]
+
+pytestmark = [
+    pytest.mark.limit(3 * LIMIT),
+    pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow"),
+]
+
+
+@contextmanager
+def workers(folder: Path, number: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """The compute job; it is to end by itself when the training job says so."""
+    module = "horovod.tensorflow.data.compute_worker"
+    command = [*RUN, str(number), sys.executable, "-m", module, "service.json"]
+    with (folder / "workers.txt").open("w") as output:
+        process = subprocess.Popen(
+            [*command, *options], cwd=folder, stdout=output, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}, start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(30)
+
+
+def train(folder: Path, *options: str) -> str:
+    done = subprocess.run(
+        [*RUN, "2", sys.executable, str(SCRIPT), "service.json", *options], cwd=folder, capture_output=True,
+        text=True, timeout=LIMIT, check=False, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    said = done.stdout + done.stderr + (folder / "workers.txt").read_text()
+    assert done.returncode == 0, said
+    return said
+
+
+def numbers(pattern: str, said: str) -> list[int]:
+    (found,) = re.findall(pattern, said)
+    return [int(one) for one in re.findall(r"\d+", found)]
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "given", "times"),
+    [
+        # All ranks see all data; or they share one pass.
+        (1, [], [], 2),
+        (2, [], ["--reuse-dataset"], 1),
+        # Each of two dispatchers hands out all data, to one rank each.
+        (2, ["--dispatchers", "2"], ["--reuse-dataset"], 2),
+        (2, ["--dispatcher-side", "training"], ["--reuse-dataset"], 1),
+    ],
+)
+def test_the_workers_compute_for_the_ranks(
+    number: int, options: list[str], given: list[str], times: int, tmp_path: Path
+) -> None:
+    with workers(tmp_path, number, *options, "--timeout", "200") as compute:
+        said = train(tmp_path, *given)
+        assert numbers(r"times each: (.*)", said) == [times], said
+        assert sum(numbers(r"counts: (.*)", said)) == 60 * times
+        assert compute.wait(LIMIT) == 0, (tmp_path / "workers.txt").read_text()
+
+
+def test_in_turn(tmp_path: Path) -> None:
+    with workers(tmp_path, 1, "--timeout", "200") as compute:
+        said = train(tmp_path, "--reuse-dataset", "--round-robin")
+        assert numbers(r"counts: (.*)", said) == [15, 15], said
+        assert compute.wait(LIMIT) == 0, (tmp_path / "workers.txt").read_text()
+
+
+def test_workers_that_cannot_be_shared_out(tmp_path: Path) -> None:
+    with workers(tmp_path, 2, "--dispatchers", "3") as compute:
+        assert compute.wait(LIMIT) != 0
+    said = (tmp_path / "workers.txt").read_text()
+    assert "2 workers cannot be shared out equally among 3 dispatchers" in said

@@ -1,0 +1,202 @@
+"""Rows of tables over the ranks: merged, sent one way or the other, always with the same result."""
+
+from __future__ import annotations
+
+import logging
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from loopback_job import job
+
+from ringdance.errors import ArgumentError, CollectiveError
+from ringdance.settings import Settings
+from ringdance.training import verbs
+from ringdance.training.process_sets import add_process_set
+from ringdance.training.sparse import Rows, SparseExchange, merge, route_of, sparse_routes
+
+Array = np.ndarray[Any, Any]
+DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.int64]
+
+
+def some_rows(seed: int, count: int, table: int, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
+    """Keys with repetitions, and values whose sums are exact in every type."""
+    made = np.random.default_rng(seed)
+    return made.integers(0, table, count), made.integers(-4, 5, (count, *shape)).astype(dtype)
+
+
+def dense(parts: list[tuple[Array, Array]], table: int, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """The same by NumPy: sums in a dense table, and which rows were used."""
+    whole = np.zeros((table, *shape))
+    used = np.zeros(table, bool)
+    for keys, values in parts:
+        np.add.at(whole, keys, values.astype(np.float64))
+        used[keys] = True
+    return whole, np.flatnonzero(used)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_merging_sums_equal_keys(dtype: Any, shape: tuple[int, ...]) -> None:
+    for count in (0, 1, 2, 7, 40):
+        keys, values = some_rows(count, count, 9, shape, dtype)
+        before = keys.copy(), values.copy()
+        found, sums = merge(keys, values)
+        whole, used = dense([(keys, values)], 9, shape)
+        assert found.tolist() == used.tolist()
+        assert sums.dtype == np.dtype(dtype)
+        assert sums.shape == (len(used), *shape)
+        assert (sums.astype(np.float64) == whole[used]).all()
+        assert (keys == before[0]).all()
+        assert (values == before[1]).all()
+
+
+def test_narrow_floats_are_rounded_once() -> None:
+    """In float16 2048 + 1 is 2048: 2048 + 1 + 1 is 2050 only if summed wider."""
+    keys = np.zeros(3, np.int64)
+    assert merge(keys, np.array([2048, 1, 1], np.float16))[1].tolist() == [2050]
+    assert merge(keys, np.array([256, 1, 1], ml_dtypes.bfloat16))[1].astype(float).tolist() == [258]
+    assert merge(keys, np.array([60000, 60000, 0], np.float16), 2)[1].tolist() == [60000]
+
+
+def test_the_route_goes_by_bytes() -> None:
+    assert route_of(0, 10, 64) == route_of(5000 * 2, 10_000_000, 64) == "rows"
+    assert route_of(10, 10, 64) == "dense"
+    assert route_of(10**12, -1, 64) == "rows"
+    table, row = 1000, 4
+    turn = next(rows for rows in range(2 * table) if route_of(rows, table, row) == "dense")
+    assert turn < table  # the keys are sent too
+
+
+@pytest.mark.parametrize("route", ["auto", "rows", "dense"])
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_routes_give_the_same(size: int, average: bool, route: str) -> None:
+    tables = {"wide": (50, 3, np.float32), "flat": (7, 0, np.float64), "half": (30, 2, np.float16)}
+    given = {
+        name: [some_rows(rank + 5, 4 * (rank + 1) * size, rows, (columns,) * bool(columns), dtype)
+               for rank in range(size)]
+        for name, (rows, columns, dtype) in tables.items()
+    }  # fmt: skip
+
+    def program(engine: Any) -> None:
+        parts = [Rows(*given[name][engine.rank], table[0]) for name, table in tables.items()]
+        for name in ("named", None):
+            found = SparseExchange(engine, parts, list(tables), name=name, average=average).wait()
+            for one, (table, (rows, columns, dtype)) in zip(found, tables.items(), strict=True):
+                whole, used = dense(given[table], rows, (columns,) * bool(columns))
+                assert one.keys.tolist() == used.tolist()
+                assert one.table == rows
+                assert one.values.dtype == np.dtype(dtype)
+                wanted = whole[used] / (size if average else 1)
+                tolerance = 1e-3 if dtype == np.float16 else 1e-6
+                np.testing.assert_allclose(one.values.astype(float), wanted, rtol=tolerance)
+        assert all(one.times["rows"] + one.times["dense"] == 2 for one in sparse_routes().values())
+        if route != "auto":
+            assert {one.route for one in sparse_routes().values()} == {route}
+
+    job(size, program, Settings(sparse=route))
+
+
+def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.LogCaptureFixture) -> None:
+    def program(engine: Any) -> list[str]:
+        seen = []
+        for count in (2, 40, 3):  # of the 100 rows; rank 1 has as many again
+            keys = np.arange(count * (engine.rank + 1))
+            SparseExchange(engine, [Rows(keys, np.ones((len(keys), 8)), 100)], ["table"], name="t").wait()
+            one = sparse_routes()["table"]
+            seen.append(f"{one.route} {one.rows} of {one.table}")
+        assert sparse_routes()["table"].times == {"rows": 2, "dense": 1}
+        return seen
+
+    caplog.set_level(logging.INFO, "ringdance")
+    logging.getLogger("ringdance").propagate = True
+    assert job(2, program) == [["rows 6 of 100", "dense 120 of 100", "rows 9 of 100"]] * 2
+    told = [one.getMessage() for one in caplog.records if "the gradient of" in one.getMessage()]
+    assert told == [
+        "ringdance: the gradient of table goes as rows: 2 ranks have 6 rows together, the table has 100 "
+        "(setting sparse=auto)."
+    ]
+
+
+def test_ranks_without_rows_and_rows_that_cancel() -> None:
+    """A row that was used stays, also where its sum is zero: optimizers with moments see it."""
+
+    def program(engine: Any) -> list[list[float]]:
+        found = []
+        for table in (4, 10_000):
+            keys = np.array([] if engine.rank == 2 else [3], np.int64)
+            values = np.full((len(keys), 2), 1.0 - 2 * engine.rank)
+            (one,) = SparseExchange(engine, [Rows(keys, values, table)], ["t"], name=f"t{table}").wait()
+            found += [[*one.keys.tolist(), *one.values.flatten().tolist()]]
+        return found
+
+    for route in ("rows", "dense", "auto"):
+        assert job(3, program, Settings(sparse=route)) == [[[3, 0.0, 0.0]] * 2] * 3
+
+
+def test_a_process_set() -> None:
+    def program(engine: Any) -> list[int]:
+        some = add_process_set([0, 2])
+        if engine.rank == 1:
+            return []
+        part = Rows(np.array([engine.rank]), np.ones((1, 1)), 3)
+        number = some.process_set_id
+        (one,) = SparseExchange(engine, [part], ["t"], name="t", set_id=number, average=True).wait()
+        assert one.values.tolist() == [[0.5], [0.5]]
+        return one.keys.tolist()
+
+    assert job(3, program) == [[0, 2], [], [0, 2]]
+
+
+@pytest.mark.parametrize("route", ["auto", "rows"])
+def test_with_a_rank_that_has_joined(route: str) -> None:
+    """Only all-reduces work then."""
+
+    def program(engine: Any) -> None:
+        if engine.rank == 0:
+            for name in ("a", "b"):
+                part = Rows(np.array([5, 1, 5]), np.ones((3, 2)), 1000)
+                (one,) = SparseExchange(engine, [part], ["t"], name=name, average=True).wait()
+                assert one.keys.tolist() == [1, 5]
+                assert one.values.tolist() == [[0.5, 0.5], [1.0, 1.0]]
+            assert sparse_routes()["t"].route == "dense"
+        verbs.join(engine)
+
+    job(2, program, Settings(sparse=route))
+
+
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_a_row_that_is_not_there(bad: int) -> None:
+    """The rank that has it raises, and so do those who wait for it; the job goes on."""
+
+    def program(engine: Any) -> None:
+        part = Rows(np.array([bad if engine.rank else 2]), np.ones((1, 2)), 9)
+        kind = ArgumentError if engine.rank else CollectiveError
+        with pytest.raises(kind, match=r"rows .* on rank 1 .* the table has 9"):
+            SparseExchange(engine, [part], ["words"], name="t").wait()
+        good = Rows(np.array([2]), np.ones((1, 2)), 9)
+        assert SparseExchange(engine, [good], ["words"], name="t").wait()[0].values.tolist() == [[2.0, 2.0]]
+
+    job(2, program)
+
+
+def test_memory_grows_with_the_rows_not_with_the_table() -> None:
+    size, count, columns = 3, 5000, 16
+    table = 10_000_000
+
+    def program(engine: Any) -> None:
+        keys = np.random.default_rng(engine.rank).integers(0, table, count)
+        part = Rows(keys, np.ones((count, columns), np.float32), table)
+        SparseExchange(engine, [part], ["t"], name="t").wait()
+
+    tracemalloc.start()
+    try:
+        job(size, program)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    rows = size * count * (columns * 4 + 8)
+    assert peak < 60_000_000 + 6 * size * rows < table * columns * 4 / 4  # all ranks of this process together
