@@ -1,5 +1,6 @@
 #!/bin/sh
-# Runs all benchmarks one after another; their JSON goes into a folder.
+# Runs all benchmarks one after another, those of TensorFlow and JAX where these are installed; their JSON
+# goes into a folder.
 #   benchmarks/run_all.sh [FOLDER [OPTIONS FOR ALL SCRIPTS]]
 # example: benchmarks/run_all.sh results --np 2 --seconds 5 --module ringdance.torch
 set -eu
@@ -10,4 +11,10 @@ mkdir -p "$folder"
 for name in allreduce resnet50_gradients training_step idle; do
     "${PYTHON:-python}" "$here/$name.py" --json "$folder/$name.json" "$@"
     echo
+done
+for framework in tensorflow jax; do
+    if "${PYTHON:-python}" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$framework') is None)"; then
+        "${PYTHON:-python}" "$here/${framework}_step.py" --json "$folder/${framework}_step.json" "$@"
+        echo
+    fi
 done

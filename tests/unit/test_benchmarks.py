@@ -16,8 +16,10 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ("allreduce", "resnet50_gradients", "training_step", "idle")
-LOCAL_MODULES = ("common", "peers", "shapes", *SCRIPTS)
+SCRIPTS = (
+    "allreduce", "resnet50_gradients", "training_step", "idle", "sparse_rows", "tensorflow_step", "jax_step",
+)  # fmt: skip
+LOCAL_MODULES = ("common", "peers", "shapes", "steps", *SCRIPTS)
 
 
 @pytest.fixture
@@ -156,3 +158,22 @@ def test_the_peers_alone_run_on_two_ranks_and_write_json(tmp_path: Path) -> None
     groups = {(result["group"], result.get("contestant")) for result in content["results"]}
     assert {("4 B", "raw mpi4py"), ("256 KB", "copy bound"), ("after 50 ms of other work", "gloo")} <= groups
     assert all(result["median"] > 0 for result in content["results"] if "median" in result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("framework", "peer"), [("tensorflow", "strategy"), ("jax", "gloo")])
+def test_compiled_steps_run_on_two_ranks_beside_the_frameworks_own(
+    framework: str, peer: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(framework)
+    path = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / f"{framework}_step.py"), "--small", "--seconds", "0"]
+    code, output = run_limited([*command, "--json", str(path)], 240)
+    assert code == 0, output
+    results = json.loads(path.read_text())["results"]
+    medians = {one["contestant"]: one["median"] for one in results if "contestant" in one}
+    figures = {one["figure"]: one["value"] for one in results if "figure" in one}
+    added = medians["step with exchange"] - medians["identity step"]
+    assert figures["added, s"] == pytest.approx(added)
+    assert figures["added / NumPy"] == pytest.approx(added / medians["exchange from NumPy"])
+    assert figures[f"added by {peer}, s"] == pytest.approx(medians[peer] - medians["identity step"])
