@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 __all__ = ["on_loopback", "problems", "settings_of", "size_of", "try_seeds"]
 
 LIMIT = 60.0  # seconds for one program; a loaded machine is slow, and what hangs hangs for ever
+FRESH = 2_000  # programs after which new processes go on
 
 
 def size_of(seed: int) -> int:
@@ -130,12 +132,14 @@ def try_seeds(seeds: range, mismatch: bool = False, processes: int = 1, stop_aft
             if len(found) >= stop_after:
                 break
         return found
-    with ProcessPoolExecutor(processes, max_tasks_per_child=250) as pool:
-        for problem in pool.map(try_seed, seeds, [mismatch] * len(seeds), chunksize=10):
-            found += filter(None, [problem])
-            if len(found) >= stop_after:
-                pool.shutdown(wait=False, cancel_futures=True)
-                break
+    # New processes now and then. Not by max_tasks_per_child: with it the pool of Python 3.11 can wait for ever.
+    for part in (seeds[first : first + FRESH] for first in range(0, len(seeds), FRESH)):
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            for problem in pool.map(try_seed, part, [mismatch] * len(part), chunksize=10):
+                found += filter(None, [problem])
+                if len(found) >= stop_after:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    return found
     return found
 
 
