@@ -1,6 +1,6 @@
-"""Run the tests, each part as it needs: `python tests/run.py [--slow] [unit] [ranks] [faults] [dropin]`.
+"""Run the tests, each part as it needs: `python tests/run.py [--slow] [unit] [ranks] [faults] ...`.
 
-unit, faults and dropin are one pytest each; ranks is one mpiexec for each number of ranks, with
+unit, faults, hosts and dropin are one pytest each; ranks is one mpiexec for each number of ranks, with
 a pytest on every rank: only rank 0 prints, and what another rank says is shown when it fails.
 dropin has a folder of that kind too, for 2 and 3 ranks. The last line counts all tests.
 """
@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-PARTS = ("unit", "ranks", "faults", "dropin")
+PARTS = ("unit", "ranks", "faults", "hosts", "dropin")
 CONTRACT = TESTS / "dropin" / "contract"
 CONTRACT_SIZES = (2, 3)
 LIMIT = 1500.0  # seconds for one pytest (all ranks of a job together)
@@ -166,7 +166,7 @@ def main() -> int:
         return as_rank(sys.argv[2], sys.argv[3], sys.argv[4:])
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="unit, ranks, faults, dropin; default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks to try")
     parser.add_argument("--slow", action="store_true", help="the tests marked slow instead of the others")
     parser.add_argument("-k", default="", help="only tests that match, as in pytest")

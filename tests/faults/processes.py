@@ -60,7 +60,7 @@ class Job:
 
     def owns(self, name: str) -> bool:
         """Whether that folder in shared memory belongs to this job."""
-        return any(name == f"ringdance-{id_[:12]}" for id_ in self.ids)
+        return any(name.startswith(f"ringdance-{id_[:12]}") for id_ in self.ids)
 
 
 def segments(temporary: Path) -> list[str]:

@@ -6,16 +6,14 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.hosts import parse_hosts
 from ringdance.launch.job import Job
 from ringdance.launch.order import Order
 from ringdance.launch.output import Sink, Style
-from ringdance.launch.running import Options
 
 
 def run(
@@ -31,14 +29,14 @@ def run(
     start_timeout: float = 60.0,
     verbose: bool = False,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on `np` new ranks of this machine and wait for them.
+    """Call ``fn(*args, **kwargs)`` on `np` new ranks and wait for them.
 
     Args:
         fn: any function that cloudpickle can carry: also a lambda, or one of a notebook.
         args: its positional arguments, the same on all ranks.
         kwargs: its keyword arguments.
         np: number of ranks.
-        hosts: ``"localhost:4"``; default `np` slots on this machine.
+        hosts: ``"h1:4,h2:4"``; default: what a scheduler has given, else this machine.
         env: variables to set for the ranks.
         output_filename: folder for each rank's output, as of ``ringdance run --output-filename``.
         prefix: whether output lines carry their rank.
@@ -56,7 +54,8 @@ def run(
         ranks=np,
         hosts=parse_hosts(hosts) if hosts else None,
         exports=env or {},
-        style=Style() if prefix else Style(""),
+        source=f"hosts={hosts}" if hosts else "",
+        style=None if prefix else Style(""),
         folder=os.fspath(output_filename) if output_filename else "",
         start_timeout=start_timeout,
         verbose=verbose,
@@ -77,36 +76,26 @@ def call(
     Raises:
         LaunchError: as of :func:`run`.
     """
-    results: dict[int, bytes] = {}
-    payload = _pack(fn, args, kwargs)
-    plan = order.plan()
-
-    def prepare(folder: str) -> None:
-        with open(os.path.join(folder, "call.pkl"), "wb") as file:
-            file.write(payload)
-
-    options = Options(
-        out=_sink("stdout"),
-        err=_sink("stderr"),
-        style=order.style,
-        folder=order.make_folder(),
-        start_timeout=order.start_timeout,
-        verbose=order.verbose,
-        folder_argument=True,
-        prepare=prepare,
-        collect=lambda folder: results.update(_results(folder, plan.ranks)),
-    )
-    outcome = Job(plan, options).run()
+    ready = order.prepare()
+    plan = ready.plan
+    try:
+        files = {"call.pkl": _pack(fn, args, kwargs)}
+        options = ready.options(out=_sink("stdout"), err=_sink("stderr"), files=files)
+    except BaseException:
+        ready.close()
+        raise
+    outcome = Job(plan, options, ready.remotes).run()
     if isinstance(outcome, Verdict):
         raise LaunchError("\n" + render(outcome, plan.ranks, order.folder))
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
-    missing = [rank for rank in range(plan.ranks) if rank not in results]
+    results = [options.results.get(f"result.{rank}.pkl") for rank in range(plan.ranks)]
+    missing = [rank for rank, result in enumerate(results) if result is None]
     if missing:
         raise LaunchError(
             f"ranks {missing} ended with exit code 0 before the function returned (sys.exit in it?)"
         )
-    return [pickle.loads(results[rank]) for rank in range(plan.ranks)]
+    return [pickle.loads(result) for result in results if result is not None]
 
 
 def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
@@ -115,16 +104,6 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     except ImportError:
         raise LaunchError("ringdance.run needs cloudpickle: pip install cloudpickle") from None
     return pickle.dumps((sys.path, cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))))
-
-
-def _results(folder: str, ranks: int) -> dict[int, bytes]:
-    found = {}
-    for rank in range(ranks):
-        try:
-            found[rank] = Path(folder, f"result.{rank}.pkl").read_bytes()
-        except OSError:
-            continue
-    return found
 
 
 def _sink(name: str) -> Sink:

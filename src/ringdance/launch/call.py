@@ -1,7 +1,7 @@
-"""What a rank of :func:`ringdance.run` executes: ``python -m ringdance.launch.call FOLDER``.
+"""What a rank of :func:`ringdance.run` executes: ``python -m ringdance.launch.call``.
 
-The folder holds ``call.pkl``: the caller's ``sys.path`` and the function with its arguments; the
-result goes to ``result.<rank>.pkl``. An exception leaves the interpreter as in any script.
+The job's folder on this host holds ``call.pkl``: the caller's ``sys.path`` and the function with its
+arguments; the result goes to ``result.<rank>.pkl``. An exception leaves the interpreter as in any script.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import os
 import pickle
 import sys
 
+from ringdance.launch.rank import FOLDER
 
-def main(folder: str) -> None:
-    """Run the call in `folder` and store its result."""
+
+def main() -> None:
+    """Run the call in the job's folder and store its result there."""
     import cloudpickle
 
+    folder = os.environ[FOLDER]
     with open(os.path.join(folder, "call.pkl"), "rb") as file:
         path, call = pickle.load(file)
     # A function of an importable module travels by its name: import what the caller could import.
@@ -28,4 +31,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

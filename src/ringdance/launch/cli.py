@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 
+from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import parse_hostfile, parse_hosts
-from ringdance.launch.order import Order, as_program, parse_exports, resolve_command, run_in_terminal
+from ringdance.launch.order import (
+    Order,
+    as_program,
+    parse_exports,
+    resolve_command,
+    run_in_terminal,
+    split_words,
+)
 from ringdance.launch.output import Style
+from ringdance.launch.ssh import Reach
 
 _EPILOG = """\
 examples:
@@ -17,8 +26,14 @@ examples:
   ringdance run -np 4 --output-filename logs python train.py      logs/rank.0/stdout, ...
   ringdance run -np 2 -x OMP_NUM_THREADS=4 python -m package.train
   ringdance run -np 2 --dry-run python train.py                   show the plan, start nothing
+  ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, by ssh
+  ringdance run --hostfile hosts -np 6 python train.py            lines `h1 slots=4` or `h1:4`
 
-`python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`.
+Without -H, --hostfile and -np the hosts are those that a scheduler has given: a Slurm or LSF job's, the
+workers of an MPIJob or TrainJob, the hosts of a SageMaker job.
+
+`python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`,
+with several hosts as `[rank]<host> text`.
 Each rank gets its share of the cores as OMP_NUM_THREADS, unless that is set.
 
 exit code: 0 if all ranks ended with 0; else that of the rank that failed first (128 + n if signal n
@@ -31,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringdance run",
         usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
-        description="Run a command as N ranks of one MPI job on this machine.",
+        description="Run a command as N ranks of one MPI job, on this machine or on several.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -39,8 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="localhost:SLOTS (so far one machine)")
-    where.add_argument("--hostfile", metavar="FILE", help="the same from a file of lines `HOST slots=N`")
+    where.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
+    where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
+    _add_reach(parser)
     add(
         "-x",
         "--env",
@@ -57,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         help="begin each output line with [rank] (default)",
     )
     add("--timestamps", action="store_true", help="begin each output line with the time")
+    add("--fold", action="store_true", help="show a line that several ranks write once: `[0-3] text`")
+    add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
+    add("--colour", action="store_true", help="colours for the ranks, also where the output is no terminal")
     add(
         "--start-timeout",
         type=float,
@@ -64,11 +83,34 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds until all ranks must have started (default 60)",
     )
-    add("--dry-run", action="store_true", help="print the plan and start nothing")
-    add("--json", action="store_true", help="with --dry-run: print it as JSON")
+    add("--dry-run", action="store_true", help="print the plan and start no rank")
+    add("--format", choices=("table", "json"), default="table", help="of the plan (default: table)")
+    add("--json", action="store_const", const="json", dest="format", help=argparse.SUPPRESS)
     add("--verbose", action="store_true", help="tell what is done, and show all that mpiexec says")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return parser
+
+
+def _add_reach(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("other hosts").add_argument
+    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
+    add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
+    add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
+    add(
+        "--network-interface",
+        action="append",
+        default=[],
+        metavar="A,B",
+        help="network interfaces to use (default: those by which all hosts reach one another)",
+    )
+    add(
+        "--host-timeout",
+        type=float,
+        default=6.0,
+        metavar="S",
+        help="seconds after which a host that says nothing is lost (default 6)",
+    )
+    add("--no-check", action="store_true", help="with --dry-run: ask no host anything")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,29 +119,52 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    order = _order(arguments)
-    plan = order.plan()
+    ready = _order(arguments).prepare(
+        lambda text: print(f"ringdance run: {text}", file=sys.stderr, flush=True)
+    )
     if arguments.dry_run:
-        print(plan.to_json() if arguments.json else plan.describe())
+        ready.close()
+        plan = ready.plan
+        print(plan.to_json(os.environ) if arguments.format == "json" else plan.describe(os.environ))
         return 0
-    return run_in_terminal(order, plan)
+    return run_in_terminal(ready)
+
+
+def _style(arguments: argparse.Namespace) -> Style | None:
+    if arguments.output_json:
+        if arguments.fold:
+            raise LaunchError("--fold and --output-json exclude one another")
+        return Style(json=True)
+    return None if arguments.prefix else Style("", clock=arguments.timestamps)
 
 
 def _order(arguments: argparse.Namespace) -> Order:
-    hosts = None
+    hosts, source = None, ""
     if arguments.hosts:
-        hosts = parse_hosts(arguments.hosts)
+        hosts, source = parse_hosts(arguments.hosts), "-H"
     elif arguments.hostfile:
-        hosts = parse_hostfile(arguments.hostfile)
-    elif arguments.num_proc is None:
-        raise LaunchError("how many ranks? Give -np N, for example: ringdance run -np 2 python train.py")
+        hosts, source = parse_hostfile(arguments.hostfile), f"--hostfile {arguments.hostfile}"
+    if not arguments.host_timeout > 0:
+        raise LaunchError(f"--host-timeout {arguments.host_timeout:g}: it must be more than 0 seconds")
     return Order(
         resolve_command(arguments.command),
         ranks=arguments.num_proc,
         hosts=hosts,
+        source=source,
+        reach=Reach(
+            port=arguments.ssh_port,
+            identity=arguments.ssh_identity_file,
+            arguments=split_words("--ssh-args", arguments.ssh_args),
+        ),
+        interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
+        check=not (arguments.dry_run and arguments.no_check),
         exports=parse_exports(arguments.env, os.environ),
-        style=Style("[{rank}] " if arguments.prefix else "", clock=arguments.timestamps),
+        style=_style(arguments),
+        clock=arguments.timestamps,
+        colour=arguments.colour or (sys.stdout.isatty() and not os.environ.get("NO_COLOR")),
+        fold=arguments.fold,
         folder=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
+        silence=arguments.host_timeout,
         verbose=arguments.verbose,
     )

@@ -1,18 +1,54 @@
-"""Hosts and slots: from what people write to names and numbers, and which names are this machine."""
+"""Which names are this machine, which rank goes to which host, and over which networks they meet."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
-HostList = Sequence[tuple[str, int]]
-"""Names with their numbers of slots, in the order given."""
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a host is.
+
+    Attributes:
+        name: as it calls itself.
+        identity: tells it from others, whatever its names.
+        python, executable: version and path of the interpreter.
+        version: of ringdance.
+        cores: that the user's processes may use.
+        devices: names of its GPUs.
+        networks: interface, IPv4 address, prefix length of each.
+        reached: the address by which it was reached, or "".
+        infiniband: whether it has such devices.
+    """
+
+    name: str = ""
+    identity: str = ""
+    python: str = ""
+    executable: str = ""
+    version: str = ""
+    cores: int = 1
+    devices: tuple[str, ...] = ()
+    networks: tuple[tuple[str, str, int], ...] = ()
+    reached: str = ""
+    infiniband: bool = False
+
+
+def facts_from(found: Mapping[str, Any]) -> HostFacts:
+    """From what an agent sends, or :func:`ringdance.launch.machine.facts`; what is not known is left out."""
+    known = {entry.name: found[entry.name] for entry in fields(HostFacts) if entry.name in found}
+    known["devices"] = tuple(known.get("devices", ()))
+    known["networks"] = tuple((str(n), str(a), int(bits)) for n, a, bits in known.get("networks", ()))
+    return HostFacts(**known)
 
 
 @dataclass(frozen=True)
@@ -23,60 +59,19 @@ class Host:
         name: as given by the user.
         slots: places for ranks.
         ranks: global ranks, in order of local rank.
+        local: whether it is this machine.
+        cores: that its ranks may use, None if it was not asked.
+        devices: names of its GPUs.
+        interfaces: the network interfaces over which its ranks meet the others.
     """
 
     name: str
     slots: int
     ranks: tuple[int, ...]
-
-
-def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """``"h1:2,h2:4"`` as names and slots, in the order given; an IPv6 address may stand in brackets.
-
-    Raises:
-        LaunchError: an entry has no slot count or a bad one.
-    """
-    hosts = []
-    for entry in text.split(","):
-        name, _, count = entry.strip().rpartition(":")
-        if not _good(name) or not count.isdigit() or int(count) < 1:
-            raise LaunchError(f"-H {text}: {entry.strip()!r} is not HOST:SLOTS, for example localhost:4")
-        hosts.append((name.strip("[]"), int(count)))
-    return hosts
-
-
-def parse_hostfile(path: str) -> list[tuple[str, int]]:
-    """Hosts of a file with a line ``NAME slots=N`` or ``NAME:N`` for each; ``#`` begins a comment.
-
-    Raises:
-        LaunchError: the file cannot be read, a line cannot be understood, or it names no host.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from None
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].replace(" =", "=").replace("= ", "=").split()
-        if not words:
-            continue
-        name, count = words[0], next((word[6:] for word in words[1:] if word.startswith("slots=")), "")
-        if len(words) == 1:
-            name, _, count = name.rpartition(":")
-        if not _good(name) or not count.isdigit() or int(count) < 1:
-            raise LaunchError(
-                f"--hostfile {path}, line {number}: {line.strip()!r} is not `HOST slots=N`, "
-                "for example: localhost slots=4"
-            )
-        hosts.append((name.strip("[]"), int(count)))
-    if not hosts:
-        raise LaunchError(f"--hostfile {path}: it names no host")
-    return hosts
-
-
-def _good(name: str) -> bool:
-    return bool(name) and not name.startswith("-") and not any(sign in name for sign in " \t/,'\"$`;|&<>")
+    local: bool = False
+    cores: int | None = None
+    devices: tuple[str, ...] = ()
+    interfaces: tuple[str, ...] = field(default=())
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:
@@ -122,3 +117,94 @@ def place(ranks: int, hosts: HostList) -> tuple[Host, ...]:
             placed.append(Host(name, slots, tuple(range(first, first + here))))
         first += here
     return tuple(placed)
+
+
+def rank_places(hosts: Sequence[Host]) -> list[dict[str, int]]:
+    """Numbers of each rank, by rank: a rank's cross rank counts the hosts that have its local rank too."""
+    size = sum(len(host.ranks) for host in hosts)
+    found = []
+    for host in hosts:
+        for local_rank, rank in enumerate(host.ranks):
+            column = [other for other in hosts if len(other.ranks) > local_rank]
+            found.append(
+                {
+                    "RANK": rank,
+                    "SIZE": size,
+                    "LOCAL_RANK": local_rank,
+                    "LOCAL_SIZE": len(host.ranks),
+                    "CROSS_RANK": column.index(host),
+                    "CROSS_SIZE": len(column),
+                }
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Over what the ranks of several hosts meet.
+
+    Attributes:
+        include: networks ("10.0.0.0/24") or interfaces to use; empty for all.
+        exclude: networks not to use, where all others are.
+        interfaces: their names on each host.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networks:
+    """Choose the networks that all hosts share.
+
+    Args:
+        facts: of each host with ranks, by name.
+        wanted: names of the interfaces to use, if the user says.
+
+    Raises:
+        LaunchError: a host has none of the wanted interfaces.
+    """
+    if wanted:
+        here = {}
+        for name, found in facts.items():
+            names = [interface for interface, _, _ in found.networks]
+            here[name] = tuple(interface for interface in names if interface in wanted)
+            if not here[name]:
+                raise LaunchError(
+                    f"host {name} has no network interface {' or '.join(sorted(wanted))}; "
+                    f"it has {', '.join(names) or 'none'}"
+                )
+        return Networks(tuple(sorted(wanted)), (), here)
+    nets = {name: _nets(found) for name, found in facts.items()}
+    everywhere = set.intersection(*map(set, nets.values())) if nets else set()
+    # The same address on two hosts is a bridge inside each (docker0), which leads nowhere; unless it is
+    # all they have: then they share more than a network.
+    every = set().union(*map(set, nets.values()))
+    inner = {net for net in every if _repeats([found.get(net) for found in nets.values()])}
+    if any(found.keys() <= inner for found in nets.values()):
+        inner = set()
+    reached = {
+        net
+        for name, found in facts.items()
+        for net, (_, address) in nets[name].items()
+        if address == found.reached
+    }
+    common = (everywhere & reached or everywhere) - inner
+    here = {
+        name: tuple(sorted(interface for net, (interface, _) in found.items() if net in common))
+        for name, found in nets.items()
+    }
+    return Networks(tuple(sorted(common)), () if common else tuple(sorted(inner)), here if common else {})
+
+
+def _nets(facts: HostFacts) -> dict[str, tuple[str, str]]:
+    """Interface and address by network."""
+    return {
+        str(ipaddress.ip_interface(f"{address}/{bits}").network): (interface, address)
+        for interface, address, bits in facts.networks
+    }
+
+
+def _repeats(entries: Iterable[tuple[str, str] | None]) -> bool:
+    addresses = [entry[1] for entry in entries if entry]
+    return len(set(addresses)) < len(addresses)

@@ -109,6 +109,11 @@ def job_processes(job: str, root: int | None = None) -> set[int]:
     return marked - {os.getpid()}
 
 
+def name_of(pid: int) -> str:
+    """The short name of a process, also of one that is dead and has not been waited for."""
+    return _read(f"/proc/{pid}/comm").decode(errors="replace").strip() or "a process"
+
+
 def is_tracker(pid: int) -> bool:
     """Whether it is a helper that removes shared memory by itself once its clients are dead."""
     line = _read(f"/proc/{pid}/cmdline")

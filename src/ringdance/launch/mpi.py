@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,11 +43,13 @@ class Mpi:
         family: one of :data:`FAMILIES`.
         mpiexec: absolute path of the mpiexec that belongs to the library.
         source: how it was found, for people.
+        major: its version's first number, 0 if that is not known.
     """
 
     family: str
     mpiexec: str
     source: str
+    major: int = 0
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +90,8 @@ def _installed_wheels() -> list[Mpi]:
         beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
         path = next((path for path in [*paths, beside] if os.access(path, os.X_OK)), None)
         if path:
-            found.append(Mpi(family, path, f"wheel {name} {importlib.metadata.version(name)}"))
+            version = importlib.metadata.version(name)
+            found.append(Mpi(family, path, f"wheel {name} {version}", _major(version)))
     return found
 
 
@@ -110,7 +114,12 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     mpiexec = _mpiexec_beside(library) or _mpiexec_of(family, wheels) or _mpiexec_in_path(family)
     if mpiexec is None:
         raise LaunchError(_advice(f"mpi4py loads {lines[0]!r}, but no mpiexec of {family} was found", family))
-    return Mpi(family, mpiexec, f"mpi4py loads {lines[0]}")
+    return Mpi(family, mpiexec, f"mpi4py loads {lines[0]}", _major(lines[0]))
+
+
+def _major(version: str) -> int:
+    found = re.search(r"\bv?(\d+)\.\d", version)
+    return int(found[1]) if found else 0
 
 
 def family_of(version: str) -> str | None:

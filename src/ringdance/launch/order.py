@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from ringdance.cluster.hostfile import HostList
+from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
+from ringdance.launch import machine
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.hosts import HostList, local_names
+from ringdance.launch.hosts import facts_from, local_names, place
 from ringdance.launch.job import Job
 from ringdance.launch.linux import usable_cores
 from ringdance.launch.mpi import find_mpi
-from ringdance.launch.output import WITH_RANK, Style
+from ringdance.launch.output import WITH_HOST, WITH_RANK, Style
 from ringdance.launch.plan import Plan, build_plan
+from ringdance.launch.remote import Remote, connect
 from ringdance.launch.running import Options, write_all
+from ringdance.launch.ssh import Reach
 
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
@@ -32,16 +39,24 @@ class CommandError(LaunchError):
 
 @dataclass(frozen=True)
 class Order:
-    """A job to be run here and now.
+    """A job to be run from here, now.
 
     Attributes:
         command: program and its arguments.
         ranks: how many; None for all slots of `hosts`.
-        hosts: names and slots, or None for this machine.
+        hosts: names and slots, or None: those that a scheduler has given, else this machine.
+        source: where `hosts` come from, for people.
+        reach: how other hosts are reached, where no scheduler says.
+        interfaces: names of the network interfaces to use; empty for those that lead to all hosts.
+        check: whether other hosts are asked before a plan is made; they always are before a start.
         exports: variables to set for the ranks.
-        style: how the ranks' lines are shown.
+        style: how the ranks' lines are shown; None: with their rank, and their host if there are several.
+        clock, colour: whether the time stands before each line, and whether ranks have colours, where no
+            style is given.
+        fold: whether equal lines of several ranks are shown once.
         folder: for a copy of each rank's output, or "".
-        start_timeout: seconds until all ranks must have started.
+        start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
+        silence: seconds after which a host that says nothing is lost.
         verbose: tell what is done.
         binding: options of mpiexec in place of ours that bind ranks to no cores.
         mpi_args: more options of mpiexec.
@@ -50,43 +65,97 @@ class Order:
     command: Sequence[str]
     ranks: int | None = None
     hosts: HostList | None = None
+    source: str = ""
+    reach: Reach = field(default_factory=Reach)
+    interfaces: Collection[str] = ()
+    check: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
-    style: Style = WITH_RANK
+    style: Style | None = None
+    clock: bool = False
+    colour: bool = False
+    fold: bool = False
     folder: str = ""
     start_timeout: float = 60.0
+    silence: float = 6.0
     verbose: bool = False
     binding: Sequence[str] | None = None
     mpi_args: Sequence[str] = ()
 
-    def plan(self) -> Plan:
-        """What would be started; the command must have been resolved.
+    def found(self) -> Order:
+        """The same with its hosts and ranks decided: what a scheduler has given, where nothing is said.
+
+        Raises:
+            LaunchError: neither hosts nor a number of ranks are known.
+        """
+        order = self
+        if order.hosts is None:
+            given = find(os.environ)
+            names = [name for name, _ in given.hosts] if given else []
+            # On a single machine more ranks than a scheduler has counted tasks are nobody else's business.
+            alone = order.ranks is not None and set(names) == local_names(names)
+            if given and not alone:
+                reach = replace(
+                    order.reach,
+                    way=given.way,
+                    arguments=(*order.reach.arguments, *given.ssh_arguments),
+                    patience=given.patience,
+                )
+                order = replace(order, hosts=given.hosts, source=given.source, reach=reach)
+        if order.ranks is None:
+            if not order.hosts:
+                raise LaunchError("how many ranks? Give -np N, for example: -np 2 python train.py")
+            order = replace(order, ranks=sum(slots for _, slots in order.hosts))
+        if not self.start_timeout > 0:
+            raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
+        return order
+
+    def prepare(self, say: Callable[[str], None] = lambda text: None) -> Ready:
+        """What would be started, with an agent on each other host; the command must have been resolved.
 
         Raises:
             LaunchError: it cannot be done; nothing has been started.
         """
-        ranks = self.ranks
-        if ranks is None:
-            if not self.hosts:
-                raise LaunchError("how many ranks? Give -np N, for example: -np 2 python train.py")
-            ranks = sum(slots for _, slots in self.hosts)
-        if not self.start_timeout > 0:
-            raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
-        exports = dict(self.exports)
-        if self.folder and _RECORDS not in os.environ:  # what a failing rank records belongs to its output
-            exports.setdefault(_RECORDS, os.path.abspath(self.folder))
-        return build_plan(
-            self.command,
-            ranks=ranks,
-            mpi=find_mpi(),
-            cores=usable_cores(),
-            environ=os.environ,
-            hosts=self.hosts,
-            exports=exports,
-            local=local_names(name for name, _ in self.hosts or [("localhost", 0)]),
-            root=os.getuid() == 0,
-            binding=self.binding,
-            mpi_args=self.mpi_args,
-        )
+        order = self.found()
+        assert order.ranks is not None
+        hosts = order.hosts or [("localhost", order.ranks)]
+        local = local_names(name for name, _ in hosts)
+        place(order.ranks, hosts)  # too few slots are told before anybody is asked
+        others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
+        mpi = find_mpi()
+        remotes = connect(others, order.reach, order.start_timeout, say) if others and order.check else []
+        facts = {remote.host: remote.facts for remote in remotes}
+        here = facts_from(machine.facts())
+        facts |= {name: here for name, _ in hosts if name in local}
+        exports = dict(order.exports)
+        if order.folder and _RECORDS not in os.environ:  # what a failing rank records belongs to its output
+            exports.setdefault(_RECORDS, os.path.abspath(order.folder))
+        try:
+            plan = build_plan(
+                order.command,
+                ranks=order.ranks,
+                mpi=mpi,
+                cores=usable_cores(),
+                environ=os.environ,
+                hosts=hosts,
+                source=order.source or ("-np" if order.hosts is None else "-H"),
+                way=order.reach.way,
+                facts=facts,
+                interfaces=order.interfaces,
+                exports=exports,
+                local=local,
+                root=os.getuid() == 0,
+                binding=order.binding,
+                mpi_args=order.mpi_args,
+            )
+        except BaseException:
+            for remote in remotes:
+                remote.close()
+            raise
+        wanted = {host.name for host in plan.hosts}
+        for remote in remotes:
+            if remote.host not in wanted:  # more slots than ranks
+                remote.close()
+        return Ready(order, plan, [remote for remote in remotes if remote.host in wanted])
 
     def make_folder(self) -> Path | None:
         """The folder for the ranks' output, made if it is not there.
@@ -103,29 +172,67 @@ class Order:
         return Path(self.folder)
 
 
-def run_in_terminal(order: Order, plan: Plan) -> int:
-    """Run `plan` with the output on this process's stdout and stderr; the exit code.
+@dataclass
+class Ready:
+    """An order with its plan, and with its agents waiting on the other hosts.
+
+    Attributes:
+        order: hosts and ranks decided.
+        plan: what will be started.
+        remotes: the agents.
+    """
+
+    order: Order
+    plan: Plan
+    remotes: list[Remote]
+
+    def close(self) -> None:
+        """Start nothing after all."""
+        for remote in self.remotes:
+            remote.close()
+
+    def options(self, **more: Any) -> Options:
+        """How it is run."""
+        order = self.order
+        return Options(
+            style=order.style
+            or replace(
+                WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK,
+                clock=order.clock,
+                colour=int(order.colour),
+            ),
+            fold=order.fold,
+            folder=order.make_folder(),
+            start_timeout=order.start_timeout,
+            silence=order.silence,
+            verbose=order.verbose,
+            needed=_needed(self.plan.command),
+            **more,
+        )
+
+
+def _needed(command: Sequence[str]) -> list[str]:
+    """Files of the command that every host must have."""
+    script = _script(command[1:]) if os.path.basename(command[0]).startswith("python") else None
+    return [command[0], *([script] if script else [])]
+
+
+def run_in_terminal(ready: Ready) -> int:
+    """Run it with the output on this process's stdout and stderr; the exit code.
 
     Raises:
         LaunchError: nothing was started.
     """
-    folder = order.make_folder()
-    if order.verbose:
-        print(plan.describe(), file=sys.stderr)
+    plan = ready.plan
+    if ready.order.verbose:
+        print(plan.describe(os.environ), file=sys.stderr)
     sys.stdout.flush()
-    options = Options(
-        out=write_all(1),
-        err=write_all(2),
-        style=order.style,
-        folder=folder,
-        start_timeout=order.start_timeout,
-        verbose=order.verbose,
-        # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
-        stdin=-1 if sys.stdin is None or sys.stdin.isatty() else 0,
-    )
-    outcome = Job(plan, options).run()
+    # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
+    stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
+    options = ready.options(out=write_all(1), err=write_all(2), stdin=stdin)
+    outcome = Job(plan, options, ready.remotes).run()
     if isinstance(outcome, Verdict):
-        print(render(outcome, plan.ranks, order.folder), file=sys.stderr, flush=True)
+        print(render(outcome, plan.ranks, ready.order.folder), file=sys.stderr, flush=True)
         return outcome.code
     return outcome
 
@@ -162,6 +269,18 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
             )
         found[name] = value if equals else environ[name]
     return found
+
+
+def split_words(option: str, text: str) -> list[str]:
+    """The words in `text`, as a shell has them.
+
+    Raises:
+        CommandError: a quote is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise CommandError(f"{option}={text!r} cannot be split into words: {error}") from None
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ without an end gets one. A carriage return ends a piece too, so progress bars st
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -58,17 +59,22 @@ class Style:
     """How the ranks' lines are shown.
 
     Attributes:
-        prefix: before each piece; ``{rank}`` and ``{stream}`` (stdout or stderr) in it are filled in.
+        prefix: before each piece; ``{rank}``, ``{host}``, ``{stream}`` (stdout or stderr) are filled in.
         clock: whether the local time stands before the prefix.
         closes: whether a last piece without an end gets one.
+        colour: the SGR number of the prefix's colour on the launcher's stream, 0 for none.
+        json: each piece becomes a JSON object; the prefix is the first part of it.
     """
 
     prefix: str = "[{rank}] "
     clock: bool = False
     closes: bool = True
+    colour: int = 0
+    json: bool = False
 
 
 WITH_RANK = Style()
+WITH_HOST = Style("[{rank}]<{host}> ")
 
 
 class Stream:
@@ -79,11 +85,20 @@ class Stream:
         style: how its pieces are shown, the prefix filled in.
         file: a copy goes there, None for nowhere.
         holds: whether tracebacks are held back and marked lines understood (stderr).
+        bare: whether the sink gets the pieces as they are; a file gets them with their prefix all the same.
     """
 
-    def __init__(self, sink: Sink, style: Style, file: BinaryIO | None = None, holds: bool = False) -> None:
-        self._sink, self._style, self._file, self._holds = sink, style, file, holds
+    def __init__(
+        self,
+        sink: Sink,
+        style: Style,
+        file: BinaryIO | None = None,
+        holds: bool = False,
+        bare: bool = False,
+    ) -> None:
+        self._sink, self._style, self._file, self._holds, self._bare = sink, style, file, holds, bare
         self._prefix = style.prefix.encode()
+        self._shown = b"\033[%dm%s\033[0m" % (style.colour, self._prefix) if style.colour else self._prefix
         self._lines = Lines()
         self.held: list[bytes] = []
         self.held_since: float | None = None
@@ -95,15 +110,20 @@ class Stream:
 
     def _take(self, pieces: list[bytes]) -> None:
         if self._file:
-            self._file.write(b"".join(self._dress(piece) for piece in pieces))
+            self._file.write(b"".join(self._dress(piece, shown=False) for piece in pieces))
         if self._holds:
             pieces = self._sift(pieces)
         if pieces:
             self._sink(b"".join(map(self._dress, pieces)))
 
-    def _dress(self, piece: bytes) -> bytes:
+    def _dress(self, piece: bytes, shown: bool = True) -> bytes:
+        if shown and self._bare:
+            return piece
+        if self._style.json:
+            text = {"time": time.time(), "text": piece.decode(errors="replace").rstrip("\r\n")}
+            return self._prefix + json.dumps(text)[1:].encode() + b"\n"
         clock = time.ctime().encode() if self._style.clock else b""
-        return clock + self._prefix + piece
+        return clock + (self._shown if shown else self._prefix) + piece
 
     def _sift(self, pieces: list[bytes]) -> list[bytes]:
         """What can be shown now."""
@@ -160,7 +180,7 @@ def open_files(folder: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]
 _RULE = re.compile(rb"[-=]{40,}\s*$")
 _KNOWN = re.compile(
     rb"Primary job  ?terminated|prterun (has )?(detected|noticed)|mpirun (has )?(detected|noticed)"
-    rb"|mpiexec noticed"
+    rb"|mpiexec noticed|plm:(ssh|rsh): Warning: setpgid"
     rb"|MPI_ABORT was invoked|exited (on signal|without)|non-zero (exit )?(status|code)|Per user-direction"
     rb"|BAD TERMINATION|EXIT CODE:|CLEANING UP REMAINING|IGNORE THE BELOW|RUNNING AT|KILLED BY SIGNAL"
     rb"|APPLICATION TERMINATED WITH THE EXIT STRING|typically refers to a problem with your application"

@@ -10,8 +10,10 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import LOCAL_NAMES, Host, HostList, place
+from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, meet, place
+from ringdance.launch.lines import DOOR, Given, label, options_of
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.wire import bare_command
 
@@ -25,8 +27,25 @@ _OF_A_RANK = (
     "HYDI_",
     "HYDRA_",
 )
+# What schedulers set for whoever starts mpiexec; the plan already says it all.
+_OF_A_SCHEDULER = (
+    "OMPI_MCA_orte_default_hostfile",
+    "OMPI_MCA_orte_set_default_slots",
+    "OMPI_MCA_plm_rsh_a",
+    "PRTE_MCA_prte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "I_MPI_HYDRA_BOOTSTRAP",
+    "I_MPI_PERHOST",
+)
+# Belongs to a machine, a login or a place in a job, and is not for other hosts.
+_STAYS = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*|HOSTNAME|TMPDIR"
+    r"|SSH_.*|XDG_.*|DBUS_.*|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
+    r"|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
+    r"|SLURM_.*|SLURMD_.*|SBATCH_.*|LSB_.*|LSF_.*|LS_.*|RINGDANCE_JOB"
+)
+_SECRET = re.compile(r"(?i)secret|token|passw|credential|private|_key$|api_?key|auth")
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-_SOCKET, _GUARDIAN = "SOCKET", "GUARDIAN"
 
 
 @dataclass(frozen=True)
@@ -36,54 +55,109 @@ class Plan:
     Attributes:
         ranks: number of ranks.
         hosts: where they go; host-major, as in Horovod.
+        source: who said which hosts, for people.
+        way: how other hosts are reached.
         command: the user's command, the program's path resolved.
         environment: variables that are set for the ranks beyond the launcher's own (these win).
         removed: names of variables of the launcher's that the ranks do not get.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
+        networks: over which several hosts meet.
         mpi: library and mpiexec.
         mpiexec: options of mpiexec, its path first, up to the command.
     """
 
     ranks: int
     hosts: tuple[Host, ...]
+    source: str
+    way: str
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     removed: tuple[str, ...]
     threads: int | None
+    networks: Networks
     mpi: Mpi
     mpiexec: tuple[str, ...]
 
-    def argv(self, socket: str = _SOCKET, guardian: str = _GUARDIAN) -> list[str]:
-        """The whole command line; `socket` and `guardian` are known only once the job exists."""
-        return [*self.mpiexec, *bare_command("rank", socket, guardian), *self.command]
+    @property
+    def wide(self) -> bool:
+        """Whether there are ranks on other hosts."""
+        return not all(host.local for host in self.hosts)
+
+    def host_of(self, called: str) -> Host | None:
+        """The host that mpiexec calls so."""
+        return next((host for n, host in enumerate(self.hosts) if label(host, n) == called), None)
+
+    def argv(self, base: str = "FOLDER", job: str = "JOB", door: str = DOOR) -> list[str]:
+        """The whole command line; what is in it of the running job is known only once that exists."""
+        mpiexec = [word.replace(DOOR, door) for word in self.mpiexec]
+        return [*mpiexec, *bare_command("rank", base, job), *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Environment for mpiexec and the ranks, from the launcher's `own`."""
+        """Environment for mpiexec and the ranks here, from the launcher's `own`."""
         kept = {name: value for name, value in own.items() if name not in self.removed}
         return {**kept, **dict(self.environment)}
 
-    def describe(self) -> str:
-        """For people: what would be started."""
-        lines = [f"ranks:       {self.ranks}"]
-        lines += [
-            f"host:        {host.name}: ranks {_span(host.ranks)} ({host.slots} slots)" for host in self.hosts
-        ]
+    def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
+        """What the ranks on other hosts get of the launcher's `own`, and what is set for all."""
+        kept = {name: value for name, value in own.items() if not _STAYS.fullmatch(name)}
+        return self.environ(kept)
+
+    def describe(self, own: Mapping[str, str] | None = None) -> str:
+        """For people: what would be started; `own` is the launcher's environment."""
+        rows = [("host", "slots", "ranks", "cores", "devices", "network")]
+        for host in self.hosts:
+            rows.append(
+                (
+                    host.name + (" (here)" if host.local and self.wide else ""),
+                    str(host.slots),
+                    _span(host.ranks),
+                    "?" if host.cores is None else str(host.cores),
+                    _devices(host.devices),
+                    ",".join(host.interfaces) or "-",
+                )
+            )
         threads = "your OMP_NUM_THREADS" if self.threads is None else str(self.threads)
+        lines = [f"ranks:       {self.ranks}", f"hosts:       from {self.source}"]
+        lines += ["             " + line for line in _table(rows)]
+        if self.wide:
+            lines += [f"reached by:  {self.way}"]
+            lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
         lines += [f"threads:     {threads} for each rank"]
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
         lines += [f"command:     {shlex.join(self.command)}"]
-        lines += [f"environment: {name}={value}" for name, value in self.environment]
+        lines += [f"environment: {name}={_shown(name, value)}" for name, value in self.environment]
         lines += [f"without:     {name}" for name in self.removed]
+        if self.wide and own is not None:
+            names = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
+            lines += [f"forwarded:   {' '.join(names)}"]
         lines += [f"mpiexec:     {shlex.join(self.argv())}"]
         return "\n".join(lines)
 
-    def to_json(self) -> str:
+    def to_json(self, own: Mapping[str, str] | None = None) -> str:
         """The same for programs."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        found = dataclasses.asdict(self)
+        found["environment"] = {name: _shown(name, value) for name, value in self.environment}
+        if self.wide and own is not None:
+            found["forwarded"] = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
+        return json.dumps({**found, "line": self.argv()}, indent=2)
+
+
+def _shown(name: str, value: str) -> str:
+    return "(not shown)" if _SECRET.search(name) else value
 
 
 def _span(ranks: Sequence[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _devices(names: Sequence[str]) -> str:
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
+    return [line.rstrip() for line in lines]
 
 
 def build_plan(
@@ -94,6 +168,10 @@ def build_plan(
     cores: int,
     environ: Mapping[str, str],
     hosts: HostList | None = None,
+    source: str = "-np",
+    way: str = "ssh",
+    facts: Mapping[str, HostFacts] | None = None,
+    interfaces: Collection[str] = (),
     exports: Mapping[str, str] | None = None,
     local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
@@ -109,6 +187,10 @@ def build_plan(
         cores: cores that this process may use.
         environ: the launcher's environment.
         hosts: names and slots, None for this machine with `ranks` slots.
+        source: where the hosts come from, for people.
+        way: how other hosts are reached.
+        facts: what is known of hosts, by name.
+        interfaces: names of the network interfaces to use, if the user says.
         exports: variables to set for the ranks.
         local: which names in `hosts` are this machine.
         root: whether the user is root.
@@ -116,102 +198,73 @@ def build_plan(
         mpi_args: more options of mpiexec; they win over ours.
 
     Raises:
-        LaunchError: too few slots, or a host that is not this machine.
+        LaunchError: too few slots, or hosts that cannot be used together.
     """
     if ranks < 1:
         raise LaunchError(f"-np {ranks}: the number of ranks must be 1 or more")
-    placed = place(ranks, _one_machine(hosts or [("localhost", ranks)], local))
+    facts = facts or {}
+    placed = place(ranks, _machines(hosts or [("localhost", ranks)], local))
+    wide = any(host.name not in local for host in placed)
+    known = {host.name: facts[host.name] for host in placed if host.name in facts}
+    networks = meet(known, interfaces) if wide and known else Networks()
+    placed = tuple(_informed(host, known, networks, cores if host.name in local else None) for host in placed)
     exports = dict(exports or {})
     threads = None
     variables: dict[str, str] = {"PYTHONUNBUFFERED": "1"}
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
-        threads = max(1, cores // max(len(host.ranks) for host in placed))
+        threads = max(1, min((host.cores or cores) // len(host.ranks) for host in placed))
         variables["OMP_NUM_THREADS"] = str(threads)
-    options, extra = _mpiexec(mpi.family, root, binding, mpi_args)
+    infiniband = any(found.infiniband for found in known.values())
+    given = Given(mpi, placed, root, binding, mpi_args, networks, infiniband)
+    options, extra = options_of(given)
+    if wide and (names := _same_interfaces(placed)):
+        extra["NCCL_SOCKET_IFNAME"] = ",".join(names)
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return Plan(
         ranks=ranks,
         hosts=placed,
+        source=source,
+        way=way,
         command=tuple(command),
         environment=tuple({**variables, **exports}.items()),
         # Started inside another MPI job, mpiexec must not take itself for one of its ranks.
         removed=tuple(
-            sorted(name for name in environ if name.startswith(_OF_A_RANK) and name not in exports)
+            sorted(
+                name
+                for name in environ
+                if name.startswith((*_OF_A_RANK, *_OF_A_SCHEDULER)) and name not in exports
+            )
         ),
         threads=threads,
+        networks=networks,
         mpi=mpi,
         mpiexec=(mpi.mpiexec, *options, "-n", str(ranks)),
     )
 
 
-def _one_machine(hosts: HostList, local: Collection[str]) -> HostList:
-    """The same hosts as one: this machine, by the first name given for it, with all their slots."""
-    for name, _ in hosts:
-        if name not in local:
-            raise LaunchError(
-                f"host {name!r} is not this machine; this version starts ranks on one machine. "
-                "Over several machines start the script with mpiexec or srun: it runs unchanged."
-            )
-    return [(hosts[0][0], sum(slots for _, slots in hosts))]
+def _machines(hosts: HostList, local: Collection[str]) -> HostList:
+    """The same hosts with all names of this machine as one: by the first given, with all their slots."""
+    here = next((name for name, _ in hosts if name in local), "")
+    slots = sum(count for name, count in hosts if name in local)
+    return [
+        (name, slots if name == here else count) for name, count in hosts if name == here or name not in local
+    ]
 
 
-def _mpiexec(
-    family: str, root: bool, binding: Sequence[str] | None, more: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Options of mpiexec, and variables that go with them."""
-    options: dict[str, list[str]] = {}
-    variables: dict[str, str] = {}
-    if family == "openmpi":
-        options = {"--bind-to": ["none"], "--map-by": ["slot"]}
-        # Always: mpiexec counts physical cores (affinity masks and hyperthreads differ), and what
-        # oversubscription changes in the ranks is only to yield when idle, which is wanted anyway.
-        fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-        # The UCX window component prints an error when a shared window is made without its hardware.
-        variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
-        # On one machine only shared memory is needed; looking for network hardware takes MPI_Init a second.
-        # (Named by what is left out: Open MPI 4 calls the component for shared memory vader, later ones sm.)
-        variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^tcp,openib,ofi,uct,usnic,ugni,portals4"}
-        if root:
-            variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    elif family == "mpich":
-        options, fixed = {"-bind-to": ["none"]}, ["-launcher", "fork"]
-    else:
-        fixed = ["-bootstrap", "fork"]
-        variables = {} if binding else {"I_MPI_PIN": "0"}
-    own = [_spelt(word, family) for word in (*(binding or ()), *more)]
-    ours = [] if binding is not None else [[name, *rest] for name, rest in options.items() if name not in own]
-    # A parameter that the user gives as an option would else be given twice.
-    for given in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
-        variables.pop(given, None)
-    return [*(word for words in ours for word in words), *fixed, *own], variables
+def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, cores: int | None) -> Host:
+    found = facts.get(host.name)
+    return dataclasses.replace(
+        host,
+        local=cores is not None,
+        cores=found.cores if found else cores,
+        devices=found.devices if found else (),
+        interfaces=networks.interfaces.get(host.name, ()),
+    )
 
 
-_LONG = re.compile(
-    r"-(allow-run-as-root|bind-to|bind-to-[a-z]+|cpu-set|display-[a-z]+|host|hostfile|machinefile|map-by|mca"
-    r"|merge-stderr-to-stdout|nooversubscribe|output-filename|oversubscribe|path|pmixmca|prefix|prtemca|rank-by"
-    r"|report-bindings|stdin|tag-output|timestamp-output|wdir|with-ft)"
-)
-
-
-def _spelt(word: str, family: str) -> str:
-    """An option as Open MPI 5 wants it: older ones also took long options with one dash."""
-    return f"-{word}" if family == "openmpi" and _LONG.fullmatch(word) else word
-
-
-def session_environment(family: str, folder: str, shared: str) -> dict[str, str]:
-    """Where the MPI library keeps its session files and its shared memory, so that both go with the job.
-
-    Args:
-        family: of the MPI library.
-        folder: the job's folder.
-        shared: the job's folder in shared memory, or "" if there is none.
-    """
-    if family != "openmpi":  # the others' files have no settable place; sweep.py finds them
-        return {}
-    found = {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
-    if shared:
-        for component in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
-            found[f"OMPI_MCA_{component}_backing_directory"] = shared
-    return found
+def _same_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
+    """The names of the interfaces, if they are the same on all hosts."""
+    names = {host.interfaces for host in hosts}
+    return names.pop() if len(names) == 1 else ()

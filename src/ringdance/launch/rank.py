@@ -1,14 +1,15 @@
 """The wrapper that mpiexec starts for each rank: it runs the user's command and reports how it ended.
 
-Two processes: the front, which mpiexec knows and may SIGKILL at any moment (Hydra does so as soon as a
-rank aborts), and the supervisor, which outlives it long enough to end the rank and to report.
-The rank's stdout and stderr are pipes whose reading ends are handed to the launcher, so the launcher
-knows who wrote what under every MPI library. Standard library only; some 30 ms.
+It finds its host's socket by the job's name: the launcher's own, or that of its agent on this host
+(agent.py), which passes on what is said. Two processes: the front, which mpiexec knows and may SIGKILL at any
+moment (Hydra does so as soon as a rank aborts), and the supervisor, which outlives it long enough to end the
+rank and to report. The rank's stdout and stderr are pipes whose reading ends are handed over that socket,
+so the launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, ``{"pid"}``, then
 ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did the front go first}``.
-Launcher to supervisor: ``{"go"}`` with a descriptor of what the rank reads; then ``{"signal": n}`` for the
-rank; closing the connection ends the rank at once.
+Launcher to supervisor: ``{"go": the rank's numbers}`` with a descriptor of what the rank reads; then
+``{"signal": n}`` for the rank; closing the connection ends the rank at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections.abc import Mapping
 
 from . import linux
-from .wire import Channel
+from .wire import SHARED, Channel, host_folder, host_shared
 
 _VARIABLES = (
     (
@@ -36,13 +37,16 @@ _VARIABLES = (
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _AFTER_FAILURE_S = 1.5
+FOLDER = "RINGDANCE_JOB_FOLDER"
+"""Environment variable of the rank: the job's folder on its host."""
+
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
 def place(environ: Mapping[str, str]) -> dict[str, int]:
     """Where the launcher's variables put this process; keys as in :data:`PLACE`.
 
-    With one host the cross rank is 0 of 1; with several it follows when ranks fill hosts evenly.
+    The cross rank is right if ranks fill hosts evenly; the launcher, which knows the plan, sends its own.
 
     Raises:
         LookupError: none of the known launchers' variables are set.
@@ -103,9 +107,10 @@ class _Supervisor:
         except LookupError as error:
             sys.exit(f"ringdance: {error}")
         out, err = os.pipe(), os.pipe()
-        stdin = self._announce(where, [out[0], err[0]])
-        if stdin is None:
+        go = self._announce(where, [out[0], err[0]])
+        if go is None:
             return 1
+        where, stdin = go
         parent = os.getpid()
         self._child = os.fork()
         if self._child == 0:
@@ -124,17 +129,19 @@ class _Supervisor:
             select.select([self._channel.sock.fileno(), self._front], [], [], _AFTER_FAILURE_S)
         return code if code >= 0 else 128 - code
 
-    def _announce(self, where: Mapping[str, int], streams: list[int]) -> int | None:
-        """Hand over the streams' reading ends; gives what the rank shall read, None without a launcher."""
+    def _announce(self, where: Mapping[str, int], streams: list[int]) -> tuple[dict[str, int], int] | None:
+        """Hand over the streams; the rank's numbers and what it shall read, or None: no launcher."""
         hello = {name.lower(): value for name, value in where.items()}
         try:
             self._channel.send_with({**hello, "host": os.uname().nodename}, streams)
         except OSError:
             return None
-        alive, descriptors = True, list[int]()
+        alive, descriptors, numbers = True, list[int](), dict(where)
         while alive and not descriptors:
-            _, descriptors, alive = self._channel.receive()
-        return descriptors[0] if descriptors else None
+            messages, descriptors, alive = self._channel.receive()
+            for message in messages:
+                numbers = message.get("go", numbers)
+        return (numbers, descriptors[0]) if descriptors else None
 
     def _pass_on(self, number: int) -> None:
         try:
@@ -193,11 +200,16 @@ def _connect(path: str) -> Channel:
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: the launcher's socket, the guardian's pid, then the command."""
-    path, guardian, command = arguments[0], int(arguments[1]), arguments[2:]
+    """`arguments`: the folder of the jobs' folders, the job's name, then the command."""
+    base, job, command = arguments[0], arguments[1], arguments[2:]
     linux.die_with_parent()
-    if os.getppid() in (1, guardian):  # mpiexec died before we could ask to die with it
+    if os.getppid() == 1:  # mpiexec died before we could ask to die with it
         os._exit(1)
+    os.environ[FOLDER] = host_folder(base, job)
+    # Open MPI hands its variables on from host to host, and this differs.
+    for name in [name for name, value in os.environ.items() if value == SHARED]:
+        os.environ[name] = host_shared(job)
+    path = os.path.join(os.environ[FOLDER], "s")
     read, write = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:

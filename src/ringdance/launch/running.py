@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
+from ringdance.launch.deputies import RankChannel
 from ringdance.launch.output import WITH_RANK, Sink, Stream, Style, open_files
-from ringdance.launch.wire import Channel
+from ringdance.launch.wire import Channel, host_folder, host_shared
+
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 @dataclass(frozen=True)
@@ -19,25 +23,30 @@ class Options:
 
     Attributes:
         out, err: where the ranks' output goes.
+        fold: whether equal lines of several ranks are shown once (not with JSON, nor in files).
         style: how its lines are shown.
         folder: for per-rank files, or None.
         start_timeout: seconds until all ranks must have started.
         verbose: tell what is done, and show what mpiexec says in full.
         stdin: file descriptor of what rank 0 reads; -1 for nothing.
-        folder_argument: whether the command gets the job's folder as its last argument.
-        prepare: called with the job's folder before the ranks start, and `collect` before it is removed.
+        files: what is put into the job's folder on every host, by name, for the ranks (call.py).
+        needed: files that every host must have.
+        results: filled with what the ranks leave there as ``result.*.pkl``.
+        silence: seconds after which a host that says nothing is lost.
     """
 
     out: Sink
     err: Sink
+    fold: bool = False
     style: Style = WITH_RANK
     folder: Path | None = None
     start_timeout: float = 60.0
     verbose: bool = False
     stdin: int = -1
-    folder_argument: bool = False
-    prepare: Callable[[str], None] = lambda folder: None
-    collect: Callable[[str], None] = lambda folder: None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    needed: Sequence[str] = ()
+    results: dict[str, bytes] = field(default_factory=dict)
+    silence: float = 6.0
 
 
 @dataclass
@@ -54,7 +63,7 @@ class Rank:
         ended: how, or None.
     """
 
-    channel: Channel
+    channel: Channel | RankChannel
     rank: int
     host: str
     streams: tuple[Stream, Stream]
@@ -92,7 +101,13 @@ class Rank:
 
 
 def make_streams(
-    rank: int, ranks: int, sinks: tuple[Sink, Sink], style: Style, folder: Path | None
+    rank: int,
+    ranks: int,
+    host: str,
+    sinks: tuple[Sink, Sink],
+    style: Style,
+    folder: Path | None,
+    bare: bool = False,
 ) -> tuple[Stream, Stream]:
     """The stdout and stderr of a rank.
 
@@ -100,10 +115,17 @@ def make_streams(
         OSError: its files cannot be made in `folder`.
     """
     out_file, err_file = open_files(folder, rank, ranks) if folder else (None, None)
-    out, err = (
-        replace(style, prefix=style.prefix.format(rank=rank, stream=name)) for name in ("stdout", "stderr")
+    names = ("stdout", "stderr")
+    if style.json:
+        given = [json.dumps({"rank": rank, "host": host, "stream": name})[:-1] + ", " for name in names]
+    else:
+        given = [style.prefix.format(rank=rank, stream=name, host=host) for name in names]
+    colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
+    out, err = (replace(style, prefix=prefix, colour=colour) for prefix in given)
+    return (
+        Stream(sinks[0], out, out_file, bare=bare),
+        Stream(sinks[1], err, err_file, holds=True, bare=bare),
     )
-    return Stream(sinks[0], out, out_file), Stream(sinks[1], err, err_file, holds=True)
 
 
 def conclude(
@@ -144,10 +166,14 @@ def write_all(descriptor: int) -> Sink:
     return write
 
 
-def job_folders(job: str) -> tuple[str, str]:
-    """A job's folders (not made yet): for temporary files, and in shared memory, "" if there is none."""
-    # The path must leave room in a socket's address (108 bytes; macOS 104).
-    folder = tempfile.gettempdir()
-    name = f"ringdance-{job[:12]}"
-    shared = f"/dev/shm/{name}" if os.access("/dev/shm", os.W_OK) else ""
-    return os.path.join(folder if len(folder.encode()) < 70 else "/tmp", name), shared
+def job_folders(job: str, wide: bool) -> tuple[str, str, str]:
+    """Where jobs' folders are, and a job's (not made yet): for files, and in shared memory ("": none).
+
+    Args:
+        job: its id.
+        wide: whether other hosts must have that first folder too.
+    """
+    # It must leave room in a socket's address.
+    base = tempfile.gettempdir()
+    base = "/tmp" if wide or len(base.encode()) >= 60 else base
+    return base, host_folder(base, job), host_shared(job)

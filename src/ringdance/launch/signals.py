@@ -9,10 +9,11 @@ from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+PAUSING = (signal.SIGTSTP,)
 
 
 class Signals:
-    """Catches the signals of :data:`STOPPING` and :data:`PASSED_ON` from now on.
+    """Catches the signals of :data:`STOPPING`, :data:`PASSED_ON` and :data:`PAUSING` from now on.
 
     Only the main thread can: elsewhere (``ringdance.run`` from a thread) nothing is caught.
     """
@@ -25,7 +26,8 @@ class Signals:
         self._sockets = read, write = socket.socketpair()
         read.setblocking(False)
         write.setblocking(False)
-        self._former = {number: signal.signal(number, self._catch) for number in (*STOPPING, *PASSED_ON)}
+        numbers = (*STOPPING, *PASSED_ON, *PAUSING)
+        self._former = {number: signal.signal(number, self._catch) for number in numbers}
         self._descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:

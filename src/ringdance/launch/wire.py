@@ -1,12 +1,21 @@
-"""How launcher, guardian and wrappers talk: JSON objects, one a line, over unix sockets; stdlib only."""
+"""How the launcher's processes talk; standard library only.
+
+On one host: JSON objects, one a line, over unix sockets (:class:`Channel`), which can carry descriptors.
+Between hosts: JSON objects with a payload of bytes, over any two byte streams (:class:`Frames`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import struct
 import sys
+import threading
 from typing import Any
+
+AGENT_SPEAKS = b"\n::ringdance-agent::\n"
+"""What an agent writes before its first message."""
 
 _BOOT = "import sys;sys.path.append(sys.argv[1]);from launch.{0} import main;main(sys.argv[2:])"
 
@@ -18,6 +27,23 @@ def bare_command(module: str, *arguments: str) -> list[str]:
     """
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return [sys.executable, "-I", "-S", "-c", _BOOT.format(module), package, *arguments]
+
+
+def host_folder(base: str, job: str) -> str:
+    """A job's folder on this host. Hosts may share `base`, so their names are part of it.
+
+    The path leaves room in a socket's address (108 bytes; macOS 104) if `base` has less than 60.
+    """
+    return os.path.join(base, f"ringdance-{job[:12]}-{os.uname().nodename[-20:]}")
+
+
+SHARED = "{shared}"
+"""Stands in a variable's value for :func:`host_shared` of the host where a rank runs."""
+
+
+def host_shared(job: str) -> str:
+    """A job's folder in this host's shared memory; "" if there is none."""
+    return host_folder("/dev/shm", job) if os.access("/dev/shm", os.W_OK) else ""
 
 
 class Channel:
@@ -56,3 +82,83 @@ class Channel:
             data, descriptors = b"", []
         *lines, self._held = (self._held + data).split(b"\n")
         return [json.loads(line) for line in lines], list(descriptors), bool(data)
+
+
+class Frames:
+    """Messages with payloads over two descriptors, sent without ever waiting; safe from several threads.
+
+    Args:
+        read, write: descriptors, made non-blocking; they may be the same.
+        after: what comes before this text is not ours (a login shell's greeting): kept in :attr:`said`.
+    """
+
+    _HEAD = struct.Struct("!II")
+    _MOST = 64 << 20
+
+    def __init__(self, read: int, write: int, after: bytes = b"") -> None:
+        self.read_fd, self.write_fd, self._after = read, write, after
+        self.said = b""
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        self._held = bytearray()
+        self._outbox = bytearray()
+        self._lock = threading.Lock()
+        self.open = True
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait until the other side takes them: then call :meth:`flush`."""
+        return len(self._outbox)
+
+    def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
+        """False if the other side is gone."""
+        text = json.dumps(message).encode()
+        with self._lock:
+            self._outbox += self._HEAD.pack(len(text), len(payload)) + text + payload
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what can be sent now; False if the other side is gone."""
+        with self._lock:
+            while self._outbox and self.open:
+                try:
+                    del self._outbox[: os.write(self.write_fd, bytes(self._outbox[:65536]))]
+                except BlockingIOError:
+                    break
+                except OSError:
+                    self.open = False
+        return self.open
+
+    def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:
+        """What one read brings: messages with their payloads, and whether the other side is still there.
+
+        Raises:
+            ValueError: what came is no message.
+        """
+        try:
+            data = os.read(self.read_fd, 1 << 18)
+        except BlockingIOError:
+            return [], True
+        except OSError:
+            data = b""
+        self._held += data
+        found, at = [], 0
+        if self._after:
+            said, mark, rest = self._held.partition(self._after)
+            self.said = bytes(said[-4096:])
+            if not mark:
+                return [], bool(data)
+            self._held, self._after = rest, b""
+        while len(self._held) - at >= self._HEAD.size:
+            text, payload = self._HEAD.unpack_from(self._held, at)
+            if text + payload > self._MOST:
+                raise ValueError(bytes(self._held[at : at + 200]).decode(errors="replace"))
+            begin, end = at + self._HEAD.size, at + self._HEAD.size + text + payload
+            if len(self._held) < end:
+                break
+            found.append(
+                (json.loads(self._held[begin : begin + text]), bytes(self._held[begin + text : end]))
+            )
+            at = end
+        del self._held[:at]
+        return found, bool(data)

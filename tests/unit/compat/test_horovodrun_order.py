@@ -44,7 +44,7 @@ def said(*words: str) -> list[str]:
     ],
 )
 def test_number_of_processes(words, ranks):
-    assert order(*words).plan().ranks == ranks
+    assert order(*words).prepare().plan.ranks == ranks
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_number_of_processes(words, ranks):
         (["-np", "5", "-H", "localhost:4"], "-np 5 needs 5 slots, but the hosts given have 4"),
         (["-np", "5", "--min-np", "5", "-H", "localhost:4"], "-np 5 needs 5 slots"),
         (["-np", "2", "-H", "localhost"], "not HOST:SLOTS"),
-        (["-np", "2", "-H", "no-such-host.invalid:2"], "host 'no-such-host.invalid' is not this machine"),
+        (["-np", "2", "-H", "no-such-host.invalid:2"], "host no-such-host.invalid: ssh cannot connect"),
         ([], "how many ranks"),
     ],
 )
 def test_sizes_and_hosts_that_cannot_be(words, message):
     with pytest.raises(LaunchError, match=message):
-        order(*words).plan()
+        order(*words).prepare()
 
 
 def script(folder: Path, text: str) -> str:
@@ -80,7 +80,7 @@ def script(folder: Path, text: str) -> str:
 def test_hosts_of_a_discovery_script(tmp_path, text, more, found):
     made = order("-np", "2", "--host-discovery-script", script(tmp_path, text), *more)
     assert made.hosts == found
-    assert made.plan().ranks == sum(slots for _, slots in found)
+    assert made.prepare().plan.ranks == sum(slots for _, slots in found)
 
 
 @pytest.mark.parametrize(

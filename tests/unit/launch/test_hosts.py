@@ -1,57 +1,13 @@
-"""Hosts as people write them, and where the ranks go."""
+"""Where the ranks go, what numbers they have, and over which networks they meet."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import local_names, parse_hostfile, parse_hosts, place
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("localhost:4", [("localhost", 4)]),
-        ("a.b:1, c:2", [("a.b", 1), ("c", 2)]),
-        ("[fe80::1]:2,10.0.0.1:3", [("fe80::1", 2), ("10.0.0.1", 3)]),
-    ],
-)
-def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
-    assert parse_hosts(text) == hosts
-
-
-@pytest.mark.parametrize(
-    "text", ["localhost", "localhost:", "localhost:0", "localhost:x", ":3", "-oProxy:2", "", "a b:2", "a:1,"]
-)
-def test_bad_hosts(text: str) -> None:
-    with pytest.raises(LaunchError, match="HOST:SLOTS"):
-        parse_hosts(text)
-
-
-def test_a_host_file_with_comments_and_blank_lines(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("# the machines\n\na slots=2   # a comment\n  b slots = 3\nc:1\nd max_slots=9 slots=4\n")
-    assert parse_hostfile(str(file)) == [("a", 2), ("b", 3), ("c", 1), ("d", 4)]
-
-
-@pytest.mark.parametrize("line", ["a", "a slots=", "a slots=0", "a slots=two", "-x slots=2", "a 4"])
-def test_a_bad_line_of_a_host_file_is_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "hosts"
-    file.write_text(f"ok slots=1\n{line}\n")
-    with pytest.raises(LaunchError, match=r"line 2: .*HOST slots=N"):
-        parse_hostfile(str(file))
-
-
-@pytest.mark.parametrize(("text", "words"), [("# nothing\n", "names no host"), (None, "No such file")])
-def test_host_files_that_say_nothing(tmp_path: Path, text: str | None, words: str) -> None:
-    file = tmp_path / "hosts"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(LaunchError, match=words):
-        parse_hostfile(str(file))
+from ringdance.launch.hosts import HostFacts, local_names, meet, place, rank_places
 
 
 def test_names_of_this_machine() -> None:
@@ -63,3 +19,52 @@ def test_names_of_this_machine() -> None:
 def test_ranks_fill_hosts_in_the_order_given() -> None:
     placed = place(5, [("a", 2), ("b", 4), ("c", 1)])
     assert [(host.name, host.ranks) for host in placed] == [("a", (0, 1)), ("b", (2, 3, 4))]
+
+
+def test_numbers_of_ranks_on_uneven_hosts() -> None:
+    found = rank_places(place(4, [("a", 2), ("b", 1), ("c", 1)]))
+    assert [list(numbers.values()) for numbers in found] == [
+        [0, 4, 0, 2, 0, 3],
+        [1, 4, 1, 2, 0, 1],
+        [2, 4, 0, 1, 1, 3],
+        [3, 4, 0, 1, 2, 3],
+    ]
+
+
+def facts(*networks: tuple[str, str, int], reached: str = "") -> HostFacts:
+    return HostFacts(networks=networks, reached=reached)
+
+
+DOCKER = ("docker0", "172.17.0.1", 16)
+
+
+def test_hosts_meet_on_the_network_by_which_they_are_reached() -> None:
+    found = meet(
+        {
+            "a": facts(("eth0", "10.0.0.1", 24), ("ib0", "10.9.0.1", 16), DOCKER),
+            "b": facts(("ens3", "10.0.0.2", 24), ("ib0", "10.9.0.2", 16), DOCKER, reached="10.0.0.2"),
+        }
+    )
+    assert found.include == ("10.0.0.0/24",)
+    assert found.interfaces == {"a": ("eth0",), "b": ("ens3",)}
+
+
+def test_a_bridge_with_one_address_on_all_hosts_is_no_way_between_them() -> None:
+    pods = {
+        "a": facts(("eth0", "10.1.1.5", 24), DOCKER),
+        "b": facts(("eth0", "10.1.2.5", 24), DOCKER, reached="10.1.2.5"),
+    }
+    found = meet(pods)
+    assert (found.include, found.exclude) == ((), ("172.17.0.0/16",))
+    both = {name: facts(("eth0", f"10.0.0.{n}", 8), DOCKER) for n, name in enumerate("ab", 1)}
+    assert meet(both).include == ("10.0.0.0/8",)
+
+
+def test_interfaces_that_the_user_names() -> None:
+    both = {
+        name: facts(("eth0", f"10.0.0.{n}", 8), ("ib0", f"10.9.0.{n}", 16)) for n, name in enumerate("ab", 1)
+    }
+    assert meet(both, ["ib0"]).include == ("ib0",)
+    assert meet(both, ["ib0"]).interfaces == {"a": ("ib0",), "b": ("ib0",)}
+    with pytest.raises(LaunchError, match="host b has no network interface ib0; it has eth0"):
+        meet({**both, "b": facts(("eth0", "10.0.0.2", 8))}, ["ib0"])

@@ -7,10 +7,12 @@ import json
 import pytest
 
 from ringdance.errors import LaunchError
+from ringdance.launch.hosts import HostFacts
+from ringdance.launch.lines import session_environment
 from ringdance.launch.mpi import Mpi, family_of
-from ringdance.launch.plan import Plan, build_plan, session_environment
+from ringdance.launch.plan import Plan, build_plan
 
-OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test")
+OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test", 5)
 
 
 def plan(**changes: object) -> Plan:
@@ -19,11 +21,11 @@ def plan(**changes: object) -> Plan:
 
 
 def test_openmpi_line_unbinds_and_yields() -> None:
-    line = " ".join(plan(ranks=4).argv("SOCK", "77"))
+    line = " ".join(plan(ranks=4).argv("/tmp", "77"))
     assert line.startswith("/env/bin/mpiexec --bind-to none --map-by slot --oversubscribe")
     assert " -n 4 " in line
     assert "--mca mpi_yield_when_idle 1" in line
-    assert line.endswith("SOCK 77 /env/bin/python train.py")
+    assert line.endswith("/tmp 77 /env/bin/python train.py")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +87,94 @@ def test_more_ranks_than_slots() -> None:
         plan(ranks=5, hosts=[("localhost", 4)])
 
 
-@pytest.mark.parametrize("hosts", [[("other", 4)], [("localhost", 1), ("other", 4)]])
-def test_other_machines_are_refused(hosts: list[tuple[str, int]]) -> None:
-    with pytest.raises(LaunchError, match="host 'other' is not this machine"):
-        plan(hosts=hosts)
+WIDE = {
+    "hosts": [("a", 2), ("me", 1), ("b", 4)],
+    "ranks": 4,
+    "local": ("me",),
+    "facts": {
+        "a": HostFacts(cores=16, devices=("H100", "H100"), networks=(("eth0", "10.0.0.2", 24),)),
+        "me": HostFacts(cores=8, networks=(("eth0", "10.0.0.1", 24),)),
+        "b": HostFacts(cores=4, networks=(("eth0", "10.0.0.3", 24),)),
+    },
+}
+
+
+def test_several_hosts() -> None:
+    made = plan(**WIDE)
+    assert [(host.name, host.ranks, host.local) for host in made.hosts] == [
+        ("a", (0, 1), False),
+        ("me", (2,), True),
+        ("b", (3,), False),
+    ]
+    assert made.threads == 4
+    assert made.networks.include == ("10.0.0.0/24",)
+    assert "2 x H100" in made.describe({})
+    assert "me (here)" in made.describe({})
+
+
+@pytest.mark.parametrize(
+    ("mpi", "words"),
+    [
+        (OPENMPI, "--host a:2,me:1,b:1 --prtemca plm ssh --prtemca plm_ssh_agent /bin/sh DOOR"),
+        (OPENMPI, "--prtemca prte_if_include eth0 -n 4"),
+        (Mpi("openmpi", "m", "test", 4), "--mca plm rsh --mca plm_rsh_agent /bin/sh DOOR"),
+        (Mpi("openmpi", "m", "test", 4), "--mca oob_tcp_if_include eth0 -n 4"),
+        (Mpi("mpich", "m", "test"), "-launcher ssh -launcher-exec DOOR -hosts a:2,me:1,b:1 -iface eth0 -n 4"),
+        (
+            Mpi("intel", "m", "test"),
+            "-bootstrap ssh -bootstrap-exec DOOR -hosts a:2,me:1,b:1 -iface eth0 -n 4",
+        ),
+    ],
+)
+def test_lines_for_several_hosts(mpi: Mpi, words: str) -> None:
+    line = " ".join(plan(**WIDE, mpi=mpi).argv())
+    assert words in line
+    assert "fork" not in line
+
+
+def test_open_mpi_talks_tcp_between_hosts_unless_there_is_better() -> None:
+    environment = dict(plan(**WIDE).environment)
+    assert environment["OMPI_MCA_btl_tcp_links"] == "4"
+    assert "tcp" not in environment["OMPI_MCA_btl"]
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
+    fast = {**WIDE, "facts": {**WIDE["facts"], "a": HostFacts(infiniband=True)}}  # type: ignore[dict-item]
+    assert "OMPI_MCA_pml" not in dict(plan(**fast).environment)
+
+
+def test_an_ipv6_address_has_another_name_towards_mpiexec() -> None:
+    made = plan(hosts=[("fe80::1", 2)], local=())
+    assert "--host host0:2" in " ".join(made.mpiexec)
+    found = made.host_of("host0")
+    assert found
+    assert found.name == "fe80::1"
+    assert made.host_of("fe80::1") is None
+
+
+def test_what_is_a_machines_own_is_not_forwarded() -> None:
+    own = {"PATH": "/bin", "MY_SECRET": "s", "TMPDIR": "/run", "HOSTNAME": "a", "CUDA_VISIBLE_DEVICES": "0"}
+    own |= {
+        "SLURM_PROCID": "0",
+        "KUBERNETES_PORT": "1",
+        "NVIDIA_VISIBLE_DEVICES": "",
+        "HOME": "/h",
+        "BASH_FUNC_x%%": "()",
+    }
+    found = plan(**WIDE, environ=own, exports={"TMPDIR": "/mine"}).forwarded(own)
+    assert {"PATH", "MY_SECRET", "OMP_NUM_THREADS", "TMPDIR"} <= found.keys()
+    assert found["TMPDIR"] == "/mine"
+    assert {"HOSTNAME", "CUDA_VISIBLE_DEVICES", "SLURM_PROCID", "KUBERNETES_PORT", "HOME"}.isdisjoint(found)
+    assert not any(name.startswith(("NVIDIA_", "BASH_FUNC_")) for name in found)
+
+
+def test_secrets_are_in_no_plan() -> None:
+    made = plan(**WIDE, environ={"DB_PASSWORD": "hunter2"}, exports={"API_TOKEN": "tok-123"})
+    for text in (made.describe({"DB_PASSWORD": "hunter2"}), made.to_json({"DB_PASSWORD": "hunter2"})):
+        assert "hunter2" not in text
+        assert "tok-123" not in text
+        assert "DB_PASSWORD" in text
+        assert "API_TOKEN" in text
+    assert not any("tok-123" in word or "hunter2" in word for word in made.argv())
+    assert made.environ({"DB_PASSWORD": "hunter2"})["API_TOKEN"] == "tok-123"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +209,8 @@ def test_a_plan_can_be_printed_and_compared() -> None:
     made = plan()
     assert made == plan()
     assert json.loads(made.to_json())["ranks"] == 2
-    assert "ranks 0-1 (2 slots)" in made.describe()
+    assert json.loads(made.to_json())["line"] == made.argv()
+    assert "localhost  2      0-1    8" in made.describe()
 
 
 @pytest.mark.parametrize(
@@ -140,3 +227,11 @@ def test_a_plan_can_be_printed_and_compared() -> None:
 )
 def test_family_of(version: str, family: str | None) -> None:
     assert family_of(version) == family
+
+
+def test_interfaces_of_different_names_are_given_as_a_network() -> None:
+    facts = {**WIDE["facts"], "b": HostFacts(networks=(("ens3", "10.0.0.3", 24),))}  # type: ignore[dict-item]
+    made = plan(**{**WIDE, "facts": facts})
+    assert dict(made.environment)["OMPI_MCA_btl_tcp_if_include"] == "10.0.0.0/24"
+    assert "NCCL_SOCKET_IFNAME" not in dict(made.environment)
+    assert "-iface" not in plan(**{**WIDE, "facts": facts}, mpi=Mpi("mpich", "m", "test")).mpiexec

@@ -31,9 +31,13 @@ def _main() -> int:
 
 def _run(args: argparse.Namespace) -> int:
     order = order_of(args, resolve_command(args.command))
-    plan = order.plan()
-    tell(args, order, lambda line: print(f"horovodrun: {line}", file=sys.stderr))
-    return run_in_terminal(order, plan)
+    ready = order.prepare(_say)
+    tell(args, ready.order, _say)
+    return run_in_terminal(ready)
+
+
+def _say(line: str) -> None:
+    print(f"horovodrun: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ _EPILOG = """\
 examples:
   horovodrun -np 2 python train.py                          two processes on this machine
   horovodrun -np 4 -H localhost:4 python train.py --epochs 3
+  horovodrun -np 8 -H node1:4,node2:4 python train.py       four on each of two hosts, by ssh
   horovodrun -np 2 --output-filename logs python train.py   logs/rank.0/stdout, ...
   horovodrun -np 2 --config-file settings.yaml python train.py
   horovodrun --check-build                                  what is available

@@ -10,10 +10,12 @@ import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from horovod.runner.common.util import config_parser
+from ringdance.cluster.hostfile import HostList, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import HostList, parse_hostfile, parse_hosts
+from ringdance.launch.hosts import local_names
 from ringdance.launch.order import Order
 from ringdance.launch.output import Style
+from ringdance.launch.ssh import Reach
 from ringdance.settings import TOLD, without_effect
 
 __all__ = ["order_of", "tell"]
@@ -36,14 +38,19 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> Order:
     config_parser.set_env_from_args(exports, args)
     if args.elastic_timeout is not None:
         exports["HOROVOD_ELASTIC_TIMEOUT"] = str(args.elastic_timeout)
-    _check_interfaces(args.nics or ())
     ranks, hosts = _size(args)
+    names = [name for name, _ in hosts or ()]
+    if len(local_names(names)) == len(set(names)):  # other hosts' are looked at when they are asked
+        _check_interfaces(args.nics or ())
     # The ranks need not tell again what `tell` says.
     exports[TOLD] = ",".join(name for name, _, _ in without_effect({**os.environ, **exports}))
     return Order(
         command,
         ranks=ranks,
         hosts=hosts,
+        source=_source(args) if hosts else "",
+        reach=Reach(port=args.ssh_port or 0, identity=args.ssh_identity_file or ""),
+        interfaces=sorted(args.nics or ()),
         exports=exports,
         style=Style("[{rank}]<{stream}>:", clock=args.prefix_output_with_timestamp, closes=False),
         folder=args.output_filename or "",
@@ -52,6 +59,12 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> Order:
         binding=None if args.binding_args is None else _words("--binding-args", args.binding_args),
         mpi_args=_words("--mpi-args", args.mpi_args or ""),
     )
+
+
+def _source(args: argparse.Namespace) -> str:
+    if args.host_discovery_script:
+        return f"--host-discovery-script {args.host_discovery_script}"
+    return "-H" if args.hosts else f"--hostfile {args.hostfile}"
 
 
 def _words(option: str, text: str) -> list[str]:

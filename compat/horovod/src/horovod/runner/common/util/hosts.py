@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ringdance.cluster import hostfile
 from ringdance.errors import LaunchError
-from ringdance.launch import hosts as ringdance_hosts
+from ringdance.launch.hosts import place, rank_places
 
 __all__ = ["HostInfo", "SlotInfo", "get_host_assignments", "parse_host_files", "parse_hosts"]
 
@@ -49,7 +50,7 @@ def parse_hosts(hosts_string: str) -> list[HostInfo]:
         ValueError: an entry is not ``name:slots``.
     """
     try:
-        return [HostInfo(name, slots) for name, slots in ringdance_hosts.parse_hosts(hosts_string)]
+        return [HostInfo(name, slots) for name, slots in hostfile.parse_hosts(hosts_string)]
     except LaunchError as error:
         raise ValueError(str(error)) from None
 
@@ -61,7 +62,7 @@ def parse_host_files(filename: str) -> str:
         ValueError: it cannot be read or understood.
     """
     try:
-        found = ringdance_hosts.parse_hostfile(filename)
+        found = hostfile.parse_hostfile(filename)
     except LaunchError as error:
         raise ValueError(str(error)) from None
     return ",".join(f"{name}:{slots}" for name, slots in found)
@@ -79,11 +80,9 @@ def get_host_assignments(
     if total < min_num_proc:
         raise ValueError(f"{min_num_proc} processes were asked for, but the hosts have only {total} slots")
     size = total if max_num_proc is None else min(total, max_num_proc)
-    placed = ringdance_hosts.place(size, [(host.hostname, host.slots) for host in hosts])
-    found = []
-    for host in placed:
-        for local_rank, rank in enumerate(host.ranks):
-            column = [other for other in placed if len(other.ranks) > local_rank]
-            cross = (column.index(host), len(column))
-            found.append(SlotInfo(host.name, rank, local_rank, cross[0], size, len(host.ranks), cross[1]))
-    return found
+    placed = place(size, [(host.hostname, host.slots) for host in hosts])
+    names = [host.name for host in placed for _ in host.ranks]
+    return [
+        SlotInfo(name, **{key.lower(): number for key, number in numbers.items()})
+        for name, numbers in zip(names, rank_places(placed), strict=True)
+    ]

@@ -1,0 +1,90 @@
+"""Hosts and slots as people and schedulers write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ringdance.errors import LaunchError
+
+HostList = Sequence[tuple[str, int]]
+"""Names with their numbers of slots, in the order given."""
+
+NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|(?=.*:.*:)[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
+"""A host's name or address; never something that ssh takes for an option or a shell for more than a word."""
+
+
+def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The same with each name once, where it stood first, with all its slots."""
+    found: dict[str, int] = {}
+    for name, slots in hosts:
+        found[name] = found.get(name, 0) + slots
+    return list(found.items())
+
+
+def parse_hosts(text: str) -> list[tuple[str, int]]:
+    """``"h1:2,h2:4"`` as names and slots, in the order given; an IPv6 address may stand in brackets.
+
+    Raises:
+        LaunchError: an entry has no slot count or a bad one.
+    """
+    hosts = []
+    for entry in text.split(","):
+        found = _host(entry.strip(), "")
+        if found is None:
+            raise LaunchError(f"-H {text}: {entry.strip()!r} is not HOST:SLOTS, for example localhost:4")
+        hosts.append(found)
+    return merge(hosts)
+
+
+def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = None) -> list[tuple[str, int]]:
+    """Hosts of a file, in any of the forms in use; ``#`` begins a comment.
+
+    Horovod's and Open MPI's ``NAME slots=N`` (with more words such as ``max_slots=``), MPICH's and Intel
+    MPI's ``NAME:N``, and names alone, one for each slot, as schedulers write them.
+
+    Args:
+        path: the file.
+        option: for errors: where the name comes from.
+        slots: of a host for which none are given; None lets that be an error, unless no line gives any.
+
+    Raises:
+        LaunchError: the file cannot be read, a line cannot be understood, or it names no host.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.partition("#")[0].strip() for line in file.read().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
+    if slots is None and all(NAME.fullmatch(line) for line in lines if line):
+        slots = 1
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        name, *words = re.sub(r"\s*=\s*", "=", line).split()
+        given = next((word[6:] for word in words if word.startswith("slots=")), "")
+        bare = not any("=" in word for word in words) and bool(words)
+        found = None if bare else _host(name, given or (str(slots) if slots and NAME.fullmatch(name) else ""))
+        if found is None:
+            raise LaunchError(
+                f"{option} {path}, line {number}: {line!r} is not `HOST slots=N`, "
+                "for example: localhost slots=4"
+            )
+        hosts.append(found)
+    if not hosts:
+        raise LaunchError(f"{option} {path}: it names no host")
+    return merge(hosts)
+
+
+def _host(name: str, slots: str) -> tuple[str, int] | None:
+    """A name with its slots, which may be part of it as ``NAME:N``; None if it is neither."""
+    if not slots:
+        name, _, slots = name.rpartition(":")
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+        if ":" not in name:
+            return None
+    if not NAME.fullmatch(name) or not slots.isascii() or not slots.isdigit() or int(slots) < 1:
+        return None
+    return name, int(slots)

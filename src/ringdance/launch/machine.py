@@ -1,0 +1,84 @@
+"""What a machine is, as far as a plan needs it: standard library only, for it runs on every host."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import platform
+import re
+import socket
+import struct
+import sys
+import uuid
+from typing import Any
+
+from . import linux
+
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+
+
+def facts() -> dict[str, Any]:
+    """This machine's name, Python, cores, devices, networks, version of ours; fields of ``HostFacts``."""
+    return {
+        "name": os.uname().nodename,
+        "identity": identity(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "version": own_version(),
+        "cores": linux.usable_cores(),
+        "devices": devices(),
+        "networks": networks(),
+        "reached": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+        "infiniband": bool(glob.glob("/sys/class/infiniband/*")),
+    }
+
+
+def identity() -> str:
+    """Tells this machine, or container, from others."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{os.uname().nodename} {file.read().strip()}"
+    except OSError:
+        return f"{os.uname().nodename} {uuid.getnode()}"
+
+
+def own_version() -> str:
+    """``__version__`` of the package that this file lies in."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    try:
+        with open(os.path.join(package, "__init__.py"), encoding="utf-8") as file:
+            found = re.search(r'^__version__ = "([^"]+)"', file.read(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
+
+
+def devices() -> list[str]:
+    """Names of the GPUs, in the driver's order."""
+    found = []
+    for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                model = re.search(r"^Model:\s*(.+)$", file.read(), re.MULTILINE)
+        except OSError:
+            continue
+        found.append(model[1].strip() if model else "NVIDIA GPU")
+    return found
+
+
+def networks() -> list[tuple[str, str, int]]:
+    """Name, IPv4 address and prefix length of each interface that is up; the loopback is left out."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                address = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24]
+                mask = fcntl.ioctl(sock.fileno(), _SIOCGIFNETMASK, request)[20:24]
+            except OSError:  # no address, or not Linux
+                continue
+            if address[0] != 127:
+                bits = int.from_bytes(mask, "big").bit_count()
+                found.append((name, socket.inet_ntoa(address), bits))
+    return found

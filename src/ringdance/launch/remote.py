@@ -1,0 +1,237 @@
+"""Other hosts, seen from the launcher: an agent is started on each, and all that is wrong is told at once."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ringdance.errors import LaunchError
+from ringdance.launch import machine
+from ringdance.launch.hosts import HostFacts, facts_from
+from ringdance.launch.ssh import Reach
+from ringdance.launch.wire import AGENT_SPEAKS, Frames, bare_command
+
+_AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
+_TOLD_S = 5.0
+
+
+@dataclass
+class Remote:
+    """A host with an agent.
+
+    Attributes:
+        host: its name as given.
+        process: the ssh (or srun) that leads to it.
+        frames: the connection.
+        facts: what it is.
+        heard: when it last said something (monotonic seconds).
+        errors: what that ssh said on stderr.
+    """
+
+    host: str
+    process: subprocess.Popen[bytes]
+    frames: Frames
+    facts: HostFacts
+    heard: float = field(default_factory=time.monotonic)
+    errors: bytearray = field(default_factory=bytearray)
+
+    def close(self) -> None:
+        """End the connection, which ends the agent."""
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream:
+                stream.close()
+        try:
+            self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def last_words(self) -> str:
+        """The last line that ssh wrote on stderr."""
+        assert self.process.stderr
+        try:
+            self.errors += os.read(self.process.stderr.fileno(), 65536)
+        except OSError:
+            pass
+        lines = self.errors.decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+class _Problem(Exception):
+    def __init__(self, text: str, temporary: bool = False) -> None:
+        super().__init__(text)
+        self.temporary = temporary
+
+
+def connect(
+    hosts: Iterable[str], reach: Reach, timeout: float, say: Callable[[str], None] = lambda text: None
+) -> list[Remote]:
+    """Start an agent on each of `hosts`, all at once.
+
+    Args:
+        hosts: their names.
+        reach: how to get there.
+        timeout: seconds for a host to answer.
+        say: told, now and then, which hosts are still waited for.
+
+    Raises:
+        LaunchError: a host cannot be used; names each with what is wrong. No agent is left.
+    """
+    hosts = list(hosts)
+    found: dict[str, Remote] = {}
+    problems: dict[str, str] = {}
+    until = time.monotonic() + max(timeout, reach.patience)
+
+    def one(host: str) -> None:
+        while True:
+            try:
+                found[host] = _connect(host, reach, min(timeout, max(1.0, until - time.monotonic())))
+                return
+            except _Problem as problem:
+                if not problem.temporary or time.monotonic() + _AGAIN_S > until or not reach.patience:
+                    problems[host] = str(problem)
+                    return
+            except LaunchError as error:
+                problems[host] = str(error)
+                return
+            time.sleep(_AGAIN_S)
+
+    threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    _join(threads, hosts, found, problems, until, say)
+    problems |= _unfit(found.values())
+    if problems:
+        for remote in found.values():
+            remote.close()
+        raise LaunchError(together([f"host {host}: {problems[host]}" for host in hosts if host in problems]))
+    return [found[host] for host in hosts]
+
+
+def together(problems: Sequence[str]) -> str:
+    """All that is wrong as one message."""
+    return "\n  ".join(["nothing was started, for:", *problems]) if problems[1:] else problems[0]
+
+
+def _join(
+    threads: Sequence[threading.Thread],
+    hosts: Sequence[str],
+    found: Mapping[str, Remote],
+    problems: Mapping[str, str],
+    until: float,
+    say: Callable[[str], None],
+) -> None:
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_TOLD_S)
+            missing = [host for host in hosts if host not in found and host not in problems]
+            if thread.is_alive() and missing:
+                left = max(0.0, until - time.monotonic())
+                say(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
+
+
+def _connect(host: str, reach: Reach, timeout: float) -> Remote:
+    command = reach.command(host, bare_command("agent"))
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise _Problem(f"{command[0]} cannot be started: {error.strerror}") from None
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    os.set_blocking(process.stderr.fileno(), False)
+    frames = Frames(process.stdout.fileno(), process.stdin.fileno(), after=AGENT_SPEAKS)
+    remote = Remote(host, process, frames, HostFacts())
+    until = time.monotonic() + timeout
+    try:
+        while True:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise _Problem(f"no answer within {timeout:g} s {_heard(remote)}", temporary=True)
+            select.select([frames.read_fd], [], [], left)
+            messages, alive = frames.receive()
+            for message, _ in messages:
+                remote.facts = facts_from(message["facts"])
+                return remote
+            if not alive:
+                raise _why(remote, command[0])
+    except BaseException:
+        process.kill()
+        remote.close()
+        raise
+
+
+def _heard(remote: Remote) -> str:
+    words = remote.last_words() or remote.frames.said.decode(errors="replace").strip()
+    return f"({words})" if words else ""
+
+
+def _why(remote: Remote, program: str) -> _Problem:
+    """What the end of an ssh that brought no agent means."""
+    try:
+        code = remote.process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        code = -1
+    said = remote.last_words()
+    here = machine.facts()["executable"]
+    if code in (126, 127):
+        return _Problem(
+            f"there is no {here} ({said}). "
+            "The same Python environment is needed at the same place on all hosts"
+        )
+    if "launch" in said and "ModuleNotFoundError" in said:
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        return _Problem(f"{here} there has no ringdance in {package}. Install it as it is installed here")
+    if program == "ssh" and code == 255:
+        advice = next((advice for sign, advice in _ADVICE if sign in said), "try: ssh HOST true")
+        return _Problem(
+            f"ssh cannot connect: {said or 'it does not say why'} ({advice.replace('HOST', remote.host)})",
+            temporary="Permission denied" not in said and "verification failed" not in said,
+        )
+    return _Problem(f"{program} ended with exit code {code}: {said}", temporary=True)
+
+
+_ADVICE = (
+    ("Permission denied", "it must let you in without a password: ssh-copy-id HOST"),
+    ("verification failed", "its key has changed or is unknown: ssh-keygen -R HOST, if that is right"),
+    ("Could not resolve", "check the name; this machine knows no address for it"),
+    ("Connection refused", "no sshd listens there; another port? -p PORT"),
+    ("timed out", "is it up, and is its ssh port open?"),
+)
+
+
+def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
+    """Hosts that answer but cannot be used together with this one and the others, with the reason."""
+    here = facts_from(machine.facts())
+    problems: dict[str, str] = {}
+    seen = {here.identity: "this machine"}
+    for remote in remotes:
+        facts = remote.facts
+        if facts.version != here.version:
+            problems[remote.host] = (
+                f"it has ringdance {facts.version}, this machine {here.version}. "
+                "Install the same version on all"
+            )
+        elif facts.python.split(".")[:2] != here.python.split(".")[:2]:
+            problems[remote.host] = (
+                f"{facts.executable} is Python {facts.python} there, {here.python} here. "
+                "All hosts need the same"
+            )
+        elif facts.identity in seen:
+            problems[remote.host] = (
+                f"it is {seen[facts.identity]} by another name; name each machine once, with all its slots"
+            )
+        seen.setdefault(facts.identity, f"host {remote.host}")
+    return problems

@@ -1,0 +1,229 @@
+"""Jobs on this machine and on "hosts" beside it, as far as that goes without root (see here_hosts.py)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import here_hosts
+import psutil
+import pytest
+from processes import MARKER, script, wait_until
+
+pytestmark = [
+    pytest.mark.limit(150),
+    pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"hosts: {here_hosts.why_not()}"),
+]
+FRAME = "the job failed"
+LINE = (sys.executable, "-m", "ringdance", "run")
+THREE = ("-H", "localhost:1,other1:2,other2:1")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    environ = here_hosts.environment(tmp_path / "bin")
+
+    def run_(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(  # type: ignore[call-overload, no-any-return]
+            [*LINE, *words],
+            **{
+                "capture_output": True,
+                "text": True,
+                "check": False,
+                "timeout": 100.0,
+                "env": environ,
+                **options,
+            },
+        )
+
+    return run_
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], str]:
+    return lambda text: script(
+        tmp_path, "import os, sys, time\nrank = int(os.environ['RINGDANCE_RANK'])\n" + text
+    )
+
+
+def test_one_world_over_three_hosts(
+    run: Callable[..., subprocess.CompletedProcess[str]], program: Callable[[str], str]
+) -> None:
+    path = program(
+        "from mpi4py import MPI\n"
+        "names = 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE'\n"
+        "numbers = [os.environ['HOROVOD_' + name] for name in names]\n"
+        "print(os.uname().nodename, *numbers, MPI.COMM_WORLD.allreduce(rank), sys.stdin.read())\n"
+    )
+    done = run(*THREE, "python", path, input="what is read")
+    assert done.returncode == 0, done.stderr
+    own = os.uname().nodename
+    assert sorted(done.stdout.splitlines()) == [
+        f"[0]<{own}> {own} 0 1 0 3 6 what is read",
+        "[1]<other1> other1 0 2 1 3 6 ",
+        "[2]<other1> other1 1 2 0 1 6 ",
+        "[3]<other2> other2 0 1 2 3 6 ",
+    ]
+    assert done.stderr == ""
+
+
+def test_an_exception_on_another_host_is_the_cause(
+    run: Callable[..., subprocess.CompletedProcess[str]], program: Callable[[str], str]
+) -> None:
+    path = program("if rank == 2:\n    raise ValueError('boom')\ntime.sleep(60)\n")
+    done = run(*THREE, "python", path)
+    assert done.returncode == 1
+    assert "first failure: rank 2 of 4 on other1" in done.stderr
+    assert done.stderr.count("ValueError: boom") >= 1
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_hosts_that_do_not_answer_are_told_all_at_once(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = run("-H", "localhost:1,nowhere1:1,other1:1,nowhere2:1", "python", "-c", "print('never')")
+    assert done.returncode == 2
+    assert "never" not in done.stdout
+    for name in ("nowhere1", "nowhere2"):
+        assert f"host {name}: ssh cannot connect: ssh: Could not resolve hostname {name}" in done.stderr
+
+
+def test_a_script_that_calls_a_function_on_hosts(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "call.py").write_text(
+        "import ringdance\n"
+        "def where(word):\n"
+        "    import os\n"
+        "    return os.uname().nodename, word\n"
+        "print(ringdance.run(where, args=('w',), np=2, hosts='other1:1,other2:1'))\n"
+    )
+    environ = here_hosts.environment(tmp_path / "bin")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "call.py")],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "[('other1', 'w'), ('other2', 'w')]\n", done.stderr
+
+
+def find(marker: str, words: str = "") -> list[psutil.Process]:
+    """Living processes of a test, with `words` in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARKER) == marker and words in " ".join(process.cmdline()):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def kill_daemon(marker: str) -> str:
+    for process in find(marker, "prted"):
+        if "unshare" not in process.cmdline()[0] and process.name() == "prted":
+            process.kill()
+            return "host other"
+    raise AssertionError("no daemon")
+
+
+def kill_host(marker: str) -> str:
+    find(marker, 'hostname "$1"; mount')[0].kill()
+    return "it is gone: its connection was closed"
+
+
+def silence_host(marker: str) -> str:
+    outer = find(marker, 'hostname "$1"; mount')[0]
+    for process in [outer, *outer.children(recursive=True)]:
+        process.suspend()
+    return "it has not answered for 3 s"
+
+
+def kill_launcher(marker: str) -> str:
+    find(marker, "ringdance run")[0].kill()
+    return ""
+
+
+def interrupt(marker: str) -> str:
+    find(marker, "ringdance run")[0].send_signal(signal.SIGINT)
+    return ""
+
+
+@pytest.mark.parametrize("harm", [kill_host, silence_host, kill_daemon, kill_launcher, interrupt])
+def test_harm_to_a_host(program: Callable[[str], str], tmp_path: Path, harm: Callable[[str], str]) -> None:
+    path = program(
+        "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nprint('works', flush=True)\ntime.sleep(100)\n"
+    )
+    marker = str(time.time())
+    log = tmp_path / "log"
+    environ = {**here_hosts.environment(tmp_path / "bin"), MARKER: marker}
+    with open(log, "wb") as file:
+        job = subprocess.Popen(
+            [*LINE, *THREE, "--host-timeout", "3", "python", path],
+            env=environ,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        assert wait_until(lambda: log.read_text().count("works") == 4, 60.0) is not None, log.read_text()
+        words = harm(marker)
+        assert job.wait(40.0) != 0
+        assert words in log.read_text()
+        assert (FRAME in log.read_text()) == (harm not in (kill_launcher, interrupt))
+        # What stands still cannot end: such a host ends its processes when it goes on.
+        for process in find(marker):
+            process.resume()
+        assert wait_until(lambda: not find(marker), 30.0) is not None, find(marker)
+        assert list(Path("/tmp").glob("ringdance-*-other[12]")) == []
+    finally:
+        job.kill()
+        job.wait()
+        for process in find(marker):
+            process.kill()
+
+
+def copied_package(folder: Path, version: str) -> Path:
+    """A copy of what an agent runs, of another version."""
+    package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"
+    shutil.copytree(package / "launch", folder / "ringdance" / "launch")
+    (folder / "ringdance" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    return folder / "ringdance"
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ('echo "Permission denied (publickey)." >&2; exit 255', "ssh-copy-id other1"),
+        ('echo "Host key verification failed." >&2; exit 255', "ssh-keygen -R other1"),
+        ("exec /bin/sh -c '/no/such/python3 -I'", "there is no /"),
+        (
+            """exec /bin/sh -c "$(printf %s "$3" | sed 's,[^ ]*src/ringdance,/nowhere,')" """,
+            "has no ringdance in",
+        ),
+        (
+            """exec /bin/sh -c "$(printf %s "$3" | sed 's,[^ ]*src/ringdance,COPY,')" """,
+            "it has ringdance 0.0.7",
+        ),
+        ("exec sleep 100", "no answer within 3 s"),
+        ("exec true", "ssh ended with exit code 0"),
+    ],
+)
+def test_what_is_wrong_on_a_host_is_told(tmp_path: Path, does: str, words: str) -> None:
+    does = does.replace("COPY", str(copied_package(tmp_path, "0.0.7")))
+    environ = here_hosts.environment(tmp_path / "bin")
+    (tmp_path / "bin" / "ssh").write_text(f'#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\n{does}\n')
+    line = [*LINE, "-H", "localhost:1,other1:1", "--start-timeout", "3", "python", "-c", "print('never')"]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "host other1: " in done.stderr
+    assert words in done.stderr
+    assert done.stdout == ""

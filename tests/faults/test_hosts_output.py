@@ -1,0 +1,65 @@
+"""Forms of output beside the lines with their rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from processes import script
+
+LINE = (sys.executable, "-m", "ringdance", "run", "-np", "3")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*LINE, *words], capture_output=True, text=True, check=False, timeout=50)
+
+
+def program(folder: Path) -> str:
+    return script(
+        folder,
+        "import os, sys\n"
+        "print('same', flush=True)\n"
+        "print('own', os.environ['RINGDANCE_RANK'])\n"
+        "print('warning \"ü\"', file=sys.stderr)\n",
+    )
+
+
+def test_equal_lines_are_shown_once_and_files_have_all(tmp_path: Path) -> None:
+    done = run("--fold", "--output-filename", str(tmp_path / "logs"), "python", program(tmp_path))
+    assert done.returncode == 0, done.stderr
+    out = done.stdout.splitlines()
+    assert {f"[{rank}] own {rank}" for rank in range(3)} <= set(out)
+    same = [line for line in out if line.endswith("same")]
+    assert sum(_count(line) for line in same) == 3
+    assert len(out) == 3 + len(same)
+    for rank in range(3):
+        assert (
+            tmp_path / "logs" / f"rank.{rank}" / "stdout"
+        ).read_text() == f"[{rank}] same\n[{rank}] own {rank}\n"
+
+
+def _count(line: str) -> int:
+    """How many ranks stand before a line."""
+    spans = [span.split("-") for span in line[1 : line.index("]")].split(",")]
+    return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    done = run("--output-json", "python", program(tmp_path))
+    found = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+    for rank in range(3):
+        mine = [(line["stream"], line["text"]) for line in found if line["rank"] == rank]
+        assert mine == [("stdout", "same"), ("stdout", f"own {rank}"), ("stderr", 'warning "ü"')]
+    assert all(line["time"] > 1e9 and line["host"] for line in found)
+
+
+def test_colours_are_on_the_screen_only(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    done = run("--colour", "--output-filename", str(logs), "python", "-c", "print('word')")
+    lines = sorted(line[line.index("[", 2) :] for line in done.stdout.splitlines())
+    assert lines == [f"[{rank}] \033[0mword" for rank in range(3)]
+    assert len({line[: line.index("[", 2)] for line in done.stdout.splitlines()}) == 3
+    assert (logs / "rank.1" / "stdout").read_text() == "[1] word\n"
+    assert "\033" not in run("python", "-c", "print('word')").stdout

@@ -1,0 +1,221 @@
+"""Hosts made of namespaces: each has a network, a name, processes, mounts, a /dev/shm and an sshd of its own.
+
+A bridge joins them, in a namespace too, so that nothing of this machine's network is touched. Files are
+shared as by NFS, but for /dev/shm, /run, /root/.ssh and /etc/hosts. Needs root, `ip` and `sshd`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_NET = "10.83.7"
+_SSHD = "/usr/sbin/sshd"
+_INSIDE = """
+hostname "$1"; mount --make-rprivate /
+mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /run; mkdir -p /run/sshd; mkdir -m 1777 /run/tmp
+mount --bind "$2/ssh" /root/.ssh; mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/$1.boot_id" /proc/sys/kernel/random/boot_id
+exec /usr/sbin/sshd -D -e -f "$2/sshd_config"
+"""
+_SSHD_CONFIG = """
+Port 22
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/ssh/authorized_keys
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin yes
+MaxStartups 100
+PidFile none
+SetEnv TMPDIR=/run/tmp
+"""
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here, or ""."""
+    if os.name != "posix" or not hasattr(os, "getuid") or os.getuid() != 0:
+        return "needs root"
+    missing = [name for name in ("ip", "unshare", "nsenter", "ssh-keygen", _SSHD) if not shutil.which(name)]
+    if missing:
+        return f"needs {', '.join(missing)} (Debian: openssh-server iproute2)"
+    if subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], check=False).returncode:
+        return "may not make namespaces"
+    return ""
+
+
+class Hosts:
+    """`count` hosts h1, h2, ...; `rate` is the links' in Mbit/s, 0 for no limit.
+
+    Args:
+        folder: for keys and settings; its path must be short.
+        count: how many.
+        rate: of each link, in both directions.
+        domain: of all names but a host's own, as of pods: "job.ns.svc".
+    """
+
+    def __init__(self, folder: Path, count: int, rate: int = 0, domain: str = "") -> None:
+        self.folder, self.rate = folder, rate
+        self.names = [f"h{number}" for number in range(1, count + 1)]
+        self._tag = "rd" + uuid.uuid4().hex[:5]
+        self._switch = f"{self._tag}sw"
+        self._outer: dict[str, subprocess.Popen[bytes]] = {}
+        self._init: dict[str, int] = {}
+        suffix = f".{domain}" if domain else ""
+        self.address = {name: f"{_NET}.{number}" for number, name in enumerate(self.names, 1)}
+        self._prepare("".join(f"{self.address[name]} {name}{suffix}\n" for name in self.names))
+        try:
+            self._up()
+        except BaseException:
+            self.down()
+            raise
+
+    def _prepare(self, names: str) -> None:
+        (self.folder / "ssh").mkdir(parents=True, mode=0o700)
+        for path in ("ssh/id_ed25519", "host_key"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / path))
+        shutil.copy(self.folder / "ssh/id_ed25519.pub", self.folder / "ssh/authorized_keys")
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        (self.folder / "sshd_config").write_text(_SSHD_CONFIG.format(folder=self.folder))
+        Path("/run/sshd").mkdir(exist_ok=True)
+        Path("/root/.ssh").mkdir(exist_ok=True, mode=0o700)
+
+    def _up(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for name in self.names:
+            self._add(name)
+        for name in self.names:
+            answers = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"]
+            answers += ["-o", "UserKnownHostsFile=/dev/null", self.address[name], "true"]
+            if wait_until(lambda line=answers: self.run(self.names[0], *line).returncode == 0, 20.0) is None:
+                raise RuntimeError(f"{name} does not come up")
+
+    def _add(self, name: str) -> None:
+        space = self._tag + name
+        _run("ip", "netns", "add", space)
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+        # A fixed address: the others remember it when the host comes back.
+        pair = f"eth0 address 02:00:00:00:07:{self.address[name].rpartition('.')[2]:0>2} type veth peer name"
+        _run("ip", "-n", space, "link", "add", *pair.split(), name, "netns", self._switch)
+        for where, device in ((space, "eth0"), (self._switch, name)) if self.rate else ():
+            limit = f"tbf rate {self.rate}mbit burst 512kb latency 50ms".split()
+            _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *limit)
+        _run("ip", "-n", self._switch, "link", "set", name, "master", "br0", "up")
+        _run("ip", "-n", space, "addr", "add", f"{self.address[name]}/24", "dev", "eth0")
+        _run("ip", "-n", space, "link", "set", "eth0", "up")
+        (self.folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
+        line = ["nsenter", f"--net=/run/netns/{space}", "unshare", "--uts", "--mount", "--pid", "--fork"]
+        line += ["--kill-child", "--mount-proc", "/bin/sh", "-c", _INSIDE, "host", name, str(self.folder)]
+        log = open(self.folder / f"{name}.log", "wb")  # noqa: SIM115
+        self._outer[name] = process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        log.close()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        if wait_until(lambda: bool(children.read_text().split()), 10.0) is None:
+            raise RuntimeError(f"{name} has no first process")
+        self._init[name] = int(children.read_text().split()[0])
+
+    def line(self, name: str, *command: str) -> list[str]:
+        """The command line that runs `command` on a host as if from a login there."""
+        enter = ["nsenter", "-t", str(self._init[name]), "-a", f"--wd={os.getcwd()}"]
+        return [*enter, "env", "TMPDIR=/run/tmp", *command]
+
+    def run(
+        self, name: str, *command: str, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `command` there to its end."""
+        return subprocess.run(
+            self.line(name, *command),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
+        )
+
+    def start(self, name: str, *command: str, log: Path) -> subprocess.Popen[bytes]:
+        """Start `command` there, its output into a file."""
+        with open(log, "wb") as file:
+            return subprocess.Popen(
+                self.line(name, *command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def unplug(self, name: str) -> None:
+        """Take its link down at the switch."""
+        _run("ip", "-n", self._switch, "link", "set", name, "down")
+
+    def plug(self, name: str) -> None:
+        """Bring it up again."""
+        _run("ip", "-n", self._switch, "link", "set", name, "up")
+
+    def kill(self, name: str) -> None:
+        """SIGKILL everything there; the others see its connections close."""
+        os.kill(self._init[name], signal.SIGKILL)
+
+    def power_off(self, name: str) -> None:
+        """The same, in silence."""
+        self.unplug(name)
+        self.kill(name)
+
+    def revive(self, name: str) -> None:
+        """Start it again after it was killed."""
+        self._outer.pop(name).wait(10.0)
+        subprocess.run(["ip", "netns", "del", self._tag + name], check=False)
+        wait_until(lambda: name not in _run("ip", "-n", self._switch, "-br", "link"), 5.0)
+        self._add(name)
+
+    def processes(self, name: str) -> dict[int, str]:
+        """Pids (as this machine sees them) and command lines of all that runs there beside sshd."""
+        space = os.stat(f"/proc/{self._init[name]}/ns/pid").st_ino
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdigit() or os.stat(entry / "ns/pid").st_ino != space:
+                    continue
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            if line and "sshd" not in line.split(" -c ")[0]:
+                found[int(entry.name)] = line
+        return found
+
+    def leftovers(self, name: str) -> list[str]:
+        """What a job has left there, in words."""
+        left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
+        root = Path(f"/proc/{self._init[name]}/root")
+        for folder in ("dev/shm", "run/tmp"):
+            left += [f"{name}: /{folder}/{path.name}" for path in (root / folder).iterdir()]
+        return left + [str(path) for path in Path("/tmp").glob(f"ringdance-*-{name}")]
+
+    def down(self) -> None:
+        """Remove all."""
+        for process in self._outer.values():
+            process.kill()
+            process.wait()
+        for name in [*(self._tag + name for name in self.names), self._switch]:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
+    """Seconds until it holds, or None if it did not within `seconds`."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            return None
+        time.sleep(0.02)
+    return time.monotonic() - began

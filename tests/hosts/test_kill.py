@@ -1,0 +1,149 @@
+"""Whatever happens to a host, a daemon or a rank: the job ends soon, says what it was, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+RUN = (sys.executable, "-m", "ringdance", "run")
+LIMIT = 10.0  # seconds, of the contract: not a matter of speed
+
+WORK = """
+import os, time
+import numpy as np
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+comm.Barrier()
+print("works", flush=True)
+while True:
+    time.sleep(0.05) if {idle} else comm.Allreduce(np.ones(100000), np.empty(100000))
+"""
+
+
+class Job:
+    """A job of six ranks on the three hosts, begun on h1."""
+
+    def __init__(self, hosts: Hosts, folder: Path, idle: bool) -> None:
+        self.hosts, self.log = hosts, folder / "log"
+        (folder / "work.py").write_text(WORK.format(idle=idle))
+        words = [*RUN, "-H", "h1:2,h2:2,h3:2", "python", str(folder / "work.py")]
+        self.outer = hosts.start("h1", *words, log=self.log)
+        assert wait_until(lambda: self.log.read_text().count("works") == 6, 60.0) is not None, self.said
+        found = self.find("h1", " ringdance run ")
+        self.launcher = min(found)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def find(self, host: str, words: str) -> list[int]:
+        """Processes on a host by their command line."""
+        return [pid for pid, line in self.hosts.processes(host).items() if words in line]
+
+    def end(self) -> int:
+        """Wait for its end; the exit code."""
+        began = time.monotonic()
+        while self.outer.poll() is None:
+            assert time.monotonic() - began < LIMIT, f"still runs after {LIMIT} s: {self.said}"
+            time.sleep(0.05)
+        return self.outer.returncode
+
+
+def kill_rank(job: Job) -> str:
+    victim = job.find("h2", "work.py")
+    ranks = [pid for pid in job.find("h2", "work.py") if "launch.rank" not in job.hosts.processes("h2")[pid]]
+    assert len(ranks) == 2, victim
+    os.kill(ranks[0], signal.SIGKILL)
+    return r"first failure: rank"
+
+
+def kill_daemon(job: Job) -> str:
+    (daemon,) = job.find("h2", "prted")
+    os.kill(daemon, signal.SIGKILL)
+    return "host h2 (ranks 2-3): prted"
+
+
+def kill_agent(job: Job) -> str:
+    (agent,) = [
+        pid for pid in job.find("h3", "launch.agent") if "/sh" not in job.hosts.processes("h3")[pid][:8]
+    ]
+    os.kill(agent, signal.SIGKILL)
+    return "host h3 (ranks 4-5): it is gone"
+
+
+def kill_host(job: Job) -> str:
+    job.hosts.kill("h3")
+    return "host h3 (ranks 4-5): it is gone"
+
+
+def power_off(job: Job) -> str:
+    job.hosts.power_off("h3")
+    return "host h3 (ranks 4-5): it has not answered"
+
+
+def unplug(job: Job) -> str:
+    job.hosts.unplug("h2")
+    return "host h2 (ranks 2-3): it has not answered"
+
+
+def interrupt(job: Job) -> str:
+    os.kill(job.launcher, signal.SIGINT)
+    return ""
+
+
+def kill_launcher(job: Job) -> str:
+    os.kill(job.launcher, signal.SIGKILL)
+    return ""
+
+
+HARMS = [kill_rank, kill_daemon, kill_agent, kill_host, power_off, unplug, interrupt, kill_launcher]
+
+
+@pytest.fixture
+def whole(three_hosts: Hosts) -> Hosts:
+    """The hosts, mended after the test before."""
+    for name in three_hosts.names:
+        three_hosts.plug(name)
+        if not os.path.exists(f"/proc/{three_hosts._init[name]}/ns/pid"):
+            three_hosts.revive(name)
+    for name in three_hosts.names:
+        ssh = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", name, "true")
+        assert wait_until(lambda ssh=ssh: three_hosts.run("h1", *ssh).returncode == 0, 20.0) is not None
+    return three_hosts
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("trial", range(int(os.environ.get("KILL_TRIALS", "5"))))
+def test_harm(whole: Hosts, tmp_path: Path, harm: Callable[[Job], str], idle: bool, trial: int) -> None:
+    job = Job(whole, tmp_path, idle)
+    try:
+        words = harm(job)
+        code = job.end()
+        assert code != 0
+        assert words in job.said, job.said
+        if harm is not kill_launcher:
+            assert harm is interrupt or "the job failed" in job.said, job.said
+        living = [name for name in whole.names if os.path.exists(f"/proc/{whole._init[name]}/ns/pid")]
+        left: list[str] = []
+
+        def nothing_left() -> bool:
+            left[:] = [line for name in living for line in whole.leftovers(name)]
+            return not left
+
+        assert wait_until(nothing_left, LIMIT) is not None, left
+    finally:
+        job.outer.kill()
+        job.outer.wait()
+        for name in whole.names:
+            for pid in whole.processes(name):
+                subprocess.run(["kill", "-9", str(pid)], check=False, capture_output=True)

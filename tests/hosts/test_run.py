@@ -1,0 +1,149 @@
+"""`ringdance run` over ssh on simulated hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+ROOT = Path(__file__).resolve().parents[2]
+RUN = (sys.executable, "-m", "ringdance", "run")
+
+PLACES = """
+import os
+from mpi4py import MPI
+names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"
+numbers = [int(os.environ["HOROVOD_" + name]) for name in names]
+print(os.uname().nodename, *numbers, MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank))
+"""
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> str:
+    (tmp_path / "places.py").write_text(PLACES)
+    return str(tmp_path / "places.py")
+
+
+def test_ranks_are_where_the_plan_says(three_hosts: Hosts, places: str) -> None:
+    done = three_hosts.run("h1", *RUN, "-H", "h2:2,h1:2,h3:1", "python", places)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0]<h2> h2 0 5 0 2 0 3 10",
+        "[1]<h2> h2 1 5 1 2 0 2 10",
+        "[2]<h1> h1 2 5 0 2 1 3 10",
+        "[3]<h1> h1 3 5 1 2 1 2 10",
+        "[4]<h3> h3 4 5 0 1 2 3 10",
+    ]
+    assert done.stderr == ""
+    assert [three_hosts.leftovers(name) for name in three_hosts.names] == [[], [], []]
+
+
+def test_the_launchers_host_need_not_have_ranks(three_hosts: Hosts, places: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("h2 slots=2\n10.83.7.3 slots=2 # h3\n")
+    done = three_hosts.run("h1", *RUN, "--hostfile", str(tmp_path / "hosts"), "-np", "3", "python", places)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[1] for line in done.stdout.splitlines()) == ["h2", "h2", "h3"]
+
+
+def test_training_over_three_hosts(three_hosts: Hosts) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    script = str(ROOT / "examples" / "digits_torch.py")
+    done = three_hosts.run("h1", *RUN, "-H", "h1:2,h2:2,h3:2", "python", script, timeout=200.0)
+    assert done.returncode == 0, done.stderr
+    accuracy = re.findall(r"accuracy\D*([\d.]+)", done.stdout)
+    assert accuracy, done.stdout
+    assert float(accuracy[-1]) > 0.9 or float(accuracy[-1]) > 90.0
+
+
+def test_a_function_on_three_hosts(three_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "call.py").write_text(
+        "import ringdance\n"
+        "def where(start):\n"
+        "    import os\n"
+        "    return os.uname().nodename, start + int(os.environ['RINGDANCE_RANK'])\n"
+        "print(ringdance.run(where, args=(5,), np=3, hosts='h1:1,h2:1,h3:1'))\n"
+    )
+    done = three_hosts.run("h1", sys.executable, str(tmp_path / "call.py"))
+    assert done.stdout == "[('h1', 5), ('h2', 6), ('h3', 7)]\n", done.stderr
+
+
+def test_horovodrun(three_hosts: Hosts, places: str) -> None:
+    pytest.importorskip("horovod")
+    line = [sys.executable, "-m", "horovod.runner.launch", "-np", "4", "-H", "h1:2,h2:2"]
+    done = three_hosts.run("h1", *line, "--network-interface", "eth0", "-p", "22", "python", places)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines())[2] == "[2]<stdout>:h2 2 4 0 2 1 2 6"
+
+
+def test_what_rank_0_reads_on_another_host(three_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "read.py").write_text(
+        "import os, sys\ntext = sys.stdin.read()\n"
+        "print(os.environ['RINGDANCE_RANK'], len(text), text[-7:-1])\n"
+    )
+    words = " ".join([*RUN, "-H", "h2:1,h1:1", "--no-prefix", "python", str(tmp_path / "read.py")])
+    done = three_hosts.run("h1", "sh", "-c", f"seq 100000 200000 | {words}")
+    assert sorted(done.stdout.splitlines()) == ["0 700007 200000", "1 0 "], done.stderr
+
+
+def test_much_output_from_another_host_comes_whole(three_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text("for n in range(200000): print(n, 'x' * 60)\n")
+    done = three_hosts.run("h1", *RUN, "-H", "h2:1,h3:1", "python", str(tmp_path / "talk.py"), timeout=120.0)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for rank, host in enumerate(("h2", "h3")):
+        mine = [line for line in lines if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}]<{host}> {n} {'x' * 60}" for n in range(200000)]
+
+
+def test_secrets_are_in_no_argument_list(three_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(
+        "import os\n"
+        "lines = [open(f'/proc/{p}/cmdline').read() for p in os.listdir('/proc') if p.isdigit()]\n"
+        "print(os.environ['MY_TOKEN'], os.environ['OTHER'], sum('tok-' + '123' in line for line in lines))\n"
+    )
+    done = three_hosts.run(
+        "h1", *RUN, "-H", "h1:1,h2:1", "-x", "OTHER", "python", str(tmp_path / "look.py"),
+        env={"MY_TOKEN": "tok-123", "OTHER": "tok-123"},
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == ["[0]<h1> tok-123 tok-123 0", "[1]<h2> tok-123 tok-123 0"], (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ("h1:1,h9:1", r"host h9: ssh cannot connect: .*Could not resolve"),
+        ("h1:1,10.83.7.99:1", r"host 10.83.7.99: ssh cannot connect"),
+        ("h1:1,h2:1,10.83.7.2:1", r"host 10.83.7.2: it is host h2 by another name"),
+        ("h1:1,h2:1,nowhere:2,h8:1", r"nothing was started, for:\n  host nowhere: .*\n  host h8: "),
+    ],
+)
+def test_hosts_that_cannot_be_used(three_hosts: Hosts, places: str, hosts: str, words: str) -> None:
+    done = three_hosts.run("h1", *RUN, "-H", hosts, "python", places)
+    assert done.returncode == 2
+    assert re.search(words, done.stderr), done.stderr
+    assert done.stdout == ""
+    assert [three_hosts.leftovers(name) for name in three_hosts.names] == [[], [], []]
+
+
+def test_a_folder_that_one_host_does_not_have(three_hosts: Hosts, places: str) -> None:
+    line = f"mkdir -p /run/here && cd /run/here && exec {' '.join(RUN)} -H h1:1,h2:1 python {places}"
+    done = three_hosts.run("h1", "sh", "-c", line)
+    assert done.returncode == 2
+    assert "host h2: there is no folder /run/here" in done.stderr
+
+
+def test_the_plan_knows_the_hosts(three_hosts: Hosts, places: str) -> None:
+    done = three_hosts.run("h1", *RUN, "-H", "h1:2,h2:2", "--dry-run", "--format", "json", "python", places)
+    plan = json.loads(done.stdout)
+    assert [host["cores"] for host in plan["hosts"]] == [len(os.sched_getaffinity(0))] * 2
+    assert plan["networks"]["include"] == ["10.83.7.0/24"]
+    assert [host["interfaces"] for host in plan["hosts"]] == [["eth0"]] * 2

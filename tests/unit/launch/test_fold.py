@@ -1,0 +1,55 @@
+"""Equal lines of many ranks are shown once."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringdance.launch.fold import WAIT_S, Fold, spans
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([0], "0"), ([3, 1, 2], "1-3"), ([0, 2, 3, 9], "0,2-3,9"), ([4, 5], "4-5")]
+)
+def test_spans(numbers: list[int], text: str) -> None:
+    assert spans(numbers) == text
+
+
+class Screen:
+    def __init__(self, ranks: int) -> None:
+        self.now, self.shown = 0.0, b""
+        self.fold = Fold(self.write, ranks, lambda: self.now)
+
+    def write(self, data: bytes) -> None:
+        self.shown += data
+
+
+def test_lines_of_all_ranks_wait_for_nobody() -> None:
+    screen = Screen(3)
+    for rank in (2, 0, 1):
+        assert screen.shown == b""
+        screen.fold.of(rank)(b"epoch 1\n")
+    assert screen.shown == b"[0-2] epoch 1\n"
+    assert screen.fold.due() is None
+
+
+def test_what_only_some_say_is_shown_after_a_moment() -> None:
+    screen = Screen(3)
+    screen.fold.of(1)(b"mine\nepoch 1\n")
+    screen.fold.of(0)(b"epoch 1\n")
+    assert screen.fold.due() == WAIT_S
+    screen.fold.flush()
+    assert screen.shown == b""
+    screen.now = WAIT_S
+    screen.fold.flush()
+    assert screen.shown == b"[1] mine\n[0-1] epoch 1\n"
+
+
+def test_each_ranks_lines_keep_their_order() -> None:
+    screen = Screen(2)
+    screen.fold.of(0)(b"a\nb\na\n")
+    screen.fold.of(1)(b"b\na\na\n")
+    screen.fold.flush(everything=True)
+    assert screen.shown == b"[0] a\n[0-1] b\n[0-1] a\n[1] a\n"
+    screen.fold.of(0)(b"no end")
+    screen.fold.flush(everything=True)
+    assert screen.shown.endswith(b"[0] no end\n")

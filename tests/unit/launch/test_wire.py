@@ -1,0 +1,96 @@
+"""Messages between hosts, and the command lines that lead there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import pytest
+
+from ringdance.errors import LaunchError
+from ringdance.launch.ssh import Reach
+from ringdance.launch.wire import Frames
+
+
+def pair(after: bytes = b"") -> tuple[Frames, Frames]:
+    (one_reads, other_writes), (other_reads, one_writes) = os.pipe(), os.pipe()
+    return Frames(one_reads, one_writes, after), Frames(other_reads, other_writes)
+
+
+def test_messages_come_whole_however_they_are_cut() -> None:
+    ours, theirs = pair()
+    payload = bytes(range(256)) * 2000  # more than a pipe holds
+    theirs.send({"a": 1})
+    theirs.send({"b": "ü"}, payload)
+    theirs.send({"c": None})
+    found = []
+    while len(found) < 3:
+        theirs.flush()
+        messages, alive = ours.receive()
+        assert alive
+        found += messages
+    assert found == [({"a": 1}, b""), ({"b": "ü"}, payload), ({"c": None}, b"")]
+    assert theirs.unsent == 0
+
+
+def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
+    _, theirs = pair()
+    for _ in range(100):
+        assert theirs.send({}, b"x" * 10000)
+    assert theirs.unsent > 500_000
+
+
+def test_what_a_login_shell_says_first_is_no_message() -> None:
+    ours, theirs = pair(after=b"\n::here::\n")
+    os.write(theirs.write_fd, b"Welcome!\nToday's motd\n::he")
+    assert ours.receive() == ([], True)
+    os.write(theirs.write_fd, b"re::\n")
+    theirs.send({"a": 1})
+    assert ours.receive() == ([({"a": 1}, b"")], True)
+    assert ours.said == b"Welcome!\nToday's motd"
+
+
+def test_the_end_and_rubbish_are_seen() -> None:
+    ours, theirs = pair()
+    os.write(theirs.write_fd, b"bash: something is wrong here")
+    with pytest.raises(ValueError, match="bash: something"):
+        ours.receive()
+    ours, theirs = pair()
+    os.close(theirs.write_fd)
+    assert ours.receive() == ([], False)
+    os.close(ours.read_fd)
+    assert theirs.open
+    os.close(theirs.read_fd)
+    theirs.write_fd = os.open(os.devnull, os.O_RDONLY)
+    assert not theirs.send({"a": 1})
+
+
+def test_ssh_never_asks_and_never_trusts_a_changed_key() -> None:
+    line = Reach().command("node1", ["true"])
+    assert line[-3:] == ["--", "node1", "true"]
+    text = " ".join(line)
+    assert "-o BatchMode=yes" in text
+    assert "-o StrictHostKeyChecking=accept-new" in text
+
+
+def test_the_users_own_options_of_ssh_come_first() -> None:
+    line = Reach(port=2222, identity="/k y", arguments=["-o", "StrictHostKeyChecking=yes"]).command(
+        "n", ["true"]
+    )
+    assert line.index("StrictHostKeyChecking=yes") < line.index("StrictHostKeyChecking=accept-new")
+    assert line[line.index("-p") + 1] == "2222"
+    assert line[line.index("-i") + 1] == "/k y"
+
+
+def test_the_shell_over_there_gets_the_words_as_they_are() -> None:
+    words = ["/a b/python", "-c", "import sys;print('$HOME `id` \"x\"')", "*", "", "-x", "a\nb"]
+    assert shlex.split(Reach().command("n", words)[-1]) == words
+
+
+@pytest.mark.parametrize(
+    "name", ["-oProxyCommand=x", "a b", "a;b", "$(id)", "", "a\nb", "x@y", "a/b", "`id`", "a'b"]
+)
+def test_names_that_are_no_hosts(name: str) -> None:
+    for way in ("ssh", "srun"):
+        with pytest.raises(LaunchError, match="not the name of a host"):
+            Reach(way=way).command(name, ["true"])
