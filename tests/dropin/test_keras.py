@@ -31,7 +31,10 @@ def environ(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize(("size", "which"), [(2, ""), (3, "twenty_steps or overflow or process_set")])
+@pytest.mark.parametrize(("size", "which"), [
+    (2, ""),
+    (3, "twenty_steps or (overflow and not accumulation) or aggregation or process_set or set_of_ranks"),
+])
 @pytest.mark.usefixtures("environ")
 def test_on_ranks(size: int, which: str) -> None:
     # Keras itself warns a thousand times of how it converts arrays.
@@ -83,9 +86,10 @@ def test_a_script_written_for_horovod(way: str, tmp_path: Path) -> None:
     assert written == [f"checkpoint-{epoch}.keras" for epoch in range(1, 7)]
 
 
-def test_the_jax_example() -> None:
-    for name in ("jax", "optax", "sklearn"):
-        pytest.importorskip(name)
-    said = job("mpiexec", 2, str(TESTS.parent / "examples" / "digits_jax.py"))
+@pytest.mark.parametrize(("name", "needs"), [("jax", "optax"), ("flax", "flax")])
+def test_the_jax_examples(name: str, needs: str) -> None:
+    for module in ("jax", "optax", "sklearn", needs):
+        pytest.importorskip(module)
+    said = job("mpiexec", 2, str(TESTS.parent / "examples" / f"digits_{name}.py"))
     assert "all 2 ranks hold the same weights: yes" in said
     assert float(re.findall(r"test accuracy: ([\d.]+)%", said)[0]) > 95

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -31,7 +32,7 @@ def data(ranks: list[int], steps: int = STEPS, spoiled: dict[int, int] | None = 
             x = np.random.default_rng([step, rank]).normal(size=(ROWS, 8)).astype("float32")
             y = np.sin(x.sum(axis=1, keepdims=True))
             if spoiled and spoiled.get(step) == rank:
-                x[0, 0] = 1e30
+                x[0, 0] = np.inf
             everything.append((x, y))
     return tuple(np.concatenate(parts) for parts in zip(*everything, strict=True))
 
@@ -44,6 +45,17 @@ def fit(optimizer: Any, ranks: list[int], seed: int = 0, **options: Any) -> Any:
     x, y = data(ranks, spoiled=spoiled)
     net.fit(x, y, batch_size=ROWS * len(ranks), shuffle=False, verbose=0, **options)
     return net
+
+
+def by_rank_zero(work: Callable[[], Any]) -> Any:
+    """What `work` gives on rank 0, on all ranks; the others wait. For what one process would do."""
+    return hvd.broadcast_object(work() if hvd.rank() == 0 else None)
+
+
+def alone(optimizer: Any, ranks: list[int], **options: Any) -> Weights:
+    """The weights after one process has trained on the joined batches of these ranks."""
+    weights: Weights = by_rank_zero(lambda: fit(optimizer, ranks, **options).get_weights())
+    return weights
 
 
 def far(one: Weights, other: Weights) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from nets import ROWS, STEPS, data, far, fit, model, number, same_on_all_ranks
+from nets import ROWS, STEPS, alone, data, far, fit, model, number, same_on_all_ranks
 
 import ringdance.keras as hvd
 from ringdance.errors import ArgumentError, CollectiveError, MismatchError
@@ -56,7 +56,7 @@ def test_ranks_that_begin_differently_train_as_rank_zero() -> None:
         callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)],
     ).get_weights()
     assert same_on_all_ranks(found)
-    assert far(found, fit(sgd(), ALL, seed=1).get_weights()) < 1e-6
+    assert far(found, alone(sgd(), ALL, seed=1)) < 1e-6
 
 
 def test_local_variables_are_not_broadcast() -> None:
@@ -90,7 +90,7 @@ def test_metrics_are_averaged() -> None:
 
 def rates(*more: Any, epochs: int = 3, steps: int = 4) -> tuple[list[float], list[dict[str, float]]]:
     spy, net = Spy(), model()
-    net.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
     net.fit(*data([RANK], steps), batch_size=ROWS, epochs=epochs, verbose=0, callbacks=[*more, spy])
     return spy.rates, spy.logs
 
@@ -116,7 +116,7 @@ def test_schedules() -> None:
 
 def test_progress_bar_on_rank_zero_only() -> None:
     net, out = model(), io.StringIO()
-    net.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
     with redirect_stdout(out):
         net.fit(*data([RANK], 4), batch_size=ROWS, epochs=2, callbacks=[callbacks.ProgressBar()])
     assert ("Epoch 2/2" in out.getvalue()) == (RANK == 0)
@@ -130,6 +130,30 @@ def test_best_model_is_written_by_rank_zero(tmp_path: Path) -> None:
     nowhere = callbacks.BestModelCheckpoint(monitor="loss")
     with pytest.raises(ArgumentError, match="filepath"):
         nowhere.on_epoch_end(0, {"loss": 1.0})
+
+
+def test_what_writes_is_for_rank_zero(shared: Path) -> None:
+    """The same list of callbacks on all ranks: files and lines come from rank 0 only."""
+    log, kept = shared / "log.csv", shared / "kept.keras"
+    only, out = callbacks.on_rank_zero, io.StringIO()
+    net = model(RANK)
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
+    more = [
+        callbacks.BroadcastGlobalVariablesCallback(0), callbacks.MetricAverageCallback(),
+        only(keras.callbacks.CSVLogger(log)), only(keras.callbacks.ModelCheckpoint(kept)),
+        only(keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(f"rank {RANK}"))),
+        keras.callbacks.EarlyStopping("loss", min_delta=1e9), callbacks.ProgressBar(),
+    ]
+    with redirect_stdout(out):
+        history = net.fit(*data([RANK], 4), batch_size=ROWS, epochs=3, verbose=2, callbacks=more)
+    assert len(history.epoch) == 2, "all ranks stop after the same epoch"
+    assert out.getvalue().count("rank 0") == 2 * (RANK == 0)
+    assert ("Epoch 1/3" in out.getvalue()) == (RANK == 0)
+    hvd.broadcast_object(None)
+    assert log.read_text().splitlines()[1].split(",")[:2] == ["0", str(history.history["loss"][0])]
+    assert far(keras.models.load_model(kept).get_weights(), net.get_weights()) == 0
+    with pytest.raises(ArgumentError, match="EarlyStopping changes training"):
+        only(keras.callbacks.EarlyStopping())
 
 
 @keras.saving.register_keras_serializable("tests")

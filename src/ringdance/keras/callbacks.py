@@ -15,8 +15,14 @@ from ringdance.training.objects import allgather_object
 
 __all__ = [
     "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback", "MetricAverageCallback", "ProgressBar",
+    "LearningRateWarmupCallback", "MetricAverageCallback", "ProgressBar", "on_rank_zero",
 ]
+
+_CHANGE_TRAINING = (
+    keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.LearningRateScheduler, keras.callbacks.TerminateOnNaN,
+    keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights,
+)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -144,3 +150,21 @@ class ProgressBar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
         super().set_params(params)
         if session.engine().rank != 0:
             self.verbose = 0
+
+
+def on_rank_zero(callback: Any) -> Any:
+    """Return a callback of Keras that acts on rank 0 and does nothing on the others.
+
+    For what writes: ``on_rank_zero(keras.callbacks.CSVLogger("log.csv"))``, ``ModelCheckpoint``,
+    ``TensorBoard``. Not for what changes training (``EarlyStopping``, ``ReduceLROnPlateau``,
+    ``BackupAndRestore``): that has to happen on all ranks alike.
+
+    Raises:
+        ArgumentError: this callback changes training.
+    """
+    if isinstance(callback, _CHANGE_TRAINING):
+        raise ArgumentError(
+            f"{type(callback).__name__} changes training, so it has to be on all ranks: give it to fit() as "
+            "it is, behind MetricAverageCallback, so that all ranks see the same metrics."
+        )
+    return callback if session.engine().rank == 0 else keras.callbacks.Callback()

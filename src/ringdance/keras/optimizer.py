@@ -18,7 +18,6 @@ would leave the others waiting for its gradients.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +36,12 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distribute
 
 Average = int(Operation.AVERAGE)
 
-_numbers = itertools.count()  # all ranks make their optimizers in one order
+
+class _Listed(list[Any]):
+    """A list that can be called as well, as ``optimizer.variables`` could in TensorFlow 2's Keras."""
+
+    def __call__(self) -> list[Any]:
+        return self
 
 
 class _Distributed:
@@ -49,6 +53,12 @@ class _Distributed:
     _local_layers: tuple[Any, ...]
     _local_variables: tuple[Any, ...] = ()
     _applied_to: tuple[Any, ...] = ()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The optimizer's variables; ``optimizer.variables()`` is the same."""
+        known: Any = super()
+        return _Listed(known.variables)
 
     def register_local_var(self, var: Any) -> None:
         """Leave this variable's gradient on this rank; see ``scale_local_gradients``."""
@@ -75,6 +85,15 @@ class _Distributed:
         if known.gradient_accumulation_steps:
             grads = self._reduce_accumulated(list(grads), known.gradient_accumulation_steps)
         return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _backend_reset_gradient_accumulators(self) -> None:
+        known: Any = super()
+        known._backend_reset_gradient_accumulators()
+        if keras.backend.backend() == "torch":  # there Keras multiplies by zero, and an infinity would stay
+            known = self
+            for one in known._accumulated_gradients:
+                if one is not None:
+                    one.assign(keras.ops.zeros_like(one))
 
     def _reduce_accumulated(self, gradients: list[Any], steps: int) -> list[Any]:
         variables = self._applied_to
@@ -160,7 +179,7 @@ def DistributedOptimizer(
     """Make an optimizer reduce its gradients over the ranks, and return it.
 
     It stays the same object; its class becomes a subclass with the same name, which Keras saves and loads as
-    the plain one. All ranks call this, in the same order if for several optimizers.
+    the plain one. All ranks call this, and use several optimizers in the same order.
 
     Args:
         optimizer: any Keras optimizer, also a ``LossScaleOptimizer``.
@@ -187,12 +206,15 @@ def DistributedOptimizer(
     if operation not in (Operation.AVERAGE, Operation.SUM):
         raise ArgumentError(f"op must be Average or Sum, not {operation.name.title()}.")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ArgumentError(f"Expected a Keras optimizer, got {type(optimizer).__name__}.")
+        kind = type(optimizer)
+        raise ArgumentError(
+            f"Expected an optimizer of Keras 3, keras.optimizers.*, got {kind.__module__}.{kind.__name__}."
+        )
     if is_distributed(optimizer):
         raise ArgumentError("This optimizer is a DistributedOptimizer already.")
     binding()  # says what to do if there is none for this backend
     session.engine()
-    name = f"{name or f'Distributed{type(optimizer).__name__}'}.{next(_numbers)}"
+    name = name or f"Distributed{type(optimizer).__name__}"
     options = {"device_dense": device_dense, "device_sparse": device_sparse, "groups": groups or num_groups}
     attributes = {
         "_reduction": Reduction(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -48,11 +50,15 @@ def everywhere(condition: Any, name: str, process_set: ProcessSet = global_proce
     return keras.ops.cast(least, "bool")
 
 
+_numbers: dict[tuple[str, int], Iterator[int]] = {}
+
+
 class Reduction:
     """How the gradients of an optimizer are reduced, in one exchange for each step.
 
     Args:
-        name: the same on all ranks, another for each optimizer.
+        name: the same on all ranks. Optimizers with one name are told apart by the order in which they are
+            first used: one that only some ranks have, to look into a file, does not count.
         operation: Average or Sum.
         predivide: with Average, divides before and multiplies after the sum.
         compression: see ``ringdance.keras.compression``.
@@ -66,7 +72,7 @@ class Reduction:
         compression: Any = Compression.none, sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set, **options: Any,
     ) -> None:
-        self.name = name
+        self._given_name = name
         self.operation = operation
         self.prescale, self.postscale = scales_of(operation, predivide)
         self.compression = compression
@@ -80,11 +86,18 @@ class Reduction:
                 predivide=predivide, process_set=process_set, **options,
             )
 
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of the exchanges."""
+        key = self._given_name, set_id(self.process_set)
+        return f"{self._given_name}.{next(_numbers.setdefault(key, itertools.count()))}"
+
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients reduced; ``None`` stays. Results may lie in the memory of those given."""
         if not takes_part(self.process_set):
             return list(gradients)
         if self._in_tensorflow is not None:
+            self._in_tensorflow.name = self.name
             done: list[Any] = self._in_tensorflow.reduce(gradients, variables)
             return done
         there = [place for place, one in enumerate(gradients) if one is not None]
@@ -101,8 +114,10 @@ class Reduction:
         small = [one for one, _ in packed]
         reduce = hvd.grouped_allreduce
         if keras.backend.backend() == "torch":
-            # In place: a step's gradients are not needed any more.
-            reduce = hvd.grouped_allreduce_
+            import torch
+
+            # In place: a step's gradients are not needed any more. Not for torch.compile to look into.
+            reduce = torch.compiler.disable(hvd.grouped_allreduce_)
             small = [one.detach().contiguous() for one in small]
         small = reduce(
             small, name=self.name, op=int(self.operation), prescale_factor=self.prescale,

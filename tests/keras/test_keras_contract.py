@@ -1,0 +1,267 @@
+"""What Horovod's tests of Keras check, on whatever backend; its module's own names on TensorFlow."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from nets import ROWS, alone, by_rank_zero, data, far, fit, model, number, same_on_all_ranks
+
+BACKEND = keras.backend.backend()
+hvd = importlib.import_module("horovod.tensorflow.keras" if BACKEND == "tensorflow" else "ringdance.keras")
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+ALL = list(range(SIZE))
+
+
+def sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
+
+
+class Trace(keras.callbacks.Callback):
+    """Learning rate and momentum as each batch sees them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        self.seen.append((number(optimizer.learning_rate), optimizer.momentum))
+
+
+def test_schedule_over_batches() -> None:
+    """Where the rate changes, momentum is multiplied by new / old for that batch alone."""
+    trace, net = Trace(), model()
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.05, lambda epoch: 0.5**epoch, start_epoch=1)
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
+    history = net.fit(*data([RANK], 3), batch_size=ROWS, epochs=4, verbose=0, callbacks=[schedule, trace])
+    rates = [rate for rate, _ in trace.seen]
+    assert rates == pytest.approx([0.05] * 3 + [0.025] * 3 + [0.0125] * 3 + [0.00625] * 3)
+    momenta = [momentum for _, momentum in trace.seen]
+    assert momenta == pytest.approx([0.9] * 3 + [0.45, 0.9, 0.9] * 3)
+    assert history.history["lr"] == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
+    assert net.optimizer.momentum == 0.9
+
+
+def embedding_model() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([
+        keras.Input((3,), dtype="int32"), keras.layers.Embedding(50, 4), keras.layers.Flatten(),
+        keras.layers.Dense(1),
+    ])
+
+
+def words(ranks: list[int], steps: int = 8) -> tuple[Any, Any]:
+    """Some rows are touched by all ranks, some by one, some twice by one, most by none."""
+    everything = [
+        np.random.default_rng([step, rank]).integers(rank, rank + 6, (ROWS, 3))
+        for step in range(steps) for rank in ranks
+    ]
+    x = np.concatenate(everything).astype("int32")
+    return x, x.sum(axis=1, keepdims=True).astype("float32") / 10
+
+
+def embedded(optimizer: Any, ranks: list[int]) -> Any:
+    net = embedding_model()
+    net.compile(optimizer, "mse")
+    net.fit(*words(ranks), batch_size=ROWS * len(ranks), shuffle=False, verbose=0)
+    return net.get_weights()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("as_dense", [True, False])
+def test_sparse_gradients(as_dense: bool, passes: int) -> None:
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        net = embedding_model()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(net(words([RANK], 1)[0]))
+        assert isinstance(tape.gradient(loss, net.trainable_variables)[0], tf.IndexedSlices)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05), sparse_as_dense=as_dense, backward_passes_per_step=passes,
+        average_aggregated_gradients=True,
+    )
+    found = embedded(optimizer, [RANK])
+    assert same_on_all_ranks(found)
+    steps = passes if passes > 1 else None
+    plain = keras.optimizers.SGD(0.05, gradient_accumulation_steps=steps)
+    expected = by_rank_zero(lambda: embedded(plain, ALL))
+    assert far(expected[:1], embedding_model().get_weights()[:1]) > 1e-3
+    assert far(found, expected) < 1e-6
+
+
+def variables(count: int = 2) -> list[Any]:
+    return [keras.Variable(np.zeros(3, "float32")) for _ in range(count)]
+
+
+def filled(*values: float) -> list[Any]:
+    return [keras.ops.full((3,), value, "float32") for value in values]
+
+
+def test_aggregation_of_infinite_gradients() -> None:
+    """What is summed over the passes is set to zero afterwards: an infinity does not stay."""
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    one, other = variables()
+    infinite = np.inf if RANK == SIZE - 1 else 1.0
+    for gradients in ((infinite, 1.0), (1.0, np.nan)):
+        optimizer.apply(filled(*gradients), [one, other])
+    assert not np.isfinite(number(one.value[0]))
+    assert not np.isfinite(number(other.value[0]))
+    for variable in (one, other):
+        variable.assign(np.zeros(3))
+    for _ in range(2):
+        optimizer.apply(filled(1.0 + RANK, 3.0), [one, other])
+    assert [number(one.value[0]), number(other.value[0])] == [-(SIZE + 1) / 2, -3.0]
+    assert number(optimizer.iterations) == 2, "Keras 3 counts updates, not passes"
+
+
+@pytest.mark.parametrize("local", ["none", "scaled", "unscaled"])
+@pytest.mark.parametrize("average", [False, True])
+def test_aggregation(average: bool, local: str) -> None:
+    """Values of variables after each pass, with and without variables that stay local."""
+    passes, variable, own = 3, *variables()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), backward_passes_per_step=passes, average_aggregated_gradients=average,
+        scale_local_gradients=local != "unscaled",
+    )
+    if local != "none":
+        optimizer.register_local_var(own)
+    expected, expected_own = 0.0, 0.0
+    for step in range(2):
+        for number_of_pass in range(passes):
+            assert number(variable.value[0]) == pytest.approx(expected)
+            assert number(own.value[0]) == pytest.approx(expected_own)
+            gradient = (RANK + 1.0) * (step + 1) * (number_of_pass + 1)
+            optimizer.apply(filled(gradient, gradient), [variable, own])
+        total = (step + 1) * 6 / (passes if average else 1)
+        mean, alone_here = total * (SIZE + 1) / 2, total * (RANK + 1)
+        expected -= mean
+        expected_own -= {"none": mean, "scaled": alone_here / SIZE, "unscaled": alone_here}[local]
+    assert number(variable.value[0]) == pytest.approx(expected)
+    assert number(own.value[0]) == pytest.approx(expected_own)
+    assert number(optimizer.iterations) == 2
+
+
+def test_from_config() -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.02, beta_1=0.8, amsgrad=True))
+    again = type(optimizer).from_config(optimizer.get_config())
+    assert again.get_config() == optimizer.get_config()
+    assert type(again).__name__ == "Adam"
+    variable = variables(1)
+    again.apply(filled(RANK * 1.0), variable)
+    assert same_on_all_ranks([keras.ops.convert_to_numpy(variable[0].value)])
+    assert list(optimizer.variables) == list(optimizer.variables())
+
+
+def test_state_is_committed_restored_and_synchronized() -> None:
+    net = model(RANK)
+    net.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    state = hvd.elastic.KerasState(net, batch=20 + RANK, epoch=10 + RANK)
+    state.sync()
+    assert same_on_all_ranks(net.get_weights())
+    assert far(net.get_weights(), model(0).get_weights()) == 0
+    assert (state.batch, state.epoch) == (20, 10)
+
+    def everything() -> list[Any]:
+        found = [*net.variables, *net.optimizer.variables]
+        return [keras.ops.convert_to_numpy(one.value) for one in found]
+
+    def spoil() -> None:
+        for one in [*net.variables, *net.optimizer.variables]:
+            one.assign(one.value + 1)
+        state.batch, state.epoch = 21 + RANK, 11 + RANK
+
+    before = everything()
+    spoil()
+    state.restore()
+    assert far(everything(), before) == 0
+    assert (state.batch, state.epoch) == (20, 10)
+    spoil()
+    state.commit()
+    after = everything()
+    assert far(after, before) == 1
+    spoil()
+    state.restore()
+    assert far(everything(), after) == 0
+    assert (state.batch, state.epoch) == (21 + RANK, 11 + RANK)
+
+
+def test_a_set_of_ranks_averages_for_itself() -> None:
+    even = hvd.add_process_set(range(0, SIZE, 2))
+    odd = hvd.add_process_set(range(1, SIZE, 2))
+    try:
+        mine = even if even.included() else odd
+        found = fit(hvd.DistributedOptimizer(sgd(), process_set=mine), [RANK]).get_weights()
+        assert far(found, fit(sgd(), list(mine.ranks)).get_weights()) < 1e-6
+        assert (far(found, hvd.broadcast_object(found)) == 0) == even.included()
+    finally:
+        hvd.remove_process_set(odd)
+        hvd.remove_process_set(even)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(by_rank_zero(lambda: str(tmp_path)))
+
+
+def test_load_a_model_with_objects_of_ones_own(folder: Path) -> None:
+    def closeness(expected: Any, predicted: Any) -> Any:
+        return keras.ops.mean((expected - predicted) ** 2)
+
+    net = model()
+    net.compile(hvd.DistributedOptimizer(sgd()), closeness)
+    net.fit(*data([RANK], 2), batch_size=ROWS, verbose=0)
+    if RANK == 0:
+        net.save(folder / "model.keras")
+    hvd.broadcast_object(None)
+    loaded = hvd.load_model(folder / "model.keras", custom_objects={"closeness": closeness})
+    x, y = data([RANK], 4)
+    assert loaded.evaluate(x, y, verbose=0) == pytest.approx(net.evaluate(x, y, verbose=0))
+    loaded.fit(x, y, batch_size=ROWS, verbose=0)
+    assert same_on_all_ranks(loaded.get_weights())
+
+
+def test_rank_zero_loads_and_the_others_are_given_it(folder: Path) -> None:
+    """A checkpoint that only rank 0 sees: weights, slots and iterations go to the others."""
+    before = fit(hvd.DistributedOptimizer(sgd()), [RANK])
+    if RANK == 0:
+        before.save(folder / "model.keras")
+        net = hvd.load_model(folder / "model.keras")
+    else:
+        net = model(RANK)
+        net.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    x, y = data([RANK], 4)
+    more = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    net.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=more)
+    before.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    assert same_on_all_ranks(net.get_weights())
+    assert far(net.get_weights(), before.get_weights()) < 1e-6
+    assert number(net.optimizer.iterations) == number(before.optimizer.iterations)
+
+
+def test_an_optimizer_that_one_rank_has_more(folder: Path) -> None:
+    """Names go by use, so a model that rank 0 loads to look at it disturbs nobody."""
+    if RANK == 0:
+        net = model()
+        net.compile(sgd(), "mse")
+        net.save(folder / "model.keras")
+        hvd.load_model(folder / "model.keras")
+    assert far(fit(hvd.DistributedOptimizer(sgd()), [RANK]).get_weights(), alone(sgd(), ALL)) < 1e-6
+
+
+def test_keras_of_tensorflow_2_is_told_apart() -> None:
+    class Adam:
+        """As tf_keras has it: no optimizer of Keras 3."""
+
+    with pytest.raises(ValueError, match=r"optimizer of Keras 3, keras.optimizers.*Adam"):
+        hvd.DistributedOptimizer(Adam())
