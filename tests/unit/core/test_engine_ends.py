@@ -274,6 +274,18 @@ def test_shutdown_ends_what_others_wait_for(settings: Settings) -> None:
     assert job(3, program, settings) == [True] * 3
 
 
+def test_a_program_that_ends_early_may_have_run_out_of_data(settings: Settings) -> None:
+    def program(engine: Engine) -> None:
+        hvd.barrier()
+        if engine.rank == 1:
+            engine.shutdown("has ended its program", departing=True)
+            return
+        with pytest.raises(ShutDownError, match=r"rank 1 .* ended its program .* hvd\.shard\(.* hvd\.join"):
+            hvd.allreduce(np.ones(3), name="gradient")
+
+    job(2, program, settings)
+
+
 def test_a_clean_end(settings: Settings) -> None:
     def program(engine: Engine) -> tuple[bool, bool]:
         hvd.allreduce(np.ones(3))

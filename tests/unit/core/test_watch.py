@@ -80,6 +80,23 @@ def test_what_was_submitted_and_is_not_waited_for() -> None:
     assert "rank 1 on host host0 (pid 101) submitted 4 s ago 'grad' in process set 3" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "set_id", "told"),
+    [
+        ("grouped_allreduce.gradients.1a2b.0", 0, True),
+        ("allreduce.loss", 0, True),
+        ("allgather.rows", 0, False),  # joining would not help
+        ("allreduce.loss", 2, False),
+    ],
+)
+def test_what_to_do_where_a_rank_has_no_more_data(name: str, set_id: int, told: bool) -> None:
+    idle = {**answer(waiting=False), "pending": []}
+    states = dict.fromkeys(range(4), "running")
+    said = stall_message(WHO, 1, OWN, 4.2, name, set_id, [0], {0: idle}, states)
+    advised = "ends='pad'" in said and "hvd.join() after the last batch" in said
+    assert advised is told
+
+
 def test_place_of_the_main_thread_is_the_users_line() -> None:
     assert "test_watch.py:" in main_thread_place()
 

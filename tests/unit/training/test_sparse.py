@@ -198,5 +198,4 @@ def test_memory_grows_with_the_rows_not_with_the_table() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    rows = size * count * (columns * 4 + 8)
-    assert peak < 60_000_000 + 6 * size * rows < table * columns * 4 / 4  # all ranks of this process together
+    assert peak < table * columns * 4 / 16  # all ranks of this process together, with their shared memory
