@@ -132,7 +132,7 @@ def try_seeds(seeds: range, mismatch: bool = False, processes: int = 1, stop_aft
             if len(found) >= stop_after:
                 break
         return found
-    # New processes now and then. Not by max_tasks_per_child: with it the pool of Python 3.11 can wait for ever.
+    # New processes now and then; with max_tasks_per_child the pool of Python 3.11 can wait for ever.
     for part in (seeds[first : first + FRESH] for first in range(0, len(seeds), FRESH)):
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
             for problem in pool.map(try_seed, part, [mismatch] * len(part), chunksize=10):
