@@ -1,13 +1,13 @@
 # Everything a person does with a clone. Each target makes its environment by itself.
 #
-#   make demo       train on two processes (no other preparation than Python >= 3.11 and make)
-#   make test       lint, types, layers, and all tests that take minutes together
-#   make test-all   also the slow tests, and those with ranks under MPICH and Intel MPI
-#   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="newest-312 ..." for some
-#   make lint       ruff, mypy, import-linter
-#   make bench      the benchmarks; JSON into the folder results
-#   make docs       the documentation, into docs/_build
-#   make clean      remove environments, caches and build results
+#   make demo         train on two processes (no other preparation than Python >= 3.11 and make)
+#   make test         lint, types, layers, and all tests that take minutes together
+#   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI
+#   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="NAME ..." for some
+#   make lint         ruff, mypy, import-linter
+#   make bench        the benchmarks; JSON into the folder results
+#   make docs         the documentation, into docs/_build
+#   make clean        remove environments, caches and build results
 #
 # PYTHON=/path/to/python chooses the interpreter. pip's own settings hold, PIP_EXTRA_INDEX_URL among them.
 
@@ -81,7 +81,7 @@ test-matrix:
 	@$(call make_venv,$(VENV))
 	$(VENV)/bin/python tests/matrix.py $(if $(ROWS),--only $(ROWS))
 
-bench: $(VENV)/.demo
+bench: $(VENV)/.dev
 	@$(WITH) benchmarks/run_all.sh results
 
 docs: $(VENV)/.dev
