@@ -1,0 +1,123 @@
+"""The checks before a job starts: quick ones, on all its hosts, remembered for minutes if all is well."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ringdance import __version__
+from ringdance.launch.hosts import local_names
+from ringdance.launch.ssh import Reach
+from ringdance.tools import links
+from ringdance.tools.gather import gather
+from ringdance.tools.probe import QUICK
+from ringdance.tools.registry import ERROR, Facts, Result, Wanted, examine
+
+MINUTES = 10.0
+_LINKS_S = 5.0
+# What a person may want to know of, but not at each start; or what the launcher itself takes care of.
+_UNASKED = frozenset(
+    {
+        "mpiexec-as-root", "ucx-windows", "mpiexec-in-path", "zombies", "session-folders", "proxies",
+        "inside-a-job", "slurm-mpi", "slurm-worlds", "virtual-interfaces", "framework-installed",
+    }
+)  # fmt: skip
+
+
+def preflight(
+    slots: Mapping[str, int],
+    *,
+    reach: Reach | None = None,
+    folders: Iterable[str] = (),
+    minutes: float = MINUTES,
+    seconds: float = 30.0,
+) -> list[Result]:
+    """What is wrong with the hosts of a job, errors first; empty if nothing is.
+
+    An outcome without errors holds for some minutes, so that the next start asks nobody.
+
+    Args:
+        slots: ranks of each host, by its name.
+        reach: how other hosts are reached (default: ssh).
+        folders: for logs and checkpoints; each should be writable on all hosts.
+        minutes: for which an outcome holds; 0 asks anew.
+        seconds: time for looking.
+    """
+    reach = reach or Reach()
+    wanted = Wanted(
+        dict(slots), tuple(os.path.abspath(folder) for folder in folders), tuple(slots), os.getcwd()
+    )
+    place = _place(wanted, reach)
+    known = _remembered(place, minutes)
+    if known is not None:
+        return known
+    _, results = examined(tuple(slots), wanted, QUICK, seconds, reach)
+    wrong = [result for result in results if result.wrong and result.check not in _UNASKED]
+    wrong.sort(key=lambda result: result.severity != ERROR)
+    if not any(result.severity == ERROR for result in wrong):
+        _remember(place, wrong)
+    return wrong
+
+
+def examined(
+    hosts: Sequence[str],
+    wanted: Wanted,
+    probes: Collection[str],
+    seconds: float,
+    reach: Reach,
+    names: Iterable[str] | None = None,
+    links_seconds: float = _LINKS_S,
+) -> tuple[dict[str, Facts], list[Result]]:
+    """Facts of the hosts, measured links included, and what the checks say of them.
+
+    Args:
+        hosts: their names; links are measured if two or more answer.
+        wanted: what they are to be used for.
+        probes: what to look at; "links" among the `names`' needs is always measured.
+        seconds: time for the probes.
+        reach: how other hosts are reached.
+        names: of the checks, None for all.
+        links_seconds: time for measuring links; 0 measures none.
+    """
+    local = local_names(hosts)
+    facts = gather(hosts, probes, wanted, seconds, reach, local)
+    answering = {host: found for host, found in facts.items() if not found["reach"]["error"]}
+    if len(answering) > 1 and links_seconds:
+        for host, found in links.measure(answering, reach, local, links_seconds).items():
+            facts[host] = {**facts[host], "links": found}
+    return facts, examine(facts, wanted, names)
+
+
+def _place(wanted: Wanted, reach: Reach) -> Path:
+    """The file for an outcome: its name says for what."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    key = json.dumps(
+        [__version__, os.uname().nodename, vars(wanted), vars(reach)], default=str, sort_keys=True
+    )
+    return Path(base) / "ringdance" / f"preflight-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _remembered(place: Path, minutes: float) -> list[Result] | None:
+    try:
+        if time.time() - place.stat().st_mtime > minutes * 60.0:
+            return None
+        entries = json.loads(place.read_text(encoding="utf-8"))
+        return [Result(**{**entry, "hosts": tuple(entry["hosts"])}) for entry in entries]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _remember(place: Path, results: Sequence[Result]) -> None:
+    """Private, and whole or not there at all; a cache that cannot be written is no reason to stop."""
+    draft = place.with_suffix(f".{os.getpid()}")
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+            json.dump([vars(result) for result in results], file)
+        draft.replace(place)
+    except OSError:
+        pass
