@@ -4,8 +4,8 @@ Rows that occur several times on a rank are summed there first. Then all ranks a
 one small all-reduce, and so choose alike:
 
 - "rows": rows are gathered, and equal ones summed. Memory and time grow with the rows, not with the table;
-- "dense": where the rows of all ranks together are about as much as the table itself, each makes
-  a dense table of its own, which is all-reduced, and takes out of the sum the rows that anybody has used.
+- "dense": where the rows of all ranks together are a good part of the table, or the table is small, each
+  makes a dense table of its own, which is all-reduced, and takes out of it the rows that anybody has used.
 
 So no rank ever holds more than about the table, or the rows of all ranks: never ranks times table. Both
 give the same: the rows that anybody has used, in ascending order, each once. While a rank has
@@ -39,9 +39,10 @@ Array = np.ndarray[Any, Any]
 _log = logging.getLogger("ringdance")
 
 ROWS, DENSE = "rows", "dense"
-# Bytes gathered, as a share of the table's, from which the dense way is taken (benchmarks/sparse_rows.py).
-DENSE_FROM = 1.0
-_KEY_BYTES = 8
+# Where the dense way was quicker on two ranks of a host: from these rows of all ranks together on, as a
+# share of the table (0.2 with 128 columns, 0.27 with 16, 0.45 with one), and with tables of so many bytes.
+DENSE_FROM = 0.3
+SMALL_BYTES = 64 << 10
 _COUNTS = Description(Verb.ALLREDUCE)
 _NARROW = {np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 
@@ -122,15 +123,16 @@ def _widened(values: Array) -> Array:
 
 
 def route_of(rows: int, table: int, row_bytes: int) -> str:
-    """Return the route for so many rows of all ranks together: the one that moves less memory.
+    """Return the route for so many rows of all ranks together: the quicker one, by density and size.
 
     Args:
         rows: of all ranks, those of one rank merged.
         table: rows that the table has; -1: not known.
         row_bytes: size of a row's values.
     """
-    dense = table >= 0 and rows * (row_bytes + _KEY_BYTES) >= DENSE_FROM * table * row_bytes
-    return DENSE if dense else ROWS
+    if table < 0:
+        return ROWS
+    return DENSE if rows >= DENSE_FROM * table or table * row_bytes <= SMALL_BYTES else ROWS
 
 
 class SparseExchange:

@@ -61,13 +61,13 @@ def test_narrow_floats_are_rounded_once() -> None:
     assert merge(keys, np.array([60000, 60000, 0], np.float16), 2)[1].tolist() == [60000]
 
 
-def test_the_route_goes_by_bytes() -> None:
-    assert route_of(0, 10, 64) == route_of(5000 * 2, 10_000_000, 64) == "rows"
-    assert route_of(10, 10, 64) == "dense"
-    assert route_of(10**12, -1, 64) == "rows"
-    table, row = 1000, 4
-    turn = next(rows for rows in range(2 * table) if route_of(rows, table, row) == "dense")
-    assert turn < table  # the keys are sent too
+def test_the_route_goes_by_density_and_size() -> None:
+    assert route_of(0, 100_000, 64) == route_of(5000 * 2, 10_000_000, 64) == "rows"
+    assert route_of(29_999, 100_000, 64) == "rows"
+    assert route_of(30_000, 100_000, 64) == route_of(400_000, 100_000, 64) == "dense"
+    assert route_of(10**12, -1, 64) == "rows"  # nobody knows how large the table is
+    assert route_of(1, 1024, 64) == "dense"
+    assert route_of(1, 1025, 64) == "rows"
 
 
 @pytest.mark.parametrize("route", ["auto", "rows", "dense"])
@@ -103,9 +103,9 @@ def test_all_routes_give_the_same(size: int, average: bool, route: str) -> None:
 def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.LogCaptureFixture) -> None:
     def program(engine: Any) -> list[str]:
         seen = []
-        for count in (2, 40, 3):  # of the 100 rows; rank 1 has as many again
+        for count in (2, 400, 3):  # rank 1 has twice as many
             keys = np.arange(count * (engine.rank + 1))
-            SparseExchange(engine, [Rows(keys, np.ones((len(keys), 8)), 100)], ["table"], name="t").wait()
+            SparseExchange(engine, [Rows(keys, np.ones((len(keys), 8)), 2000)], ["table"], name="t").wait()
             one = sparse_routes()["table"]
             seen.append(f"{one.route} {one.rows} of {one.table}")
         assert sparse_routes()["table"].times == {"rows": 2, "dense": 1}
@@ -113,10 +113,10 @@ def test_the_choice_follows_what_all_ranks_have_and_can_be_seen(caplog: pytest.L
 
     caplog.set_level(logging.INFO, "ringdance")
     logging.getLogger("ringdance").propagate = True
-    assert job(2, program) == [["rows 6 of 100", "dense 120 of 100", "rows 9 of 100"]] * 2
+    assert job(2, program) == [["rows 6 of 2000", "dense 1200 of 2000", "rows 9 of 2000"]] * 2
     told = [one.getMessage() for one in caplog.records if "the gradient of" in one.getMessage()]
     assert told == [
-        "ringdance: the gradient of table goes as rows: 2 ranks have 6 rows together, the table has 100 "
+        "ringdance: the gradient of table goes as rows: 2 ranks have 6 rows together, the table has 2000 "
         "(setting sparse=auto)."
     ]
 
