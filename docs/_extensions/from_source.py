@@ -3,7 +3,7 @@
 ``{settings}``: all settings. ``{horovod-variables}``: what each ``HOROVOD_*`` variable does here.
 ``{horovodrun-options}``: the same for the options of ``horovodrun``. ``{absent-modules}``: modules of
 ``horovod`` whose import says what to use instead. ``{tested-versions}``: the rows of ``tests/matrix.toml``.
-``{output-of} COMMAND``: what that command prints.
+``{doctor-checks}``: what ``ringdance doctor`` looks at. ``{output-of} COMMAND``: what that command prints.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from ringdance.settings import KNOBS, Knob, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
+from ringdance.tools.registry import all_checks
 
 Row = tuple[str, ...]
 
@@ -97,6 +98,12 @@ def tested_rows() -> Iterator[Row]:
             yield tuple(table.get(key, "") for key in ("python", "tensorflow", "keras", "jax", "torch"))
 
 
+def check_rows() -> Iterator[Row]:
+    """The doctor's checks: name, area, severity, what each looks at."""
+    for check in all_checks().values():
+        yield f"`{check.name}`", check.area, check.severity, plain(check.looks_at)
+
+
 def _joined(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -147,6 +154,13 @@ class TestedVersions(_Table):
     rows = staticmethod(tested_rows)
 
 
+class DoctorChecks(_Table):
+    """``{doctor-checks}``."""
+
+    head = ("check", "area", "if wrong", "looks at")
+    rows = staticmethod(check_rows)
+
+
 class OutputOf(SphinxDirective):
     """``{output-of} COMMAND``: a command of this package, and what it prints."""
 
@@ -172,5 +186,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("horovodrun-options", HorovodrunOptions)
     app.add_directive("absent-modules", AbsentModules)
     app.add_directive("tested-versions", TestedVersions)
+    app.add_directive("doctor-checks", DoctorChecks)
     app.add_directive("output-of", OutputOf)
     return {"parallel_read_safe": True}
