@@ -31,10 +31,10 @@ from ringdance.jax.operations import (
 )
 from ringdance.jax.optimizer import DistributedState, distributed
 from ringdance.jax.state import broadcast_parameters
+from ringdance.jax.threads import init
 from ringdance.training.basics import (
     cross_rank,
     cross_size,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,

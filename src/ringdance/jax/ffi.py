@@ -256,19 +256,24 @@ def _addresses(buffers: Any) -> list[int]:
 
 
 # XLA uses the same memory again and again; a view says only where it is.
-_view = functools.lru_cache(maxsize=16384)(at_address)
+@functools.lru_cache(maxsize=256)
+def _views(
+    text: str, addresses_in: tuple[int, ...], addresses_out: tuple[int, ...]
+) -> tuple[list[Array], list[Array]]:
+    """Return inputs and outputs of the shapes in a text."""
+    shapes_in, shapes_out = _shapes(text)
+    outputs = [at_address(address, *kind) for address, kind in zip(addresses_out, shapes_out, strict=True)]
+    known = dict(zip(addresses_out, outputs, strict=True))
+    # Where XLA lends its input as output it has to be one object: so the engine knows it works in place.
+    inputs = [
+        known[address] if address in known and known[address].nbytes else at_address(address, *kind)
+        for address, kind in zip(addresses_in, shapes_in, strict=True)
+    ]
+    return inputs, outputs
 
 
 def _execute(frame: Any) -> None:
     """Call the function with views. The first buffer on each side is the token that keeps the order."""
     attributes = _attributes(frame.attrs)
-    shapes_in, shapes_out = _shapes(attributes["shapes"])
-    addresses_in, addresses_out = _addresses(frame.args)[1:], _addresses(frame.rets)[1:]
-    outputs = [_view(address, *kind) for address, kind in zip(addresses_out, shapes_out, strict=True)]
-    known = dict(zip(addresses_out, outputs, strict=True))
-    # Where XLA lends its input as output it has to be one object: so the engine knows it works in place.
-    inputs = [
-        known[address] if address in known and known[address].nbytes else _view(address, *kind)
-        for address, kind in zip(addresses_in, shapes_in, strict=True)
-    ]
-    _called[0](attributes["what"], inputs, outputs)
+    places = tuple(_addresses(frame.args)[1:]), tuple(_addresses(frame.rets)[1:])
+    _called[0](attributes["what"], *_views(attributes["shapes"], *places))

@@ -1,45 +1,48 @@
-"""How many threads TensorFlow computes with: a rank's share of the host's cores, unless told otherwise."""
+"""How many threads TensorFlow computes with: a rank's share of the cores, unless told otherwise."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
 from ringdance import session
+from ringdance.training import basics
 from ringdance.training.options import share_of_cores, usable_cores
+from ringdance.training.process_sets import ProcessSet
 
-__all__ = ["computing_threads", "share_cores"]
+__all__ = ["computing_threads", "init"]
 
 _log = logging.getLogger("ringdance")
 
 
-def _told(kind: str) -> int:
-    """Return the user's number of threads, 0 if there is none."""
-    number = int(getattr(tf.config.threading, f"get_{kind}_op_parallelism_threads")())
-    text = os.environ.get(f"TF_NUM_{kind.upper()}OP_THREADS", "")
-    return number or (int(text) if text.isdigit() else 0)
+def _told() -> int:
+    """Return the user's number of threads within an operation, 0 if there is none."""
+    text = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    number = tf.config.threading.get_intra_op_parallelism_threads()
+    return int(number) or (int(text) if text.isdigit() else 0)
 
 
 def computing_threads() -> int:
     """Return with how many threads TensorFlow computes within an operation."""
-    return _told("intra") or usable_cores()
+    return _told() or usable_cores()
 
 
-def share_cores() -> None:
-    """Let TensorFlow's pools have as many threads as this rank's share of the host's cores.
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+    """Join the job, as ``ringdance.training.basics.init``; and let TensorFlow use this rank's cores only.
 
-    Each process else takes all cores, and ranks of one host take them from each other. The user's own
-    numbers stay, as do pools that TensorFlow has already made.
+    Each process else computes on all cores of the host, and the ranks take them from each other. The user's
+    own number stays, as do threads that TensorFlow has already started. How many operations run at once is
+    left alone: a call that waits for other ranks blocks one.
     """
+    basics.init(comm, process_sets)
     local_size = session.engine().local_size
-    if local_size == 1:
+    if local_size == 1 or _told():
         return
-    for kind in ("intra", "inter"):
-        if not _told(kind):
-            try:
-                getattr(tf.config.threading, f"set_{kind}_op_parallelism_threads")(share_of_cores(local_size))
-            except RuntimeError:
-                _log.info("TensorFlow was in use before init(): its threads stay as many as there are cores.")
-                return
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(share_of_cores(local_size))
+    except RuntimeError:
+        _log.info("TensorFlow was in use before init(): it keeps as many threads as there are cores.")

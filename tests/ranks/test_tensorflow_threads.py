@@ -1,0 +1,24 @@
+"""TensorFlow computes with this rank's share of the cores."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+import ringdance.tensorflow as hvd
+from ringdance.tensorflow.threads import computing_threads
+from ringdance.training.options import share_of_cores, usable_cores
+
+hvd.init()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_init_gives_each_rank_its_share() -> None:
+    assert tf.config.threading.get_intra_op_parallelism_threads() == share_of_cores(hvd.local_size())
+    assert computing_threads() == share_of_cores(hvd.local_size())
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_alone_keeps_all_cores() -> None:
+    assert tf.config.threading.get_intra_op_parallelism_threads() == 0
+    assert computing_threads() == usable_cores()
