@@ -25,6 +25,8 @@ _PASSED_ON = {
     "doctor": ("ringdance.tools.doctor", "find what makes training fail, hang or crawl on these machines"),
     "k8s": ("ringdance.cluster.kubernetes_cli", "write, submit and follow jobs on Kubernetes"),
     "sagemaker": ("ringdance.cluster.sagemaker_cli", "start training jobs on Amazon SageMaker"),
+    "slurm": ("ringdance.cluster.slurm_script", "write batch files for Slurm"),
+    "ec2": ("ringdance.cluster.ec2", "write host files of EC2 instances"),
 }
 """Commands with command lines of their own: the module with their ``main``, and what they do."""
 

