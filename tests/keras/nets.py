@@ -11,6 +11,8 @@ import numpy as np
 import ringdance.keras as hvd
 
 STEPS, ROWS = 20, 4
+# For compile(), where few steps are made: TensorFlow then takes less time without a graph, JAX more.
+FEW_STEPS = {"run_eagerly": keras.backend.backend() == "tensorflow"}
 
 Weights = list[np.ndarray[Any, Any]]
 

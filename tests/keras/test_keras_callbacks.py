@@ -14,7 +14,18 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from nets import ROWS, STEPS, alone, data, far, fit, model, number, same_on_all_ranks
+from nets import (
+    FEW_STEPS,
+    ROWS,
+    STEPS,
+    alone,
+    data,
+    far,
+    fit,
+    model,
+    number,
+    same_on_all_ranks,
+)
 
 import ringdance.keras as hvd
 from ringdance.errors import ArgumentError, CollectiveError, MismatchError
@@ -90,7 +101,7 @@ def test_metrics_are_averaged() -> None:
 
 def rates(*more: Any, epochs: int = 3, steps: int = 4) -> tuple[list[float], list[dict[str, float]]]:
     spy, net = Spy(), model()
-    net.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
     net.fit(*data([RANK], steps), batch_size=ROWS, epochs=epochs, verbose=0, callbacks=[*more, spy])
     return spy.rates, spy.logs
 
@@ -116,7 +127,7 @@ def test_schedules() -> None:
 
 def test_progress_bar_on_rank_zero_only() -> None:
     net, out = model(), io.StringIO()
-    net.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
     with redirect_stdout(out):
         net.fit(*data([RANK], 4), batch_size=ROWS, epochs=2, callbacks=[callbacks.ProgressBar()])
     assert ("Epoch 2/2" in out.getvalue()) == (RANK == 0)
@@ -137,7 +148,7 @@ def test_what_writes_is_for_rank_zero(shared: Path) -> None:
     log, kept = shared / "log.csv", shared / "kept.keras"
     only, out = callbacks.on_rank_zero, io.StringIO()
     net = model(RANK)
-    net.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
     more = [
         callbacks.BroadcastGlobalVariablesCallback(0), callbacks.MetricAverageCallback(),
         only(keras.callbacks.CSVLogger(log)), only(keras.callbacks.ModelCheckpoint(kept)),
