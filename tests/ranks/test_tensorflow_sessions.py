@@ -69,6 +69,15 @@ def test_gradients(run: Run) -> None:
     np.testing.assert_allclose(third, sum(every) / SIZE)
 
 
+def test_gradients_of_one_call_twice_in_one_run(run: Run) -> None:
+    x = tf.constant([1.0, 2.0])
+    reduced_ = hvd.allreduce(x, op=hvd.Sum, name="once")
+    both = [v1.gradients(reduced_ * factor, x)[0] for factor in (1.0, 3.0)]
+    one, other = run(both)
+    assert one.tolist() == [SIZE] * 2
+    assert other.tolist() == [3 * SIZE] * 2
+
+
 @several
 def test_a_mismatch(run: Run) -> None:
     bad = hvd.allreduce(tf.zeros(RANK + 1), name="bad")

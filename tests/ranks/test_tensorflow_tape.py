@@ -137,7 +137,8 @@ def test_the_tape_is_of_its_kind() -> None:
     assert tf.convert_to_tensor(tape.gradient(other, [weight])[0]).numpy().tolist() == [2.0, 0.0]
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedGradientTape(tape)
-    for wrong in ({"groups": -2}, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"op": 9}):
+    wrong_groups = [{"groups": one} for one in (-2, "x", 1.5, [1, 2], [[1]])]
+    for wrong in (*wrong_groups, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"op": 9}):
         with pytest.raises(ValueError):
             hvd.DistributedGradientTape(tf.GradientTape(), **wrong)
     with pytest.warns(DeprecationWarning, match="num_groups"):

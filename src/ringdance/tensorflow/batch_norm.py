@@ -51,4 +51,5 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         shares = tf.stack([mean * count, square * count, tf.fill(tf.shape(mean), count)])
         total = ops.allreduce(shares, op=ops.Sum, name=f"sync_batch_norm.{self.name}")
         mean = total[0] / total[2]
-        return mean, total[1] / total[2] - mean * mean
+        # Rounding can make the difference negative where all inputs are alike.
+        return mean, tf.maximum(total[1] / total[2] - mean * mean, 0)

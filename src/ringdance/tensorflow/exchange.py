@@ -122,7 +122,10 @@ def _in_session(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         done = SimpleNamespace(inputs=given, outputs=results)
 
         def gradient(*gradients: Tensor) -> list[Tensor]:
-            return _GRADIENTS[call.verb](_of_gradient(call), done, list(gradients))
+            back = _of_gradient(call)
+            if back.name is not None:  # asked for twice, both may be in one run
+                back = back.but(name=tf.compat.v1.get_default_graph().unique_name(back.name))
+            return _GRADIENTS[call.verb](back, done, list(gradients))
 
         return tuple(results), gradient
 
@@ -249,9 +252,11 @@ def _averaged(call: Call, gradients: list[Tensor]) -> list[Tensor]:
     return perform(mean, gradients, _graph_name(call))
 
 
-def _place(call: Call) -> int:
-    engine = session.engine()
-    return engine.members(call.set_id).index(engine.rank)
+def _told(what: str, set_id: int = 0) -> Any:
+    """Return one of ``kernels.NUMBERS``; in a graph of a job that may change its size as a tensor."""
+    if tf.executing_eagerly() or not session.engine().settings.elastic:
+        return kernels.NUMBERS[what](set_id)
+    return number(what, set_id)
 
 
 def _of_allgather(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
@@ -260,15 +265,15 @@ def _of_allgather(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
     counts = Call(Verb.ALLGATHER, None if call.name is None else f"{call.name}.rows", set_id=call.set_id)
     gathered = perform(counts, [rows[None]], _graph_name(call))[0]
-    before = tf.reduce_sum(gathered[: _place(call)], 0)
+    before = tf.reduce_sum(gathered[: _told("place", call.set_id)], 0)
     return [
         one[before[index] : before[index] + rows[index]] for index, one in enumerate(averaged)
     ]
 
 
 def _of_broadcast(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    averaged = _averaged(call, gradients)
-    return averaged if session.engine().rank == call.root else [tf.zeros_like(one) for one in averaged]
+    averaged, here = _averaged(call, gradients), _told("rank") == call.root
+    return [tf.where(here, one, tf.zeros_like(one)) for one in averaged]
 
 
 def _of_alltoall(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
@@ -284,10 +289,11 @@ def _of_alltoall(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _of_reducescatter(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    members = len(session.engine().members(call.set_id)) if call.operation is Operation.SUM else 1
-    scale = call.prescale * call.postscale * members
+    members = _told("size", call.set_id) if call.operation is Operation.SUM else 1
+    scale = call.prescale * call.postscale
     gather = Call(Verb.ALLGATHER, call.name, set_id=call.set_id, grouped=call.grouped)
-    return perform(gather, [one * tf.cast(scale, one.dtype) for one in gradients], _graph_name(call))
+    scaled = [one * tf.cast(scale, one.dtype) * tf.cast(members, one.dtype) for one in gradients]
+    return perform(gather, scaled, _graph_name(call))
 
 
 _GRADIENTS = {

@@ -37,6 +37,7 @@ NUMBERS: dict[str, Callable[[int], int]] = {
     "rank": lambda _: basics.rank(),
     "local_size": lambda _: basics.local_size(),
     "local_rank": lambda _: basics.local_rank(),
+    "place": lambda set_id: session.engine().members(set_id).index(basics.rank()),
     "included": lambda set_id: int(basics.rank() in session.engine().members(set_id)),
     "join": lambda _: verbs.join(session.engine()),
 }

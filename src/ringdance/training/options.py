@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def check_groups(
         return []
     if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         return [tuple(part.tolist()) for part in np.array_split(np.array(order, int), groups) if len(part)]
-    if not isinstance(groups, (list, tuple)):
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(one, Iterable) for one in groups):
         raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of parameters.")
     found: list[tuple[int, ...]] = []
     seen: set[int] = set()

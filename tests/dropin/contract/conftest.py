@@ -5,6 +5,7 @@ A test that needs a GPU is skipped without one; with RINGDANCE_TEST_GPU=1 it fai
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,16 @@ import pytest
 
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+# One thread for TensorFlow's operations, and one within each: nothing may hang then.
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `contract_inputs`
+
+# Not every environment has every framework.
+NEEDS = {"test_torch_*.py": "torch", "test_tensorflow_*.py": "tensorflow"}
+collect_ignore_glob = [pattern for pattern, name in NEEDS.items() if not importlib.util.find_spec(name)]
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -28,11 +37,20 @@ def device(request: pytest.FixtureRequest) -> Any:
     return torch.device("cpu") if request.param == "cpu" else gpu()
 
 
+@pytest.fixture(params=["cpu-eager", "cpu-graph", "cuda-eager", "cuda-graph"])
+def way(request: pytest.FixtureRequest) -> Any:
+    """How TensorFlow runs a function: at once or as a graph, on the CPU or on this rank's GPU."""
+    from tensorflow_inputs import Way
+
+    return Way(request.param)
+
+
 @pytest.fixture(scope="module")
 def halves() -> Iterator[Any]:
     """The ranks with even and those with odd numbers as process sets: (mine, the other)."""
-    import horovod.torch as hvd
+    import ringdance.numpy as hvd
 
+    hvd.init()
     if hvd.size() == 1:
         pytest.skip("one rank has no two sets")
     even = hvd.add_process_set(range(0, hvd.size(), 2))

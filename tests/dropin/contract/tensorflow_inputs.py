@@ -1,0 +1,155 @@
+"""Inputs, ways to run, tolerances and repeated checks of the contract's tests of TensorFlow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod.tensorflow as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
+ODD = RANK % 2 == 1
+
+Array = np.ndarray[Any, Any]
+REDUCED = [tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64]
+MOVED = [*REDUCED, tf.uint16, tf.int16, tf.bool]
+SCATTERED = [tf.int32, tf.int64, tf.float16, tf.float32, tf.float64]
+WITH_GRADIENT = [tf.float32, tf.float64]
+DIMS = (1, 2, 3)
+ROWS = [17, 32, 81, 12, 15, 23, 22] * 5
+
+
+class Way:
+    """How a function of tensors is run: at once or as a tf.function, on the CPU or on this rank's GPU."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        device, _, kind = place.partition("-")
+        self.graph = kind == "graph"
+        self.device = "/cpu:0" if device == "cpu" else f"/gpu:{gpu()}"
+
+    def __call__(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Return what the function gives for these tensors, which are put on the device."""
+        with tf.device(self.device):
+            there = tf.nest.map_structure(tf.identity, given)
+            made = tf.function(function) if self.graph else function
+            return made(*there)
+
+
+def gpu() -> int:
+    """The number of this rank's GPU; ends the test where there is none."""
+    cards = tf.config.list_physical_devices("GPU")
+    if not cards:
+        (pytest.fail if os.environ.get("RINGDANCE_TEST_GPU") == "1" else pytest.skip)("needs a GPU")
+    return hvd.local_rank() % len(cards)
+
+
+def draw(dtype: Any, dims: int = 1, *, seed: int = 1234, most: int = 100, rows: int = 17) -> Any:
+    """Whole numbers from -most to most - 1, 17 for each dimension; equal seeds give equal tensors.
+
+    Types of 8 bits get numbers up to 20, not below 0 if they have no sign, so that sums fit.
+    """
+    most = min(most, 20) if dtype in (tf.uint8, tf.int8) else most
+    low = 0 if dtype in (tf.uint8, tf.uint16, tf.bool) else -most
+    numbers = np.random.default_rng(seed).integers(low, most, [rows, *[17] * (dims - 1)])
+    return tf.constant((numbers % 2 if dtype is tf.bool else numbers).astype(dtype.as_numpy_dtype))
+
+
+def every(dtypes: Sequence[Any], **others: Any) -> list[Any]:
+    """One tensor of each type and of one to three dimensions."""
+    return [draw(dtype, dims, **others) for dtype in dtypes for dims in DIMS]
+
+
+def ranks_of(process_set: Any = None) -> list[int]:
+    return list(range(SIZE)) if process_set is None else process_set.ranks
+
+
+def value(tensor: Any) -> Array:
+    return np.asarray(tensor.numpy())
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal in type and shape; in values exactly up to 3 ranks and for integers."""
+    wanted = np.asarray(want)
+    assert got.dtype.as_numpy_dtype == wanted.dtype
+    assert tuple(got.shape) == wanted.shape
+    if SIZE <= 3 or wanted.dtype.kind != "f":
+        np.testing.assert_array_equal(value(got), wanted)
+    elif SIZE < 15:
+        np.testing.assert_allclose(value(got), wanted, rtol=0, atol=1e-4 if SIZE < 10 else 5e-4)
+
+
+def all_same(got: Sequence[Any], want: Sequence[Any]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        same(one, other)
+
+
+def near(got: Any, want: Array) -> None:
+    """As ``same`` where factors are rounded: integers exactly, others to some units in the last place."""
+    assert got.dtype.as_numpy_dtype == want.dtype
+    if want.dtype.kind == "f":
+        np.testing.assert_allclose(value(got), want, rtol=8 * np.finfo(want.dtype).eps, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(value(got), want)
+
+
+def scaled(tensor: Any, factor: float) -> Array:
+    """What a factor makes of a tensor: in float64 (half precision in float32), integers cut off."""
+    array = np.asarray(tensor)
+    result = array.astype(np.float32 if array.dtype == np.float16 else np.float64) * factor
+    return (result if array.dtype.kind == "f" else np.trunc(result)).astype(array.dtype)
+
+
+def total(like: Any, process_set: Any = None) -> Array:
+    """The sum over the ranks of tensors that are all equal to this one, in its type."""
+    array = np.asarray(like)
+    return (array * array.dtype.type(len(ranks_of(process_set)))).astype(array.dtype)
+
+
+def gradients(way: Way, verb: Callable[[Any], Any], given: Any) -> list[Array]:
+    """The gradients of the inputs where each result gets ``rank + 1`` everywhere.
+
+    Args:
+        way: how it is run.
+        verb: takes the list of inputs and returns the list of results.
+        given: the inputs.
+    """
+
+    def compute(tensors: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            results = verb(tensors)
+        incoming = [tf.ones_like(one) * tf.cast(RANK + 1, one.dtype) for one in results]
+        return tape.gradient(results, tensors, output_gradients=incoming)
+
+    return [value(one) for one in way(compute, given)]
+
+
+def check_gradients(way: Way, verb: Callable[[Any], Any], given: Any, want: Sequence[Any]) -> None:
+    """The gradients of ``gradients`` have the inputs' shapes and these values (numbers fill them)."""
+    found = gradients(way, verb, given)
+    assert len(found) == len(want)
+    for one, tensor, wanted in zip(found, given, want, strict=True):
+        assert one.shape == tuple(tensor.shape)
+        assert np.linalg.norm(one - np.asarray(wanted)) < 1e-6
+
+
+def refused(
+    way: Way, call: Callable[[], Any], *words: str, kind: Any = tf.errors.FailedPreconditionError
+) -> None:
+    """The call fails with this error of TensorFlow's on all ranks, each time, and the job goes on."""
+    for _ in range(2):
+        with pytest.raises(kind) as caught:
+            way(call)
+        for word in ("rank", *words):
+            assert word in str(caught.value)
+    goes_on = way(lambda: hvd.allreduce(tf.ones(2), op=hvd.Sum, name="goes.on"))
+    assert value(goes_on).tolist() == [SIZE] * 2

@@ -1,0 +1,129 @@
+"""Contract, TensorFlow: alltoall."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow_inputs import (
+    DIMS,
+    MOVED,
+    ODD,
+    RANK,
+    SIZE,
+    WITH_GRADIENT,
+    check_gradients,
+    refused,
+    several,
+    value,
+)
+
+import horovod.tensorflow as hvd
+
+
+def rows(numbers: list[int], dims: int, dtype: Any) -> Any:
+    """Rows filled with these numbers, 17 in each further dimension."""
+    column = np.array(numbers, np.int64).reshape(-1, *[1] * (dims - 1))
+    return tf.cast(tf.constant(np.broadcast_to(column, (len(numbers), *[17] * (dims - 1)))), dtype)
+
+
+def check(way: Any, splits: Any, dtypes: Any = MOVED) -> None:
+    """``splits(sender, receiver)``: how many rows are sent; each carries its sender's number, mod 2."""
+    mine = [splits(RANK, other) for other in range(SIZE)]
+    given = [rows([RANK % 2] * sum(mine), dims, dtype) for dtype in dtypes for dims in DIMS]
+    got = way(lambda x: [hvd.alltoall(one, tf.constant(mine, tf.int32)) for one in x], given)
+    arriving = [splits(other, RANK) for other in range(SIZE)]
+    senders = [other % 2 for other in range(SIZE) for _ in range(arriving[other])]
+    for (result, received), one in zip(got, given, strict=True):
+        assert received.dtype == tf.int32
+        assert value(received).tolist() == arriving
+        assert result.dtype == one.dtype
+        np.testing.assert_array_equal(value(result), value(rows(senders, len(one.shape), one.dtype)))
+
+
+def test_splits(way: Any) -> None:
+    check(way, lambda sender, receiver: sender + 1)
+
+
+def test_splits_of_different_length(way: Any) -> None:
+    check(way, lambda sender, receiver: receiver + 1, [tf.int32, tf.float32])
+
+
+def test_equal_split(way: Any) -> None:
+    given = [rows(list(range(SIZE)), dims, dtype) for dtype in MOVED for dims in DIMS]
+    got = way(lambda x: [hvd.alltoall(one) for one in x], given)
+    for result, one in zip(got, given, strict=True):
+        want = rows([RANK] * SIZE, len(one.shape), one.dtype)
+        np.testing.assert_array_equal(value(result), value(want))
+
+
+def test_empty_tensors(way: Any) -> None:
+    for shape in ((0,), (0, 5)):
+        result, received = way(lambda x: hvd.alltoall(x, tf.zeros(SIZE, tf.int32)), tf.zeros(shape))
+        assert tuple(result.shape) == shape
+        assert value(received).tolist() == [0] * SIZE
+        assert tuple(way(hvd.alltoall, tf.zeros(shape)).shape) == shape
+
+
+def test_one_rank_sends_nothing(way: Any) -> None:
+    check(way, lambda sender, receiver: 0 if sender == 0 else 2, [tf.int32, tf.float64])
+
+
+def test_one_rank_receives_nothing(way: Any) -> None:
+    check(way, lambda sender, receiver: 0 if receiver == 0 else 2, [tf.int32, tf.float64])
+
+
+def test_splits_of_nothing_but_zeros(way: Any) -> None:
+    """There are rows, and nobody sends one."""
+    result, received = way(lambda x: hvd.alltoall(x, tf.zeros(SIZE, tf.int32)), tf.ones((3, 4)))
+    assert tuple(result.shape) == (0, 4)
+    assert value(received).tolist() == [0] * SIZE
+
+
+@several
+def test_type_mismatch(way: Any) -> None:
+    dtype = tf.int32 if ODD else tf.float32
+    refused(way, lambda: hvd.alltoall(tf.ones(SIZE, dtype), name="sent"), "type")
+
+
+@several
+def test_dims_mismatch(way: Any) -> None:
+    refused(way, lambda: hvd.alltoall(tf.ones((SIZE, 17 + RANK)), name="sent"), "shape")
+    shape = (SIZE, 17) if ODD else (SIZE, 17, 1)
+    refused(way, lambda: hvd.alltoall(tf.ones(shape), name="sent"), "shape")
+
+
+@several
+def test_rows_that_do_not_divide(way: Any) -> None:
+    refused(
+        way, lambda: hvd.alltoall(tf.ones(SIZE + 1), name="sent"), "splits",
+        kind=tf.errors.InvalidArgumentError,
+    )
+
+
+def test_splits_that_cannot_be(way: Any) -> None:
+    """For more rows than there are; not one for each rank; not a list."""
+    for splits in ([2] * SIZE, [1] * (SIZE + 1), [[1] * SIZE]):
+        wrong = tf.constant(splits, tf.int32)
+        refused(
+            way, lambda wrong=wrong: hvd.alltoall(tf.ones(SIZE), wrong, name="sent"), "splits",
+            kind=tf.errors.InvalidArgumentError,
+        )
+
+
+def test_gradient(way: Any) -> None:
+    """The gradient goes back the way the rows came: from rank r what it has there, r + 1."""
+    for dtype in WITH_GRADIENT:
+        given = [rows([1] * (SIZE * (RANK + 1)), dims, dtype) for dims in DIMS]
+        want = [rows(np.repeat(np.arange(1, SIZE + 1), RANK + 1).tolist(), dims, dtype) for dims in DIMS]
+        check_gradients(
+            way, lambda x: [hvd.alltoall(one, tf.constant([RANK + 1] * SIZE))[0] for one in x], given, want
+        )
+
+
+def test_gradient_of_an_equal_split(way: Any) -> None:
+    for dtype in WITH_GRADIENT:
+        given = [rows([1] * (2 * SIZE), dims, dtype) for dims in DIMS]
+        want = [rows(np.repeat(np.arange(1, SIZE + 1), 2).tolist(), dims, dtype) for dims in DIMS]
+        check_gradients(way, lambda x: [hvd.alltoall(one) for one in x], given, want)
