@@ -57,7 +57,7 @@ class RayExecutor:
 
     def __init__(
         self,
-        settings: RaySettings | None = None,
+        settings: RaySettings,
         num_workers: int | None = None,
         num_hosts: int | None = None,
         num_workers_per_host: int = 1,
@@ -84,7 +84,7 @@ class RayExecutor:
             raise ArgumentError(
                 f"gpus_per_worker {gpus_per_worker}: it must be 1 or more, and use_gpu be True"
             )
-        self._settings = settings or RaySettings()
+        self._settings = settings
         self._bundles = [1] * num_workers if num_workers else [num_workers_per_host] * (num_hosts or 0)
         self._strategy = "PACK" if num_workers else "STRICT_SPREAD"
         self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0

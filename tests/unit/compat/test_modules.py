@@ -73,7 +73,7 @@ def test_the_version_compares_like_the_original_s() -> None:
     ("statement", "advice"),
     [
         ("from horovod.spark.common.store import Store", "horovod.run(function"),
-        ("from horovod.ray import RayExecutor", "horovodrun"),
+        ("from horovod.ray import ElasticRayExecutor", "RayExecutor(settings"),
         ("import horovod.mxnet", "has ended"),
     ],
 )

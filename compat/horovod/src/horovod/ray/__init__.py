@@ -1,0 +1,18 @@
+"""Horovod's executor for Ray: that of Ringdance. Elastic executors are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringdance.cluster.ray import RayExecutor
+
+__all__ = ["RayExecutor"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ElasticRayExecutor", "RayHostDiscovery", "TestDiscovery"):
+        raise ImportError(
+            f"horovod.ray.{name} is not part of ringdance-horovod, which trains on Ray with a fixed number "
+            "of workers: use RayExecutor(settings, num_workers=N)"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
