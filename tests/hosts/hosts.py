@@ -172,8 +172,14 @@ class Hosts:
         wait_until(lambda: name not in _run("ip", "-n", self._switch, "-br", "link"), 5.0)
         self._add(name)
 
+    def alive(self, name: str) -> bool:
+        """Whether it runs."""
+        return self._outer[name].poll() is None
+
     def processes(self, name: str) -> dict[int, str]:
         """Pids (as this machine sees them) and command lines of all that runs there beside sshd."""
+        if not self.alive(name):
+            return {}
         space = os.stat(f"/proc/{self._init[name]}/ns/pid").st_ino
         found = {}
         for entry in Path("/proc").iterdir():
@@ -192,7 +198,9 @@ class Hosts:
         left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
         root = Path(f"/proc/{self._init[name]}/root")
         for folder in ("dev/shm", "run/tmp"):
-            left += [f"{name}: /{folder}/{path.name}" for path in (root / folder).iterdir()]
+            # (What PyTorch keeps for the next run is no job's.)
+            paths = [path for path in (root / folder).iterdir() if not path.name.startswith("torchinductor")]
+            left += [f"{name}: /{folder}/{path.name}" for path in paths]
         return left + [str(path) for path in Path("/tmp").glob(f"ringdance-*-{name}")]
 
     def down(self) -> None:

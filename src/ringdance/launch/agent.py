@@ -33,7 +33,8 @@ from .wire import AGENT_SPEAKS, Channel, Frames, host_folder, host_shared
 
 _FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' output is left in its pipes
 _DRAIN_S = 3.0
-_DAEMONS = ("prted", "orted", "hydra", "pmi_proxy")
+_DAEMON = "mpiexec's daemon"
+_DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
 _RESULT = re.compile(r"result\.\d+\.pkl")
 
 
@@ -309,6 +310,8 @@ class _Agent:
             if process.stdout and not process.stdout.closed and self._ready(process.stdout.fileno()):
                 self._pass_on(process)
             self._launcher.send({"spawned": number, "code": code})
+            if code == 128 + signal.SIGKILL:  # so its shell tells that the daemon was killed
+                code, name = -signal.SIGKILL, _DAEMON
         if code < 0 and name.startswith(_DAEMONS):  # else the users' own: what becomes of those is theirs
             self._launcher.send({"died": pid, "name": name, "signal": -code})
 

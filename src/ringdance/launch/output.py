@@ -180,7 +180,7 @@ def open_files(folder: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]
 _RULE = re.compile(rb"[-=]{40,}\s*$")
 _KNOWN = re.compile(
     rb"Primary job  ?terminated|prterun (has )?(detected|noticed)|mpirun (has )?(detected|noticed)"
-    rb"|mpiexec noticed|plm:(ssh|rsh): Warning: setpgid"
+    rb"|mpiexec noticed|^Killed\s*$|plm:(ssh|rsh): Warning: setpgid"
     rb"|MPI_ABORT was invoked|exited (on signal|without)|non-zero (exit )?(status|code)|Per user-direction"
     rb"|BAD TERMINATION|EXIT CODE:|CLEANING UP REMAINING|IGNORE THE BELOW|RUNNING AT|KILLED BY SIGNAL"
     rb"|APPLICATION TERMINATED WITH THE EXIT STRING|typically refers to a problem with your application"

@@ -159,7 +159,7 @@ def _connect(host: str, reach: Reach, timeout: float) -> Remote:
         while True:
             left = until - time.monotonic()
             if left <= 0:
-                raise _Problem(f"no answer within {timeout:g} s {_heard(remote)}", temporary=True)
+                raise _Problem(f"no answer within {timeout:.0f} s {_heard(remote)}".rstrip(), temporary=True)
             select.select([frames.read_fd], [], [], left)
             messages, alive = frames.receive()
             for message, _ in messages:
