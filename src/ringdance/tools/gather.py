@@ -21,7 +21,7 @@ from ringdance.tools.registry import Facts, Wanted
 
 _SPARE_S = 30.0  # for ssh and for starting Python, beyond the time that the probes have
 
-KINDS = (
+_KINDS = (
     ("Permission denied", "refused"),
     ("Host key verification failed", "key"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "key"),
@@ -133,6 +133,6 @@ def _ask(host: str, asked: bytes, seconds: float, reach: Reach, local: Collectio
 
 def _why(code: int, errors: str, said: str) -> dict[str, Any]:
     lines = [line.strip() for line in f"{said}\n{errors}".splitlines() if line.strip()]
-    kind = next((kind for sign, kind in KINDS if any(sign in line for line in lines)), "other")
-    telling = [line for line in lines if any(sign in line for sign, known in KINDS if known == kind)]
+    kind = next((kind for sign, kind in _KINDS if any(sign in line for line in lines)), "other")
+    telling = [line for line in lines if any(sign in line for sign, known in _KINDS if known == kind)]
     return {"error": kind, "said": (telling or lines or [f"exit code {code}"])[-1][:300]}

@@ -65,9 +65,8 @@ def bandwidth(cases: Cases) -> Iterator[Finding]:
         )
     if not slow:
         low, high = min(speeds.values()), max(speeds.values())
-        yield Finding(
-            f"{_gigabits(low)} to {_gigabits(high)} between {len(speeds)} pairs of hosts, one connection each"
-        )
+        speed = _gigabits(low) if len(speeds) == 1 else f"{_gigabits(low)} to {_gigabits(high)}"
+        yield Finding(f"{speed} between hosts by one connection (measured: {len(speeds)} pairs)")
 
 
 def _gigabits(speed: float) -> str:
@@ -94,6 +93,5 @@ def latency(cases: Cases) -> Iterator[Finding]:
         text = f"{seconds * 1e3:.3g} ms from {pair[0]} to {pair[1]}"
         yield Finding(text, "choose hosts of one site (one zone, one placement group)", hosts=pair)
     if times and not far:
-        yield Finding(
-            f"{min(times.values()) * 1e6:.0f} to {max(times.values()) * 1e6:.0f} µs from host to host"
-        )
+        low, high = (f"{seconds * 1e6:.0f} µs" for seconds in (min(times.values()), max(times.values())))
+        yield Finding(f"{low} from host to host" if low == high else f"{low} to {high} from host to host")

@@ -19,13 +19,14 @@ _KIND = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
 def slurm_mpi(case: Case) -> Finding | None:
     """``srun --mpi=list``."""
     found, family = case["slurm"], case["mpi"]["family"]
-    if not found["srun"] or not family:
+    # An srun that lists nothing belongs to no cluster: its commands are only installed.
+    if not found["kinds"] or not family:
         return None
     need = _KIND[family]
     offered = [kind for kind in found["kinds"] if kind.startswith(need)]
     if not offered:
         return Finding(
-            f"srun offers {several(found['kinds']) or 'nothing'}, but {family} needs --mpi={need}",
+            f"srun offers {several(found['kinds'])}, but {family} needs --mpi={need}",
             "start with mpiexec inside salloc or sbatch (`ringdance run` does), or install Slurm's "
             "PMIx plugin",
         )

@@ -43,7 +43,7 @@ def look(wanted: Wanted) -> dict[str, Any]:
         if not any(_installed(distribution) for distribution in _DISTRIBUTIONS[name]):
             continue
         program = f"{script}\nimport json; print('\\n::found::' + json.dumps(found))"
-        code, said, errors = files.run([sys.executable, "-c", program], _LIMIT_S)
+        code, said, errors = files.run([sys.executable, "-P", "-c", program], _LIMIT_S)
         mark = said.rpartition("::found::")[2]
         if code == 0 and mark:
             found[name] = json.loads(mark)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import platform
-import shutil
 from typing import Any
 
 from ringdance.tools.probes import files
@@ -29,7 +28,6 @@ def look(wanted: Wanted) -> dict[str, Any]:
         "root": os.getuid() == 0,
         "container": container(),
         "here": {"path": wanted.here, "exists": not wanted.here or os.path.isdir(wanted.here)},
-        "scheduler": next((name for name in ("sbatch", "bsub") if shutil.which(name)), ""),
     }
 
 

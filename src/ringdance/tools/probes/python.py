@@ -44,7 +44,6 @@ def look(wanted: Wanted) -> dict[str, Any]:
         "user_site": _user_site(),
         "conda": _conda(),
         "encoding": sys.stdout.encoding or "",
-        "externally_optimised": sys.flags.optimize,
     }
 
 

@@ -33,7 +33,7 @@ def look(wanted: Wanted) -> dict[str, Any]:
         words[1:1] = ["--oversubscribe", "--bind-to", "none"]
         if os.getuid() == 0:
             environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    words += [sys.executable, "-c", _RANK]
+    words += [sys.executable, "-P", "-c", _RANK]
     code, said, errors = files.run(words, _LIMIT_S, environ)
     sizes = [int(line[5:]) for line in said.splitlines() if line.startswith("size=") and line[5:].isdigit()]
     return {"sizes": sizes, "code": code, "said": files.last_line(errors), "line": shlex.join(words)}
