@@ -117,7 +117,8 @@ class Reduction:
             import torch
 
             # In place: a step's gradients are not needed any more. Not for torch.compile to look into.
-            reduce = torch.compiler.disable(hvd.grouped_allreduce_)
+            unseen: Any = torch.compiler.disable
+            reduce = unseen(hvd.grouped_allreduce_)
             small = [one.detach().contiguous() for one in small]
         small = reduce(
             small, name=self.name, op=int(self.operation), prescale_factor=self.prescale,
