@@ -25,7 +25,7 @@ def usable_cores() -> int:
 
 
 def share_of_cores(local_size: int) -> int:
-    """Return how many threads this rank should compute with: ``OMP_NUM_THREADS``, or its share of the cores."""
+    """Return how many threads this rank is to compute with: ``OMP_NUM_THREADS``, or its share of cores."""
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if told.isdigit() and int(told):
         return int(told)
