@@ -72,8 +72,9 @@ def test_vmap_of_scalars_and_of_a_part_of_a_group() -> None:
     many, one = both(jnp.ones((BATCH, 2)), jnp.full(2, RANK + 1.0))
     assert many.tolist() == [[SIZE] * 2] * BATCH
     assert one.tolist() == [[SIZE * (SIZE + 1) / 2] * 2] * BATCH
-    with pytest.raises(ArgumentError, match="Adasum weighs whole tensors"):
-        jax.vmap(partial(hvd.allreduce, op=hvd.Adasum))(mine())
+    if SIZE > 1:  # alone every reduction leaves things as they are
+        with pytest.raises(ArgumentError, match="Adasum weighs whole tensors"):
+            jax.vmap(partial(hvd.allreduce, op=hvd.Adasum))(mine())
 
 
 def sharded(value: Any, *axes: Any) -> Any:
