@@ -93,3 +93,24 @@ def test_the_jax_examples(name: str, needs: str) -> None:
     said = job("mpiexec", 2, str(TESTS.parent / "examples" / f"digits_{name}.py"))
     assert "all 2 ranks hold the same weights: yes" in said
     assert float(re.findall(r"test accuracy: ([\d.]+)%", said)[0]) > 95
+
+
+THREADS = """
+import sys
+from pathlib import Path
+import jax
+import ringdance.jax as hvd
+from ringdance.training.options import share_of_cores
+hvd.init()
+jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))))
+names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+print("threads", names.count("tf_XLAEigen"), "of", share_of_cores(hvd.local_size()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_xla_computes_with_a_ranks_share_of_the_cores() -> None:
+    pytest.importorskip("jax")
+    found = re.findall(r"threads (\d+) of (\d+)", job("mpiexec", 2, "-c", THREADS))
+    assert len(found) == 2
+    assert all(threads == share for threads, share in found)
