@@ -131,6 +131,7 @@ _EXPECTED: dict[str, type[Structure]] = {
     "XLA_FFI_Rets": Buffers, "XLA_FFI_ByteSpan": ByteSpan, "XLA_FFI_Attrs": Attributes,
     "XLA_FFI_CallFrame": CallFrame,
 }
+_LATER_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # from JAX 0.12 on
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
 _called: list[Called] = []
@@ -164,7 +165,7 @@ def _version() -> tuple[int, int] | None:
         return None
     for name, structure in _EXPECTED.items():
         ours = [field[0] for field in structure._fields_]
-        theirs = members(header, name)
+        theirs = members(header, name) or members(header, _LATER_NAMES.get(name, ""))
         if name == "XLA_FFI_Rets":
             ours[-1] = "rets"
         if structure is Api:
