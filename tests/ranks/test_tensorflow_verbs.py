@@ -318,3 +318,12 @@ def test_join() -> None:
         gathered = hvd.allgather(tf.reshape(last, [1])).numpy().tolist()
         assert len(set(gathered)) == 1
         assert gathered[0] != first
+
+
+@several
+def test_tensors_from_outside_of_a_graph_match_whatever_else_a_rank_has_made() -> None:
+    for _ in range(RANK):
+        tf.constant(0.0) + 1
+    one, two = tf.constant([1.0]), tf.constant([2.0])
+    both = tf.function(lambda: (hvd.allreduce(one, op=hvd.Sum), hvd.allreduce(two, op=hvd.Sum)))
+    assert [total.numpy().tolist() for total in both()] == [[SIZE], [2 * SIZE]]

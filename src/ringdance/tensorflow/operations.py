@@ -49,10 +49,16 @@ def _run(
     if tf.executing_eagerly():
         return perform(call.but(name=name), tensors)
     verb = ("Grouped" if call.grouped else "") + call.verb.name.title()
-    plain_name = name or f"Horovod{verb}_{re.sub('[^a-zA-Z0-9]', '_', tensors[0].name)}"
+    plain_name = name or f"Horovod{verb}_{_label(tensors[0])}"
     graph = tf.compat.v1.get_default_graph()
     key = plain_name if ignore_name_scope else graph.unique_name(plain_name, mark_as_used=False)
     return perform(call.but(name=key), tensors, plain_name)
+
+
+def _label(tensor: Tensor) -> str:
+    """Return what a graph calls a tensor, as part of a name."""
+    # An eager tensor from outside has a number for a name, which counts what this process alone has made.
+    return "captured" if tensor.op.name.isdigit() else re.sub("[^a-zA-Z0-9]", "_", tensor.name)
 
 
 def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
