@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -279,6 +280,10 @@ def test_verbose_tells_what_is_done(program):
     assert done.stdout == b"[0]<stdout>:x\n"
 
 
+def there(framework: str) -> str:
+    return "X" if importlib.util.find_spec(framework) else " "
+
+
 def test_check_build():
     done = horovodrun("--check-build")
     assert done.returncode == 0
@@ -287,8 +292,8 @@ def test_check_build():
         Horovod v{horovod.__version__}:
 
         Available Frameworks:
-            [ ] TensorFlow
-            [X] PyTorch
+            [{there("tensorflow")}] TensorFlow
+            [{there("torch")}] PyTorch
             [ ] MXNet
 
         Available Controllers:

@@ -95,7 +95,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         compiled = keras.backend.backend() != "torch" and not self.model.run_eagerly
-        if self.momentum_correction and old and not compiled and getattr(inner, "momentum", 0.0):
+        # Keras makes no velocities for an optimizer that has no momentum when it is built.
+        possible = old and new and inner.built and not compiled
+        if self.momentum_correction and possible and getattr(inner, "momentum", 0.0):
             self._restore = inner.momentum
             inner.momentum *= new / old
 
