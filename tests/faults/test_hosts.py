@@ -18,6 +18,7 @@ import pytest
 from processes import MARKER, script, wait_until
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.limit(150),
     pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"hosts: {here_hosts.why_not()}"),
 ]
