@@ -6,51 +6,30 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ringdance.training.compression import Compressor
+from ringdance.training.compression import CastCompressor, Compressor, NoneCompressor
 
-__all__ = ["Compression", "Compressor"]
-
-
-class NoneCompressor(Compressor):
-    """Leaves arrays as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the array itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the array itself."""
-        return tensor
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class _Cast(Compressor):
-    """Casts floating arrays to ``dtype``, and back."""
-
-    dtype: Any
-
+class _Cast(CastCompressor):
     @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return the array in the small type, and its former type."""
-        if jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype != cls.dtype:
-            return tensor.astype(cls.dtype), tensor.dtype
-        return tensor, None
+    def former(cls, tensor: Any) -> Any:
+        floating = jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype != cls.dtype
+        return tensor.dtype if floating else None
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the array in its former type."""
-        return tensor if ctx is None else tensor.astype(ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return tensor.astype(dtype)
 
 
 class FP16Compressor(_Cast):
-    """Casts floating arrays to float16. Values above 65,504 become infinite; scale the loss, or use bf16."""
+    """Casts floating tensors to float16. Values above 65,504 become infinite; scale the loss, or use bf16."""
 
     dtype = jnp.float16
 
 
 class BF16Compressor(_Cast):
-    """Casts floating arrays to bfloat16: the range of float32 with 8 bits of precision."""
+    """Casts floating tensors to bfloat16: the range of float32 with 8 bits of precision."""
 
     dtype = jnp.bfloat16
 

@@ -1,4 +1,4 @@
-"""Compression of gradients on their way: cast to 16 bits, on every backend. Contract 2.2.4."""
+"""Compression of gradients on their way: cast to 16 bits. Contract 2.2.4."""
 
 from __future__ import annotations
 
@@ -6,54 +6,32 @@ from typing import Any
 
 import keras
 
-from ringdance.training.compression import Compressor
+from ringdance.training.compression import CastCompressor, Compressor, NoneCompressor
 
-__all__ = ["Compression", "Compressor"]
-
-
-class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor itself."""
-        return tensor
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class _Cast(Compressor):
-    """Casts floating dense tensors to ``dtype``, and back."""
-
-    dtype: str
-
+class _Cast(CastCompressor):
     @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor in the small type, and its former type."""
+    def former(cls, tensor: Any) -> Any:
         if not keras.ops.is_tensor(tensor):
-            return tensor, None
-        former = keras.backend.standardize_dtype(tensor.dtype)
-        if "float" not in former or former == cls.dtype:
-            return tensor, None
-        return keras.ops.cast(tensor, cls.dtype), former
+            return None
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        return dtype if "float" in dtype and dtype != cls.dtype else None
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its former type."""
-        return tensor if ctx is None else keras.ops.cast(tensor, ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return keras.ops.cast(tensor, dtype)
 
 
 class FP16Compressor(_Cast):
-    """Casts to float16. Values above 65,504 become infinite; use loss scaling, or bf16."""
+    """Casts floating tensors to float16. Values above 65,504 become infinite; scale the loss, or use bf16."""
 
     dtype = "float16"
 
 
 class BF16Compressor(_Cast):
-    """Casts to bfloat16: the range of float32 with 8 bits of precision."""
+    """Casts floating tensors to bfloat16: the range of float32 with 8 bits of precision."""
 
     dtype = "bfloat16"
 

@@ -6,41 +6,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.training.compression import Compressor
+from ringdance.training.compression import CastCompressor, Compressor, NoneCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor itself."""
-        return tensor
-
-
-class _Cast(Compressor):
-    """Casts floating tensors to ``dtype``, and back."""
-
-    dtype: Any
-
+class _Cast(CastCompressor):
     @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor in the small type, and its former type."""
-        if tensor.dtype.is_floating and tensor.dtype != cls.dtype:
-            return tf.cast(tensor, cls.dtype), tensor.dtype
-        return tensor, None
+    def former(cls, tensor: Any) -> Any:
+        return tensor.dtype if tensor.dtype.is_floating and tensor.dtype != cls.dtype else None
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its former type."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return tf.cast(tensor, dtype)
 
 
 class FP16Compressor(_Cast):

@@ -6,41 +6,20 @@ from typing import Any
 
 import torch
 
-from ringdance.training.compression import Compressor
+from ringdance.training.compression import CastCompressor, Compressor, NoneCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor itself."""
-        return tensor
-
-
-class _Cast(Compressor):
-    """Casts floating tensors to ``dtype``, and back."""
-
-    dtype: torch.dtype
-
+class _Cast(CastCompressor):
     @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor in the small type, and its former type."""
-        if tensor.dtype.is_floating_point and tensor.dtype is not cls.dtype:
-            return tensor.to(cls.dtype), tensor.dtype
-        return tensor, None
+    def former(cls, tensor: Any) -> Any:
+        floating = tensor.dtype.is_floating_point and tensor.dtype is not cls.dtype
+        return tensor.dtype if floating else None
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its former type."""
-        return tensor if ctx is None else tensor.to(ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return tensor.to(dtype)
 
 
 class FP16Compressor(_Cast):
