@@ -9,9 +9,13 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ringdance import __version__
+
+if TYPE_CHECKING:
+    from ringdance.launch.order import Ready
 
 _EXAMPLES = """\
 examples:
@@ -38,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Everything after `run` is the launcher's and the script's: not looked at here.
         from ringdance.launch import cli as launch
 
-        return launch.main(words[1:])
+        return launch.main(words[1:], _look)
     if words and words[0] in _PASSED_ON:
         module = importlib.import_module(_PASSED_ON[words[0]][0])
         return int(module.main(words[1:]))
@@ -51,6 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     _parser().print_help()
     return 2
+
+
+def _look(ready: Ready, say: Callable[[str], None]) -> None:
+    """What is wrong with the hosts of a job; only jobs over several hosts pay for the import."""
+    from ringdance.tools.preflight import look
+
+    look(ready, say)
 
 
 def _parser() -> argparse.ArgumentParser:

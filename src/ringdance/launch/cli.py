@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.order import (
     Order,
+    Ready,
     as_program,
     parse_exports,
     resolve_command,
@@ -40,6 +41,10 @@ exit code: 0 if all ranks ended with 0; else that of the rank that failed first 
 killed it); 2 if nothing was started, 127 if the command was not found; 130 after Ctrl-C.
 Under mpiexec or srun run the script directly: it needs no `ringdance run`.
 """
+
+
+Look = Callable[[Ready, Callable[[str], None]], None]
+"""Is given what would be started, and how to say something; raises a LaunchError if it must not start."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,24 +115,37 @@ def _add_reach(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds after which a host that says nothing is lost (default 6)",
     )
-    add("--no-check", action="store_true", help="with --dry-run: ask no host anything")
-
-
-def main(argv: Sequence[str]) -> int:
-    """``ringdance run``: `argv` without the program and ``run``; returns the exit code."""
-    return as_program("ringdance run", lambda: _main(_parser().parse_args(list(argv))))
-
-
-def _main(arguments: argparse.Namespace) -> int:
-    ready = _order(arguments).prepare(
-        lambda text: print(f"ringdance run: {text}", file=sys.stderr, flush=True)
+    add(
+        "--no-check",
+        action="store_true",
+        help="look for nothing wrong on the hosts before the start; with --dry-run: ask no host anything",
     )
+
+
+def main(argv: Sequence[str], look: Look | None = None) -> int:
+    """``ringdance run``: `argv` without the program and ``run``; returns the exit code.
+
+    Args:
+        argv: the words of the command line.
+        look: looks for what is wrong with several hosts, before anything starts there.
+    """
+    return as_program("ringdance run", lambda: _main(_parser().parse_args(list(argv)), look))
+
+
+def _main(arguments: argparse.Namespace, look: Look | None) -> int:
+    ready = _order(arguments).prepare(_say)
     if arguments.dry_run:
         ready.close()
         plan = ready.plan
         print(plan.to_json(os.environ) if arguments.format == "json" else plan.describe(os.environ))
         return 0
+    if look and ready.plan.wide and not arguments.no_check:
+        look(ready, _say)
     return run_in_terminal(ready)
+
+
+def _say(text: str) -> None:
+    print(f"ringdance run: {text}", file=sys.stderr, flush=True)
 
 
 def _style(arguments: argparse.Namespace) -> Style | None:

@@ -6,16 +6,22 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringdance import __version__
+from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.ssh import Reach
 from ringdance.tools import links
 from ringdance.tools.gather import gather
 from ringdance.tools.probe import QUICK
-from ringdance.tools.registry import ERROR, Facts, Result, Wanted, examine
+from ringdance.tools.registry import ERROR, WARNING, Facts, Result, Wanted, examine
+
+if TYPE_CHECKING:
+    from ringdance.launch.order import Ready
 
 MINUTES = 10.0
 _LINKS_S = 5.0
@@ -26,6 +32,58 @@ _UNASKED = frozenset(
         "inside-a-job", "slurm-mpi", "slurm-worlds", "virtual-interfaces", "framework-installed",
     }
 )  # fmt: skip
+# Errors in general, but no reason not to start: the launcher itself needs none of it (hosts may have names
+# that only ssh knows, output is written where the launcher is).
+_NO_HINDRANCE = frozenset(
+    {"own-name", "names-agree", "folder-writable", "port-taken", "temporary-path-length"}
+)
+_MOST_NAMED = 6
+
+
+def look(ready: Ready, say: Callable[[str], None]) -> None:
+    """Look at the hosts of a job that is about to start; warnings are said in one line.
+
+    Args:
+        ready: the job.
+        say: told a line for the user.
+
+    Raises:
+        LaunchError: it would fail; nothing has been started, and the agents have been sent home.
+    """
+    order, hosts = ready.order, ready.plan.hosts
+    try:
+        wrong = preflight(
+            {host.name: len(host.ranks) for host in hosts},
+            reach=order.reach,
+            folders=[order.folder] if order.folder else (),
+        )
+        errors = [result for result in wrong if result.severity == ERROR]
+        if errors:
+            lines = [f"{_where(result)}{result.text}\n    mend: {result.mend}" for result in errors]
+            raise LaunchError(
+                "nothing was started, for:\n  " + "\n  ".join(lines) + "\n(--no-check starts all the same)"
+            )
+    except BaseException:
+        ready.close()
+        raise
+    warnings = list(dict.fromkeys(result.check for result in wrong if result.severity == WARNING))
+    if warnings:
+        more = f" and {len(warnings) - _MOST_NAMED} more" if len(warnings) > _MOST_NAMED else ""
+        named = ",".join(f"{host.name}:{len(host.ranks)}" for host in hosts)
+        say(
+            f"may slow the job down or end it: {', '.join(warnings[:_MOST_NAMED])}{more}; "
+            f"for what to do: ringdance doctor --quick -H {named}"
+        )
+
+
+def _where(result: Result) -> str:
+    return f"host{'s' if len(result.hosts) > 1 else ''} {', '.join(result.hosts)}: "
+
+
+def _weighed(result: Result) -> Result:
+    """As it counts before a job."""
+    mild = result.severity == ERROR and result.check in _NO_HINDRANCE
+    return replace(result, severity=WARNING) if mild else result
 
 
 def preflight(
@@ -56,7 +114,7 @@ def preflight(
     if known is not None:
         return known
     _, results = examined(tuple(slots), wanted, QUICK, seconds, reach)
-    wrong = [result for result in results if result.wrong and result.check not in _UNASKED]
+    wrong = [_weighed(result) for result in results if result.wrong and result.check not in _UNASKED]
     wrong.sort(key=lambda result: result.severity != ERROR)
     if not any(result.severity == ERROR for result in wrong):
         _remember(place, wrong)

@@ -33,6 +33,10 @@ def _run(args: argparse.Namespace) -> int:
     order = order_of(args, resolve_command(args.command))
     ready = order.prepare(_say)
     tell(args, ready.order, _say)
+    if ready.plan.wide:
+        from ringdance.tools.preflight import look
+
+        look(ready, _say)
     return run_in_terminal(ready)
 
 

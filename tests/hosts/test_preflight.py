@@ -1,0 +1,73 @@
+"""What is wrong with a host is told before anything starts there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from hosts import Hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+RUN = (sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1,h3:1")
+MARK = "the rank of "
+Run = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(three_hosts: Hosts, tmp_path: Path) -> Run:
+    (tmp_path / "say.py").write_text(f"import os\nprint({MARK!r} + os.uname().nodename)\n")
+
+    def run_(*words: str) -> CompletedProcess[str]:
+        line = (*RUN, *words, "python", str(tmp_path / "say.py"))
+        return three_hosts.run("h1", *line, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+
+    return run_
+
+
+@pytest.fixture
+def full(three_hosts: Hosts) -> Iterator[None]:
+    """h2 has no room in its /dev/shm."""
+    assert three_hosts.run("h2", "mount", "-t", "tmpfs", "-o", "size=4k", "full", "/dev/shm").returncode == 0
+    yield
+    three_hosts.run("h2", "umount", "/dev/shm")
+
+
+@pytest.mark.usefixtures("full")
+def test_a_host_without_shared_memory(run: Run, three_hosts: Hosts) -> None:
+    done = run()
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "nothing was started, for:\n  host h2: /dev/shm has 4 KiB" in done.stderr, done.stderr
+    assert "mend: start the container with --shm-size" in done.stderr
+    assert "--no-check starts all the same" in done.stderr
+    assert "h3" not in done.stderr
+    assert [three_hosts.leftovers(name) for name in three_hosts.names] == [[], [], []]
+    assert run("--no-check").stdout.count(MARK) == 3
+    plan = run("--dry-run")  # it starts nothing, whatever is wrong
+    assert plan.returncode == 0
+    assert MARK not in plan.stdout
+
+
+def test_hosts_that_were_in_order_are_asked_once(run: Run, three_hosts: Hosts, tmp_path: Path) -> None:
+    first = run()
+    assert first.stdout.count(MARK) == 3, first.stderr
+    (known,) = (tmp_path / "cache" / "ringdance").iterdir()
+    moment = known.stat().st_mtime_ns
+    assert run().stdout.count(MARK) == 3
+    assert [path.stat().st_mtime_ns for path in known.parent.iterdir()] == [moment]
+
+
+def test_what_is_a_risk_is_said_in_one_line(run: Run, three_hosts: Hosts) -> None:
+    # As Slurm's slurm.conf or a shell's profile may do for a login there.
+    three_hosts.run("h3", "mount", "-t", "tmpfs", "-o", "size=100k,nr_inodes=4", "small", "/run/tmp")
+    try:
+        done = run()
+    finally:
+        three_hosts.run("h3", "umount", "/run/tmp")
+    assert done.stdout.count(MARK) == 3, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "ringdance doctor" in line]
+    assert "temporary-space" in line
+    assert line.endswith("ringdance doctor --quick -H h1:1,h2:1,h3:1")
