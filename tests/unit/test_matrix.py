@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def test_a_row_that_has_passed_on_these_sources_is_not_run_again(
     assert tree == matrix.digest()
     monkeypatch.setattr(matrix, "FOLDER", tmp_path)
     monkeypatch.setattr(matrix, "digest", lambda: tree)
-    monkeypatch.setattr(matrix, "run_row", lambda row, tree: matrix.Result("FAILED (it was run)", tree))
+    monkeypatch.setattr(matrix, "run_row", lambda row, tree, _: matrix.Result("FAILED (it was run)", tree))
     monkeypatch.setattr(sys, "argv", ["matrix.py", "--only", "newest-312"])
     passed = matrix.Result("passed", tree, {"python": "3.12.1"}, {"passed": 7}, 60.0)
     folder = tmp_path / "newest-312"
@@ -76,3 +77,36 @@ def test_a_row_that_has_passed_on_these_sources_is_not_run_again(
     (folder / "result.json").write_text(json.dumps(asdict(passed) | {"tree": "another"}))
     assert matrix.main() == 1
     assert "FAILED (it was run)" in capsys.readouterr().out
+
+
+def test_a_row_goes_on_after_the_runs_that_have_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = matrix.Row("some", f"{sys.version_info.major}.{sys.version_info.minor}", {}, [["a"], ["b"], ["c"]])
+    row_folder = tmp_path / row.name
+    row_folder.mkdir()
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(matrix, "prepare", lambda row, python: None)
+    monkeypatch.setattr(matrix, "installed", lambda row: {"python": "3.11.7"})
+    failing, run = {"a"}, []
+
+    def run_tests(row: matrix.Row, words: list[str]) -> tuple[int, Counter[str]]:
+        run.append(words[0])
+        if words[0] == "c" and "c" in failing:
+            raise KeyboardInterrupt
+        return (1, Counter(failed=1)) if words[0] in failing else (0, Counter(passed=1))
+
+    monkeypatch.setattr(matrix, "run_tests", run_tests)
+    assert matrix.recorded(row, "tree") is None
+    first = matrix.run_row(row, "tree")
+    assert (first.outcome, first.counts) == ("FAILED", {"passed": 2, "failed": 1})
+    failing.clear()
+    second = matrix.run_row(row, "tree", matrix.recorded(row, "tree"))
+    assert (second.outcome, second.counts, run) == ("passed", {"passed": 3}, ["a", "b", "c", "a"])
+    assert matrix.recorded(row, "another") is None
+    failing.add("c")
+    with pytest.raises(KeyboardInterrupt):
+        matrix.run_row(row, "later", matrix.recorded(row, "later"))
+    interrupted = matrix.recorded(row, "later")
+    assert interrupted is not None
+    assert (interrupted.outcome, interrupted.done) == ("interrupted", [["a"], ["b"]])

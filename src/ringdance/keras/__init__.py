@@ -20,6 +20,7 @@ from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
 from ringdance.keras.compression import Compression, Compressor
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringdance.keras.threads import init
 from ringdance.keras.values import (
     Average,
     Sum,
@@ -38,7 +39,6 @@ from ringdance.training.basics import (
     ddl_built,
     gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from loopback_job import job
 from torch import nn
