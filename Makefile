@@ -75,7 +75,9 @@ test-all: lint .venv-mpich/.dev .venv-impi/.dev
 	$(VENV)/bin/python tests/run.py
 	$(VENV)/bin/python tests/run.py --slow
 	.venv-mpich/bin/python tests/run.py ranks faults
+	.venv-mpich/bin/python tests/run.py --slow hosts
 	.venv-impi/bin/python tests/run.py ranks faults
+	.venv-impi/bin/python tests/run.py --slow hosts
 
 test-matrix:
 	@$(call make_venv,$(VENV))

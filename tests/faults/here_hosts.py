@@ -17,7 +17,7 @@ while [ "$1" != "--" ]; do shift; done
 case "$2" in other*) ;; *) echo "ssh: Could not resolve hostname $2" >&2; exit 255 ;; esac
 echo "a greeting of the login shell"
 exec {enter} /bin/sh -c '
-hostname "$1"; mount -t tmpfs tmpfs /dev/shm; cd /; exec /bin/sh -c "$2"' ssh "$2" "$3"
+hostname "$1"; mount -t tmpfs tmpfs /dev/shm; {before}; cd /; exec /bin/sh -c "$2"' ssh "$2" "$3"
 """
 ENTER = (
     "unshare",
@@ -44,10 +44,15 @@ def why_not() -> str:
     return ""
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Variables under which hosts called other1, other2, ... can be reached."""
+def environment(folder: Path, before: str = ":") -> dict[str, str]:
+    """Variables under which hosts called other1, other2, ... can be reached.
+
+    Args:
+        folder: for the program named ssh.
+        before: what each host does first: a shell's command without single quotes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ssh").write_text(_SSH.format(enter=" ".join(ENTER)))
+    (folder / "ssh").write_text(_SSH.format(enter=" ".join(ENTER), before=before))
     (folder / "ssh").chmod(0o755)
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**os.environ, **allow, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}

@@ -6,6 +6,7 @@ shared as by NFS, but for /dev/shm, /run, /root/.ssh and /etc/hosts. Needs root,
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -201,7 +202,9 @@ class Hosts:
             # (What PyTorch keeps for the next run is no job's.)
             paths = [path for path in (root / folder).iterdir() if not path.name.startswith("torchinductor")]
             left += [f"{name}: /{folder}/{path.name}" for path in paths]
-        return left + [str(path) for path in Path("/tmp").glob(f"ringdance-*-{name}")]
+        # (/tmp is all hosts'. Where somebody still holds the lock, it is another run's job, with hosts of the
+        # same names: a process of this one's would have been found above.)
+        return left + [str(path) for path in Path("/tmp").glob(f"ringdance-*-{name}") if not _locked(path)]
 
     def down(self) -> None:
         """Remove all."""
@@ -210,6 +213,20 @@ class Hosts:
             process.wait()
         for name in [*(self._tag + name for name in self.names), self._switch]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _locked(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return True  # just being removed
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _run(*command: str) -> str:

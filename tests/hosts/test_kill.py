@@ -73,6 +73,11 @@ def kill_daemon(job: Job) -> str:
     return "host h2 (ranks 2-3): "
 
 
+def kill_agent(job: Job) -> str:
+    os.kill(min(job.find("h2", "launch.agent")), signal.SIGKILL)
+    return "host h2 (ranks 2-3): it is gone"
+
+
 def kill_host(job: Job) -> str:
     job.hosts.kill("h3")
     return "host h3 (ranks 4-5): it is gone"
@@ -98,7 +103,7 @@ def kill_launcher(job: Job) -> str:
     return ""
 
 
-HARMS = [kill_rank, kill_daemon, kill_host, power_off, unplug, interrupt, kill_launcher]
+HARMS = [kill_rank, kill_daemon, kill_agent, kill_host, power_off, unplug, interrupt, kill_launcher]
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ import time
 from typing import Any
 
 from . import linux, machine
-from .sweep import Sweep
-from .wire import AGENT_SPEAKS, Channel, Frames, host_folder, host_shared
+from .sweep import Sweep, make_folders
+from .wire import AGENT_SPEAKS, OWN_FOLDER, Channel, Frames, host_folder, host_shared
 
 _FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' output is left in its pipes
 _DRAIN_S = 3.0
@@ -148,8 +148,8 @@ class _Agent:
         folders = [folder for folder in (self._folder, shared) if folder]
         self._sweep = Sweep(message["job"], folders, time.time(), os.getpid(), self._reap)
         try:
-            for folder in folders:
-                os.mkdir(folder, 0o700)
+            make_folders(folders)
+            self._sweep.outlive()
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(os.path.join(self._folder, "s"))
         except OSError as error:
@@ -159,7 +159,7 @@ class _Agent:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
         # What the launcher says wins over what this host's login has set.
         given = message["environ"]
-        given = {name: self._folder if text == "{folder}" else text for name, text in given.items()}
+        given = {name: self._folder if text == OWN_FOLDER else text for name, text in given.items()}
         self._environ = {**os.environ, **given, linux.MARKER: message["job"]}
         return ""
 
@@ -171,7 +171,7 @@ class _Agent:
     def _spawn(self, number: int, command: str) -> None:
         """Start what mpiexec would have started through ssh: by the user's shell, in a session of its own."""
         process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
+            ["/bin/sh", "-c", command.replace(OWN_FOLDER, self._folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ import socket
 from typing import Any
 
 from . import linux
-from .sweep import Sweep
+from .sweep import Sweep, make_folders
 from .wire import Channel
 
 
@@ -63,11 +63,10 @@ class _Guardian:
         folders = message["folders"]
         self._sweep = Sweep(message["job"], folders, message["began"], os.getpid(), self._reap)
         problem = ""
-        for folder in folders:
-            try:
-                os.mkdir(folder, 0o700)
-            except OSError as error:
-                problem = str(error)
+        try:
+            make_folders(folders)
+        except OSError as error:
+            problem = str(error)
         self._channel.send({"ready": True, "problem": problem})
 
     def _start(self, message: dict[str, Any]) -> None:
@@ -83,6 +82,7 @@ class _Guardian:
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
+                os.dup2(2, 1)  # all that it says is the launcher's to judge, wherever it says it
                 os.chdir(message["cwd"])
                 os.execve(argv[0], argv, message["env"])
             except OSError as error:

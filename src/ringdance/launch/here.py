@@ -70,7 +70,7 @@ class Here:
         self._selector, self._events = selector, events
         self._pipes: set[int] = set()
         self._pids: list[int] = []
-        self._over = False
+        self._over = self._listens = False
         ours, theirs = socket.socketpair()
         out, err = os.pipe(), os.pipe()
         self._guardian = subprocess.Popen(
@@ -92,17 +92,34 @@ class Here:
         self._channel.send({"job": job, "folders": list(folders), "began": began})
         selector.register(ours, selectors.EVENT_READ, self._from_guardian)
 
-    def launch(self, argv: Sequence[str], environ: Mapping[str, str], door: str) -> None:
-        """Listen for supervisors and let the guardian start mpiexec; `door`: the script it gets for ssh."""
-        path = os.path.join(self._folders[0], "s")
+    def launch(
+        self, argv: Sequence[str], environ: Mapping[str, str], files: Mapping[str, tuple[str, int]]
+    ) -> None:
+        """Listen for supervisors and let the guardian start mpiexec; again when that mpiexec has ended.
+
+        Args:
+            argv: its command line.
+            environ: of it.
+            files: what it needs: texts and permissions by path.
+        """
+        if not self._listens:
+            self._listen()
+            for path, (text, mode) in files.items():
+                write_private(path, text.encode(), mode)
+        self._channel.send({"start": list(argv), "env": dict(environ), "cwd": os.getcwd()})
+
+    @property
+    def socket_path(self) -> str:
+        """Where it listens."""
+        return os.path.join(self._folders[0], "s")
+
+    def _listen(self) -> None:
+        self._listens = True
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
+        listener.bind(self.socket_path)
         listener.listen(1024)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
-        if door:
-            write_private(door, _door(path).encode(), 0o700)
-        self._channel.send({"start": list(argv), "env": dict(environ), "cwd": os.getcwd()})
 
     def note(self, pid: int) -> None:
         """A process that belongs to the job, whatever becomes of it."""
@@ -200,7 +217,7 @@ def _answer(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message)
 
 
-def _door(socket_path: str) -> str:
+def door_script(socket_path: str) -> str:
     """A script that mpiexec takes for ssh; see door.py."""
     return f'#!/bin/sh\nexec {shlex.join(bare_command("door", socket_path))} "$@"\n'
 

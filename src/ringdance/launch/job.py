@@ -17,14 +17,14 @@ from ringdance.launch import linux
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.crew import Crew
 from ringdance.launch.deputies import Deputies, RankChannel
-from ringdance.launch.here import Here, write_private
-from ringdance.launch.lines import session_environment
+from ringdance.launch.here import Here, door_script, write_private
+from ringdance.launch.lines import DOOR, MACHINES, machines, session_environment
 from ringdance.launch.output import Banner
 from ringdance.launch.plan import Plan
 from ringdance.launch.remote import Remote, together
 from ringdance.launch.running import Options, Rank, conclude, job_folders, show_held
 from ringdance.launch.signals import PASSED_ON, Signals
-from ringdance.launch.wire import SHARED, Channel
+from ringdance.launch.wire import OWN_FOLDER, SHARED, Channel
 
 _SEE_S = 1.0  # after the first failure the other ranks may say what they see
 # (a rank that has told of a failure of its own gets as much again: its exit code becomes the job's)
@@ -61,6 +61,7 @@ class Job:
         self._mpiexec: tuple[int, int | None] = (0, None)  # pid, how it ended
         self._here: Here | None = None
         self._here_ready = False
+        self._daemons_wanted = self._tried_again = False
         self._banner = Banner(options.err)
         self._signal = 0
         self._signals = Signals()
@@ -94,7 +95,7 @@ class Job:
 
     def _order(self) -> dict[str, Any]:
         """What the agents must know; they fill in the names of the folders on their hosts."""
-        session = session_environment(self._plan.mpi.family, "{folder}", SHARED)
+        session = session_environment(self._plan.mpi.family, OWN_FOLDER, SHARED)
         return {
             "job": self.id,
             "base": self._base,
@@ -118,12 +119,19 @@ class Job:
         if self._deputies.ready and self._deputies.problems:
             raise LaunchError(together(self._deputies.problems))
         if self._here and self._here_ready and self._deputies.ready and not self._cleaning:
-            door = os.path.join(self._folder, "ssh") if self._plan.wide else ""
+            door = os.path.join(self._folder, "ssh")
+            hosts = machines(self._plan.hosts, "\n") + "\n"
+            script = door_script(self._here.socket_path)
+            files = {door: (script, 0o700), MACHINES.replace(DOOR, door): (hosts, 0o600)}
             argv = self._plan.argv(self._base, self.id, door)
-            self._here.launch(argv, self._environment(), door)
+            self._here.launch(argv, self._environment(), files if self._plan.wide else {})
 
     def door_opened(self, host: str, command: str, done: Callable[[int], None]) -> None:
         found = self._plan.host_of(host)
+        # mpiexec gives its daemons its own settings, which name this host's folder. Daemons that shared one
+        # would at times have the same process id, and so the same files: each takes its own host's.
+        command = command.replace(self._folder, OWN_FOLDER)
+        self._daemons_wanted = True
         if found is None or not self._deputies.spawn(found.name, command, done):
             self._fail_outside(f"mpiexec wants to start something on {host}, which is no host of this job", 1)
             done(255)
@@ -212,6 +220,11 @@ class Job:
     def mpiexec_ended(self, code: int) -> None:
         self._mpiexec = (self._mpiexec[0], code)
         self._say(f"mpiexec ended: {code}")
+        if self._start_failed(code) and not self._tried_again:
+            self._tried_again = True
+            self._options.err(b"ringdance: mpiexec could not start its daemons; it is tried once more\n")
+            self.agents_ready()
+            return
         if code < 0 and not self._ending and not self._cleaning:
             name = signal_name(-code)
             self._fail_outside(
@@ -219,6 +232,11 @@ class Job:
             )
         # Reports may still lie in the sockets.
         self._expect("clean", 0.0 if self._crew.over else 0.3)
+
+    def _start_failed(self, code: int) -> bool:
+        """Whether mpiexec has ended with an error between wanting its daemons and starting any rank."""
+        well = not (self._ending or self._cleaning or self._outside)
+        return well and code > 0 and self._daemons_wanted and not self._crew.come
 
     def guardian_lost(self, pid: int, code: int) -> None:
         if not self._cleaning:

@@ -12,6 +12,9 @@ from ringdance.launch.mpi import Mpi
 DOOR = "DOOR"
 """Stands for the program that mpiexec calls in place of ssh, whose path is known only once the job exists."""
 
+MACHINES = f"{DOOR}.machines"
+"""Stands for a file beside it, with the hosts and their numbers of ranks, as :func:`machines` writes it."""
+
 _OTHER_SCHEDULERS = "^slurm,lsf,pbs,tm,gridengine"
 
 
@@ -54,6 +57,11 @@ def label(host: Host, number: int) -> str:
     return f"host{number}" if ":" in host.name else host.name
 
 
+def machines(hosts: Sequence[Host], between: str) -> str:
+    """The hosts as mpiexec calls them, each with its number of ranks: ``h1:2,h2:2``."""
+    return between.join(f"{label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
+
+
 def options_of(given: Given) -> tuple[list[str], dict[str, str]]:
     """Options of mpiexec but the number of ranks, and variables for it and the ranks."""
     family = given.mpi.family
@@ -67,6 +75,8 @@ def options_of(given: Given) -> tuple[list[str], dict[str, str]]:
     # A parameter that the user gives as an option would else be given twice.
     for name in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
         variables.pop(name, None)
+        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI takes one of the two only
+            variables.pop("OMPI_MCA_btl_tcp_if_include", None)
     return [*(word for words in ours for word in words), *fixed, *own], variables
 
 
@@ -104,8 +114,7 @@ def _openmpi_launch(given: Given) -> list[str]:
         option, remote, prefix, oob = "--mca", "rsh", "orte", "oob_tcp"
     else:
         option, remote, prefix, oob = "--prtemca", "ssh", "prte", "prte"
-    hosts = ",".join(f"{label(host, n)}:{len(host.ranks)}" for n, host in enumerate(given.hosts))
-    words = ["--host", hosts]
+    words = ["--host", machines(given.hosts, ",")]
     for name, value in (
         ("plm", remote),
         (f"plm_{remote}_agent", f"/bin/sh {DOOR}"),
@@ -128,8 +137,9 @@ def _hydra(given: Given) -> _Options:
     way = "-bootstrap" if intel else "-launcher"
     if not given.wide:
         return binding, [way, "fork"], variables
-    hosts = ",".join(f"{label(host, n)}:{len(host.ranks)}" for n, host in enumerate(given.hosts))
-    fixed = [way, "ssh", f"{way}-exec", DOOR, "-hosts", hosts]
+    # Intel MPI takes no number of ranks in -hosts.
+    where = ["-machinefile", MACHINES] if intel else ["-hosts", machines(given.hosts, ",")]
+    fixed = [way, "ssh", f"{way}-exec", DOOR, *where]
     names = {interface for host in given.hosts for interface in host.interfaces}
     if len(names) == 1:  # hydra takes one name, which has to be the same on all hosts
         (name,) = names

@@ -6,10 +6,12 @@ when the guardian has been killed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +26,50 @@ _ASKED_S = 0.4
 _OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_")
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 _OF_PYTHON = re.compile(r"torch_\d+_|psm_|sem\.|sem_")
+
+
+_OLD_S = 10.0  # a younger folder may just be about to be locked
+
+
+def make_folders(folders: Iterable[str]) -> None:
+    """Make a job's folders and lock them for as long as this process, or one that it forks, lives.
+
+    What earlier jobs left beside them, all of whose guards were killed, is removed.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    for folder in folders:
+        _remove_abandoned(folder)
+        os.mkdir(folder, 0o700)
+        # Never closed: the lock ends with the process.
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
+
+
+def _remove_abandoned(folder: str) -> None:
+    """Remove the folders of dead jobs of this user and host that lie beside a job's."""
+    base, name = os.path.split(folder)
+    same = re.compile(r"ringdance-[0-9a-f]{12}-" + re.escape(name.split("-", 2)[2]))
+    for other in os.listdir(base):
+        path = os.path.join(base, other)
+        try:
+            status = os.lstat(path)
+            ours = same.fullmatch(other) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if ours and time.time() - status.st_mtime > _OLD_S and not _locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # its own job removes it just now
+            continue
+
+
+def _locked(folder: str) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _kill(pid: int) -> None:
@@ -67,6 +113,23 @@ class Sweep:
             shutil.rmtree(folder, ignore_errors=True)
         self._remove_shared(failed)
         return not left
+
+    def outlive(self) -> None:
+        """Fork a process that does it as well, should this one be killed; that ends with the sweep itself."""
+        read, write = os.pipe()
+        if os.fork():
+            os.close(read)  # `write` is closed by this process's end, and by that alone
+            return
+        os.close(write)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):  # else ssh waits for this process too
+            os.dup2(nowhere, descriptor)
+        os.read(read, 1)
+        self._root, self._reap = None, lambda: None
+        self.run()
+        os._exit(0)
 
     def _end_processes(self) -> set[int]:
         """Kill until two looks in a row find none: a process may fork while the table is being read."""

@@ -37,6 +37,9 @@ def host_folder(base: str, job: str) -> str:
     return os.path.join(base, f"ringdance-{job[:12]}-{os.uname().nodename[-20:]}")
 
 
+OWN_FOLDER = "{folder}"
+"""Stands for :func:`host_folder` of the host in what its agent is told."""
+
 SHARED = "{shared}"
 """Stands in a variable's value for :func:`host_shared` of the host where a rank runs."""
 
@@ -114,7 +117,8 @@ class Frames:
         """False if the other side is gone."""
         text = json.dumps(message).encode()
         with self._lock:
-            self._outbox += self._HEAD.pack(len(text), len(payload)) + text + payload
+            # srun passes whole lines on as they come, and keeps what has no end yet.
+            self._outbox += self._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
         return self.flush()
 
     def flush(self) -> bool:
@@ -154,11 +158,11 @@ class Frames:
             if text + payload > self._MOST:
                 raise ValueError(bytes(self._held[at : at + 200]).decode(errors="replace"))
             begin, end = at + self._HEAD.size, at + self._HEAD.size + text + payload
-            if len(self._held) < end:
+            if len(self._held) <= end:
                 break
             found.append(
                 (json.loads(self._held[begin : begin + text]), bytes(self._held[begin + text : end]))
             )
-            at = end
+            at = end + 1
         del self._held[:at]
         return found, bool(data)

@@ -122,7 +122,7 @@ def test_several_hosts() -> None:
         (Mpi("mpich", "m", "test"), "-launcher ssh -launcher-exec DOOR -hosts a:2,me:1,b:1 -iface eth0 -n 4"),
         (
             Mpi("intel", "m", "test"),
-            "-bootstrap ssh -bootstrap-exec DOOR -hosts a:2,me:1,b:1 -iface eth0 -n 4",
+            "-bootstrap ssh -bootstrap-exec DOOR -machinefile DOOR.machines -iface eth0 -n 4",
         ),
     ],
 )
