@@ -27,6 +27,7 @@ examples:
 
 _PASSED_ON = {
     "doctor": ("ringdance.tools.doctor", "find what makes training fail, hang or crawl on these machines"),
+    "hosts": ("ringdance.tools.hosts.cli", "look at hosts, run commands on them, copy files to them"),
     "k8s": ("ringdance.cluster.kubernetes_cli", "write, submit and follow jobs on Kubernetes"),
     "sagemaker": ("ringdance.cluster.sagemaker_cli", "start training jobs on Amazon SageMaker"),
     "slurm": ("ringdance.cluster.slurm_script", "write batch files for Slurm"),

@@ -8,7 +8,8 @@ launcher has been silent for too long. Standard library only.
 Over stdin and stdout go the messages of :class:`launch.wire.Frames`. Launcher to agent: ``{"job", ...}``
 once, ``{"put": name}`` with a file's bytes, ``{"spawn": n, "command"}``, ``{"to": rank's connection,
 "message"}``, ``{"stdin": connection}`` with bytes, ``{"ping"}``, ``{"pause": bool}``, ``{"clean",
-"failed"}``. Agent to launcher: ``{"facts"}``, ``{"ready", "problem"}``, ``{"from": connection, "message"}``,
+"failed"}``, and what chores.py does. Agent to launcher: ``{"facts"}``, ``{"ready", "problem"}``,
+``{"from": connection, "message"}``,
 ``{"from", "stream": 0 or 1}`` with bytes (none: its end), ``{"from", "closed"}``, ``{"took": connection}``,
 ``{"said"}`` with bytes, ``{"spawned": n, "code"}``, ``{"died": pid, "name", "signal"}``, ``{"pong"}``,
 ``{"file": name}`` with bytes, ``{"cleaned": bool}``.
@@ -57,6 +58,7 @@ class _Agent:
         self._cwd = "/"
         self._folder = ""
         self._sweep: Sweep | None = None
+        self._chores: Any = None
         self._heard = time.monotonic()
         self._silence: float | None = None
         self._paused = self._full = self._over = False
@@ -127,10 +129,19 @@ class _Agent:
             self._paused = message["pause"]
         elif "put" in message:
             self._put(os.path.basename(message["put"]), payload)
+        elif "chore" in message:
+            self._do(message, payload)
         elif "job" in message:
             self._launcher.send({"ready": True, "problem": self._prepare(message)})
         elif "clean" in message:
             self._clean(message["failed"])
+
+    def _do(self, message: dict[str, Any], payload: bytes) -> None:
+        if self._chores is None:
+            from .chores import Chores  # a job's start does not wait for its imports
+
+            self._chores = Chores(self._launcher, self._selector)
+        self._chores.take(message, payload)
 
     def _prepare(self, message: dict[str, Any]) -> str:
         """Make the job's folders and listen; what is in the way, or ""."""

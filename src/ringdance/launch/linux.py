@@ -8,13 +8,17 @@ nothing and the processes are found through ``ps``.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import time
+from typing import NamedTuple
 
 LINUX = sys.platform.startswith("linux")
 MARKER = "RINGDANCE_JOB"
 """Environment variable that every process of a job inherits; its value is the job's id."""
 
+_JOB = re.compile(rb"(?:^|\0)" + MARKER.encode() + rb"=([0-9a-f]{8,})(?=\0|$)")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -107,6 +111,63 @@ def job_processes(job: str, root: int | None = None) -> set[int]:
     if root is not None:
         marked |= _descendants(parents, root)
     return marked - {os.getpid()}
+
+
+class Marked(NamedTuple):
+    """A process that some job's marker names: that job's id, and all variables it was started with."""
+
+    job: str
+    environ: bytes
+
+
+def marked_processes() -> dict[int, Marked]:
+    """Living processes of this user that belong to a job of ours, by pid."""
+    if LINUX:
+        environs = {pid: _read(f"/proc/{pid}/environ") for pid in _table() if _owner(pid) == os.getuid()}
+    else:
+        environs = {pid: line.replace(b" ", b"\0") for pid, line in _ps_lines()}
+    found = {}
+    for pid, environ in environs.items():
+        mark = _JOB.search(environ)
+        if mark:
+            found[pid] = Marked(mark[1].decode(), environ)
+    return found
+
+
+def _ps_lines() -> list[tuple[int, bytes]]:
+    """This user's processes with their command lines and variables, from ``ps`` (macOS)."""
+    import subprocess
+
+    done = subprocess.run(["ps", "-xEwwo", "pid=,command="], capture_output=True, check=False)
+    lines = (line.split(None, 1) for line in done.stdout.splitlines())
+    return [(int(words[0]), words[1]) for words in lines if len(words) == 2]
+
+
+def _owner(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
+
+
+def start_of(pid: int) -> str:
+    """Tells a process from a later one with the same pid; "" if there is none."""
+    if LINUX:
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
+    import subprocess
+
+    line = ["ps", "-o", "lstart=", "-p", str(pid)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def began(pid: int) -> float:
+    """When a process was started, about (seconds since the epoch); now, where that is not known."""
+    try:
+        return os.stat(f"/proc/{pid}").st_mtime
+    except OSError:
+        return time.time()
 
 
 def name_of(pid: int) -> str:

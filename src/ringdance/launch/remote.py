@@ -83,6 +83,18 @@ def connect(
         LaunchError: a host cannot be used; names each with what is wrong. No agent is left.
     """
     hosts = list(hosts)
+    found, problems = attempt(hosts, reach, timeout, say)
+    if problems:
+        for remote in found.values():
+            remote.close()
+        raise LaunchError(together([f"host {host}: {problems[host]}" for host in hosts if host in problems]))
+    return [found[host] for host in hosts]
+
+
+def attempt(
+    hosts: Sequence[str], reach: Reach, timeout: float, say: Callable[[str], None] = lambda text: None
+) -> tuple[dict[str, Remote], dict[str, str]]:
+    """The same, also if some cannot be used: the agents, and what is wrong where; arguments as above."""
     found: dict[str, Remote] = {}
     problems: dict[str, str] = {}
     until = time.monotonic() + max(timeout, reach.patience)
@@ -105,12 +117,9 @@ def connect(
     for thread in threads:
         thread.start()
     _join(threads, hosts, found, problems, until, say)
-    problems |= _unfit(found.values())
-    if problems:
-        for remote in found.values():
-            remote.close()
-        raise LaunchError(together([f"host {host}: {problems[host]}" for host in hosts if host in problems]))
-    return [found[host] for host in hosts]
+    # In the order given: of two names of one machine the later is the wrong one.
+    problems |= _unfit(found[host] for host in hosts if host in found and host not in reach.here)
+    return found, problems
 
 
 def together(problems: Sequence[str]) -> str:

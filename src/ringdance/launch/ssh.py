@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ringdance.cluster.hostfile import NAME
@@ -20,6 +20,7 @@ class Reach:
         identity: file with the key for ssh, or "".
         arguments: more arguments of ssh; they win over ours.
         patience: seconds in which hosts may still be starting (pods of a job).
+        here: names of this machine, where a program is started without any of that.
     """
 
     way: str = "ssh"
@@ -27,6 +28,7 @@ class Reach:
     identity: str = ""
     arguments: Sequence[str] = ()
     patience: float = 0.0
+    here: Collection[str] = ()
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         """The command line that runs `program` on `host`.
@@ -36,6 +38,8 @@ class Reach:
         """
         if not NAME.fullmatch(host):
             raise LaunchError(f"{host!r} is not the name of a host: letters, digits, dots and dashes")
+        if host in self.here:
+            return list(program)
         if self.way == "srun":
             return [
                 "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none",

@@ -1,0 +1,110 @@
+"""What an agent does beside a job: look for jobs, end one, measure folders, take and pass on files.
+
+Messages: ``{"chore": name, ...}`` is answered by ``{"did": name, "problem": "" or what is in the way, ...}``;
+those of ``"copy"`` belong to receive.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import tempfile
+import time
+from typing import Any
+
+from . import linux
+from .receive import Receiver
+from .sweep import Sweep
+from .wire import Frames, host_folder, host_shared
+
+_RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
+
+
+class Chores:
+    """Does what messages ask for.
+
+    Args:
+        launcher: where answers go.
+        selector: the agent's loop.
+    """
+
+    def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
+        self._launcher = launcher
+        self._receiver = Receiver(launcher, selector)
+
+    def take(self, message: dict[str, Any], payload: bytes) -> None:
+        """Obey a message."""
+        name = message["chore"]
+        if name == "copy":
+            self._receiver.take(message, payload)
+            return
+        try:
+            answer = _DEEDS[name](message)
+        except (OSError, KeyError) as error:
+            answer = {"problem": f"{type(error).__name__}: {error}"}
+        self._launcher.send({"did": name, "problem": "", **answer})
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    """This user's jobs on this host, by id: ``ranks``, ``processes``, ``began`` (seconds since the epoch)."""
+    found: dict[str, dict[str, Any]] = {}
+    for pid, marked in linux.marked_processes().items():
+        job = found.setdefault(marked.job, {"ranks": [], "processes": 0, "began": time.time()})
+        job["processes"] += 1
+        job["began"] = min(job["began"], linux.began(pid))
+        rank = _RANK.search(marked.environ)
+        if rank and int(rank[1]) not in job["ranks"]:
+            job["ranks"].append(int(rank[1]))
+    for job in found.values():
+        job["ranks"].sort()
+    return found
+
+
+def _jobs(message: dict[str, Any]) -> dict[str, Any]:
+    return {"jobs": jobs()}
+
+
+def _kill(message: dict[str, Any]) -> dict[str, Any]:
+    """End all processes of a job here and remove its files; says how many there were."""
+    job = message["job"]
+    known = jobs().get(job)
+    bases = {"/tmp", tempfile.gettempdir()}
+    folders = [host_folder(base, job) for base in bases] + [host_shared(job)]
+    there = [folder for folder in folders if folder and os.path.isdir(folder)]
+    if not known and not there:
+        return {"processes": 0}
+    clean = Sweep(job, there, known["began"] if known else time.time()).run()
+    return {
+        "processes": known["processes"] if known else 0,
+        "problem": "" if clean else "some of its processes do not end (they wait for a disk or a device?)",
+    }
+
+
+def _disk(message: dict[str, Any]) -> dict[str, Any]:
+    """Room of the file systems of folders, in bytes."""
+    return {"folders": {path: room(path) for path in message["folders"]}}
+
+
+def room(path: str) -> dict[str, Any]:
+    """``total``, ``free``, ``inodes_free`` of a folder's file system, or of its nearest parent's."""
+    there = nearest(path)
+    found = os.statvfs(there)
+    return {
+        "exists": there == os.path.abspath(os.path.expanduser(path)),
+        "total": found.f_frsize * found.f_blocks,
+        "free": found.f_frsize * found.f_bavail,
+        "inodes_free": found.f_favail if found.f_files else None,
+        "writable": os.access(there, os.W_OK),
+    }
+
+
+def nearest(path: str) -> str:
+    """A folder, or the nearest of its parents that exists."""
+    there = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(there) and there != os.path.dirname(there):
+        there = os.path.dirname(there)
+    return there
+
+
+_DEEDS = {"jobs": _jobs, "kill": _kill, "disk": _disk}

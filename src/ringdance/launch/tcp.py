@@ -1,0 +1,92 @@
+"""A TCP connection between two hosts of a job, each of which proves to the other that it knows a token.
+
+The token comes over ssh and never goes over the connection itself. Standard library only: it runs in agents.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+from collections.abc import Sequence
+
+_SIZE = 32
+_ANSWER_S, _CONNECT_S, _SILENCE_MS = 5.0, 3.0, 20_000
+
+
+def connect(addresses: Sequence[str], port: int, token: bytes) -> socket.socket:
+    """A connection to whoever listens with the same token, at the first address that answers.
+
+    Raises:
+        OSError: none does.
+    """
+    said = []
+    for address in addresses:
+        try:
+            sock = socket.create_connection((address, port), _CONNECT_S)
+        except OSError as error:
+            said.append(f"{address}: {error.strerror or error}")
+            continue
+        if _prove(sock, token):
+            return _ready(sock)
+        sock.close()
+        said.append(f"{address}: somebody else answers there")
+    raise OSError("; ".join(said) or "it has no address")
+
+
+def accept(listener: socket.socket, token: bytes) -> socket.socket | None:
+    """The connection that waits at a listener, or None: it was somebody without the token."""
+    try:
+        sock, _ = listener.accept()
+    except OSError:
+        return None
+    sock.settimeout(_ANSWER_S)
+    try:
+        theirs = _exactly(sock)
+        own = os.urandom(_SIZE)
+        sock.sendall(own + _sign(token, b"listens", theirs + own))
+        if hmac.compare_digest(_exactly(sock), _sign(token, b"connects", theirs + own)):
+            return _ready(sock)
+    except OSError:
+        pass
+    sock.close()
+    return None
+
+
+def _prove(sock: socket.socket, token: bytes) -> bool:
+    sock.settimeout(_ANSWER_S)
+    try:
+        own = os.urandom(_SIZE)
+        sock.sendall(own)
+        theirs = _exactly(sock)
+        if not hmac.compare_digest(_exactly(sock), _sign(token, b"listens", own + theirs)):
+            return False
+        sock.sendall(_sign(token, b"connects", own + theirs))
+    except OSError:
+        return False
+    return True
+
+
+def _sign(token: bytes, who: bytes, numbers: bytes) -> bytes:
+    return hmac.digest(token, who + numbers, "sha256")
+
+
+def _exactly(sock: socket.socket) -> bytes:
+    data = b""
+    while len(data) < _SIZE:
+        more = sock.recv(_SIZE - len(data))
+        if not more:
+            raise ConnectionError("closed")
+        data += more
+    return data
+
+
+def _ready(sock: socket.socket) -> socket.socket:
+    """Non-blocking, and noticing that the other host is gone."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("KEEPIDLE", 5), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", _SILENCE_MS)):
+        if hasattr(socket, f"TCP_{name}"):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+    return sock

@@ -1,0 +1,1 @@
+"""``ringdance hosts``: look at hosts, run commands on them, copy to them, end jobs, learn their keys."""

@@ -1,0 +1,289 @@
+"""`ringdance hosts` on this machine and on "hosts" beside it (see here_hosts.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import here_hosts
+import psutil
+import pytest
+from processes import MARKER, wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.limit(150),
+    pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"hosts: {here_hosts.why_not()}"),
+]
+Hosts = Callable[..., "subprocess.CompletedProcess[str]"]
+OTHERS = ("-H", "other1,other2,other3")
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {**here_hosts.environment(tmp_path / "bin"), "HOME": str(tmp_path), MARKER: tmp_path.name}
+
+
+@pytest.fixture
+def hosts(environ: dict[str, str]) -> Hosts:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "ringdance", "hosts", *words],
+            capture_output=True, text=True, check=False, timeout=100, env=environ, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    return run
+
+
+def test_list(hosts: Hosts) -> None:
+    done = hosts("list", "-H", "localhost:2,other1", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    here, other = json.loads(done.stdout)
+    assert (here["host"], here["slots"], here["reachable"]) == ("localhost", 2, True)
+    assert (other["host"], other["slots"], other["name"]) == ("other1", None, "other1")
+    assert here["cores"] >= 1
+    done = hosts("list", "-H", "other1:2,nowhere")
+    assert done.returncode == 1
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
+        ["other1", "2", "yes"],
+        ["nowhere", "-", "no"],
+    ]
+    assert "host nowhere: ssh cannot connect: ssh: Could not resolve hostname nowhere" in done.stderr
+
+
+def test_equal_outputs_are_shown_once(hosts: Hosts) -> None:
+    done = hosts("run", "-H", "other1,localhost,other2", "--", "echo one; echo two >&2; exit 0")
+    assert done.stdout == "== 3 hosts: other1, localhost, other2\none\ntwo\n", done.stderr
+    assert done.returncode == 0
+    done = hosts("run", "-H", "other1,other2", "--", "hostname; test $(hostname) = other1 || exit 7")
+    assert done.stdout == "== other1\nother1\n== other2 (exit code 7)\nother2\n"
+    assert done.returncode == 7
+
+
+def test_words_come_as_they_are(hosts: Hosts, tmp_path: Path) -> None:
+    words = ["a b", "$HOME", "'", "*", ";exit 3", "{folder}", "-x", ""]
+    program = "import sys; print(sys.argv[1:])"
+    done = hosts("run", *OTHERS, "--folder", str(tmp_path), "--", "python", "-c", program, *words)
+    assert done.stdout.splitlines()[1:] == [str(words)], done.stderr
+
+
+def test_what_fails_on_a_host_is_said(hosts: Hosts) -> None:
+    done = hosts("run", "-H", "other1,nowhere", "--live", "--", "echo word; kill -9 $$")
+    assert done.stdout == "<other1> word\n"
+    assert "host other1: exit code 137" in done.stderr
+    assert "host nowhere: ssh cannot connect" in done.stderr
+    assert done.returncode == 1
+    done = hosts("run", "-H", "nowhere", "--format", "json", "--", "true")
+    assert done.returncode == 255
+    assert json.loads(done.stdout)[0]["problem"].startswith("ssh cannot connect")
+
+
+def test_a_command_ends_with_its_time_and_with_its_caller(
+    hosts: Hosts, environ: dict[str, str], tmp_path: Path
+) -> None:
+    program = f"touch {tmp_path}/$(hostname); sleep 1000.{os.getpid()} & sleep 1000.{os.getpid()}"
+
+    def left() -> bool:
+        found = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=False).stdout
+        return f"sleep 1000.{os.getpid()}" in found
+
+    done = hosts("run", "-H", "localhost,other1", "--timeout", "2", "--", program)
+    assert done.returncode == 124
+    assert "it was ended after 2 s" in done.stdout
+    assert wait_until(lambda: not left(), 10.0) is not None
+    line = [sys.executable, "-m", "ringdance", "hosts", "run", *OTHERS, "--", program]
+    running = subprocess.Popen(line, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert wait_until(lambda: (tmp_path / "other3").exists() and left(), 30.0) is not None
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert wait_until(lambda: not left(), 10.0) is not None
+
+
+def test_much_output(hosts: Hosts) -> None:
+    done = hosts("run", *OTHERS, "--", "seq 300000")
+    assert done.stdout.splitlines()[1:] == [str(n) for n in range(1, 300001)], done.stderr
+
+
+# --- copy --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with all that there can be in one."""
+    top = tmp_path / "data"
+    (top / "deep" / "er").mkdir(parents=True)
+    (top / "big").write_bytes(os.urandom(5_000_001))
+    (top / "empty").touch()
+    (top / "deep" / "er" / "ünï code '\"").write_text("x")
+    (top / "deep" / "script").write_text("#!/bin/sh\n")
+    (top / "deep" / "script").chmod(0o755)
+    (top / "deep" / "er").chmod(0o555)
+    (top / "link").symlink_to("deep/script")
+    (top / "nowhere").symlink_to("/does/not/exist")
+    os.mkfifo(top / "pipe")
+    return top
+
+
+@pytest.fixture
+def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
+    """Each other host gets a folder of its own at $HOME/own: where it is from here."""
+    ssh = Path(tmp_path / "bin" / "ssh")
+    text = ssh.read_text()
+    places = f'mkdir -p {tmp_path}/own "{tmp_path}/of/$1"; mount --bind "{tmp_path}/of/$1" {tmp_path}/own; '
+    ssh.write_text(text.replace("mount -t tmpfs", places + "mount -t tmpfs", 1))
+    return lambda host: tmp_path / "of" / host
+
+
+def listing(top: Path) -> dict[str, object]:
+    """All below a folder: kind, mode, time of files, contents."""
+    found: dict[str, object] = {}
+    for path in sorted(top.rglob("*")):
+        status = path.lstat()
+        if path.is_symlink():
+            found[str(path.relative_to(top))] = os.readlink(path)
+        elif path.is_file():
+            key = (status.st_mode, status.st_mtime_ns, path.read_bytes())
+            found[str(path.relative_to(top))] = key
+        else:
+            found[str(path.relative_to(top))] = status.st_mode
+    return found
+
+
+def test_a_folder_comes_as_it_is(
+    hosts: Hosts, data: Path, apart: Callable[[str], Path], tmp_path: Path
+) -> None:
+    done = hosts("copy", "-H", "other1,localhost,other2,other3", str(data), "~/own/copy", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"ringdance hosts: {data}/pipe is neither file, folder nor link: left out\n"
+    (data / "pipe").unlink()
+    wanted = listing(data)
+    tops = [apart(name) / "copy" for name in ("other1", "other2", "other3")]
+    for top in (*tops, tmp_path / "own" / "copy"):
+        assert listing(top) == wanted
+        assert top.stat().st_mode == data.stat().st_mode
+    assert {row["host"]: (row["files"], row["there"]) for row in json.loads(done.stdout)} == dict.fromkeys(
+        ("other1", "localhost", "other2", "other3"), (4, 0)
+    )
+    again = hosts("copy", *OTHERS, str(data), str(tmp_path / "own" / "copy"))
+    assert "0 files, 0 B, to 3 hosts" in again.stdout
+    assert "4 were there already" in again.stdout
+    # A file with the same size and time but other contents is found by --checksum only.
+    victim = apart("other2") / "copy" / "big"
+    status = victim.stat()
+    victim.write_bytes(bytes(5_000_001))
+    os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))
+    hosts("copy", *OTHERS, str(data), "~/own/copy")
+    assert listing(victim.parent) != wanted
+    done = hosts("copy", *OTHERS, "--checksum", "--direct", str(data), "~/own/copy")
+    assert done.returncode == 0, done.stderr
+    assert listing(victim.parent) == wanted
+
+
+def test_a_file_into_a_folder_and_to_the_same_place(
+    hosts: Hosts, data: Path, apart: Callable[[str], Path], tmp_path: Path
+) -> None:
+    done = hosts("copy", *OTHERS, str(data / "big"), "~/own/")
+    assert done.returncode == 0, done.stderr
+    assert (apart("other3") / "big").read_bytes() == (data / "big").read_bytes()
+    assert hosts("copy", "-H", "other1", str(data / "big"), "~/own/renamed").returncode == 0
+    assert (apart("other1") / "renamed").read_bytes() == (data / "big").read_bytes()
+    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; the hosts have another folder there
+    assert hosts("copy", *OTHERS, str(tmp_path / "own" / "mine")).returncode == 0
+    assert (apart("other2") / "mine").read_text() == "mine"
+
+
+def test_an_interrupted_copy_goes_on_where_it_was(
+    hosts: Hosts, environ: dict[str, str], apart: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "big"
+    size = 400_000_000
+    with open(source, "wb") as file:
+        for _ in range(size // 1_000_000):
+            file.write(os.urandom(1_000_000))
+    line = [sys.executable, "-m", "ringdance", "hosts", "copy", *OTHERS, str(source), "~/own/"]
+    copying = subprocess.Popen(line, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def partial(host: str) -> int:
+        return sum(path.stat().st_size for path in apart(host).glob(".big.ringdance-*"))
+
+    assert wait_until(lambda: partial("other3") > 10_000_000, 60.0) is not None
+    copying.send_signal(signal.SIGKILL)
+    copying.wait()
+    time.sleep(0.5)
+    kept = {host: partial(host) for host in ("other1", "other2", "other3")}
+    assert all(10_000_000 < count < size for count in kept.values()), kept
+    assert not list((tmp_path / "of").glob("*/big")), "no file has its name before it is whole"
+    # What is left on one of them is spoiled; another has been emptied.
+    with open(next(apart("other1").glob(".big.ringdance-*")), "r+b") as spoiled:
+        spoiled.write(b"nonsense")
+    next(apart("other2").glob(".big.ringdance-*")).unlink()
+    done = hosts("copy", *OTHERS, "--format", "json", str(source), "~/own/")
+    assert done.returncode == 0, done.stderr
+    found = {row["host"]: row for row in json.loads(done.stdout)}
+    assert found["other3"]["kept"] == kept["other3"]
+    assert found["other3"]["bytes"] == size - kept["other3"]
+    assert found["other2"]["bytes"] == size
+    for host in kept:
+        assert (apart(host) / "big").read_bytes() == source.read_bytes()
+        assert [path.name for path in apart(host).iterdir()] == ["big"]
+
+
+def test_a_host_that_dies_in_the_middle_does_not_stop_the_others(
+    environ: dict[str, str], apart: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "big"
+    with open(source, "wb") as file:
+        for _ in range(300):
+            file.write(os.urandom(1_000_000))
+    line = [sys.executable, "-m", "ringdance", "hosts", "copy", *OTHERS, str(source), "~/own/"]
+    copying = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert wait_until(lambda: bool(list(apart("other2").glob(".big*"))), 60.0) is not None
+    children = psutil.Process(copying.pid).children()
+    victim = next(child.pid for child in children if "other2" in child.cmdline())
+    os.kill(victim, signal.SIGKILL)
+    out, err = copying.communicate(timeout=100)
+    assert copying.returncode == 1
+    assert "host other2: it is gone" in err, err
+    assert "to 2 of 3 hosts" in out
+    for host in ("other1", "other3"):
+        assert (apart(host) / "big").read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("copy", *OTHERS, "nothing-there"), "nothing-there: No such file or directory"),
+        (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a folder here; to copy into it"),
+        (("copy", "-H", "other1", "/etc/hostname", "/proc/no/x"), "host other1: /proc/no"),
+        (("copy", "/etc/hostname"), "which hosts? Name them, for example: -H node1,node2"),
+        (("list", "-H=-oProxyCommand=x"), "-oProxyCommand=x"),
+        (("list", "-H", "other1;x"), "other1;x"),
+        (("run", "-H", "other1"), "what is to be run?"),
+        (("kill", "-H", "other1", "0123abcd"), "no job 0123abcd runs on 1 host; jobs there: none"),
+        (("kill", "-H", "other1", "*"), "'*' is no job's name"),
+        (("kill", "-H", "other1", "ab"), "'ab' is no job's name"),
+    ],
+)
+def test_mistakes(hosts: Hosts, words: tuple[str, ...], said: str) -> None:
+    done = hosts(*words)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_disk(hosts: Hosts, tmp_path: Path) -> None:
+    done = hosts("disk", "-H", "localhost,other1", str(tmp_path), str(tmp_path / "no"), "--format", "json")
+    found = json.loads(done.stdout)
+    room = os.statvfs(tmp_path)
+    for folders in found.values():
+        assert folders[str(tmp_path)]["total"] == room.f_frsize * room.f_blocks
+        assert folders[str(tmp_path)]["exists"]
+        assert not folders[str(tmp_path / "no")]["exists"]
+    done = hosts("disk", "-H", "localhost", str(tmp_path))
+    assert done.stdout.splitlines()[1].split()[:2] == ["localhost", str(tmp_path)]
