@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringdance.launch import cli as launch
 
         return launch.main(words[1:], _look)
+    if words and words[0] == "mpirun":
+        from ringdance.launch import mpirun_cli
+
+        return mpirun_cli.main(words[1:], _look)
     if words and words[0] in _PASSED_ON:
         module = importlib.import_module(_PASSED_ON[words[0]][0])
         return int(module.main(words[1:]))
@@ -75,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringdance {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
     commands.add_parser("run", help="start a training script on several processes", add_help=False)
+    commands.add_parser("mpirun", help="the same for command lines of Open MPI 4's mpirun", add_help=False)
     for name, (_, text) in _PASSED_ON.items():
         commands.add_parser(name, help=text, add_help=False)
     settings = commands.add_parser(

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ringdance.cluster.sagemaker import Estimator, Input
-from ringdance.cluster.sagemaker_local import launcher_line
 from ringdance.errors import ArgumentError, LaunchError
 
 SCRIPT = """
@@ -78,16 +77,3 @@ def test_what_local_mode_cannot_do(estimator, tmp_path: Path, monkeypatch: pytes
     ):
         with pytest.raises(ArgumentError, match=said):
             estimator(**change).fit(inputs)
-
-
-def test_the_toolkits_mpirun_line() -> None:
-    command = ["/bin/python", "-m", "mpi4py", "train.py", "--epochs", "3"]
-    options = (
-        "--host localhost:2 -np 2 --allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include lo "
-        "-bind-to none -map-by slot -x NCCL_DEBUG=WARN -x LD_PRELOAD=/x/gethostname.so -x PATH -verbose"
-    )
-    words, variables = launcher_line([*options.split(), *command])
-    assert words == ["-np", "2", "-H", "localhost:2", "--", *command]
-    assert variables == {"NCCL_DEBUG": "WARN"}
-    with pytest.raises(LaunchError, match="no command"):
-        launcher_line(["-np", "2"])

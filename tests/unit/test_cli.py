@@ -91,7 +91,7 @@ def test_run_passes_everything_on_to_the_launcher(monkeypatch):
     from ringdance.launch import cli as launch
 
     seen: list[list[str]] = []
-    monkeypatch.setattr(launch, "main", lambda argv: seen.append(list(argv)) or 7)
+    monkeypatch.setattr(launch, "main", lambda argv, look: seen.append(list(argv)) or 7)
     words = ["-np", "2", "python", "x.py", "--version", "--help", "-h", "--", "settings"]
     assert cli.main(["run", *words]) == 7
     assert seen == [words]

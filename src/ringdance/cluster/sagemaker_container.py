@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from collections.abc import Sequence
@@ -20,12 +19,11 @@ def train() -> None:
 
 def mpirun(words: Sequence[str]) -> int:
     """The toolkit's mpirun, by this package's launcher; the exit code."""
-    from ringdance.cluster.sagemaker_local import launcher_line
-    from ringdance.launch import cli
+    from ringdance.launch import mpirun_cli
 
-    line, variables = launcher_line(words)
-    os.environ.update(variables)
-    return cli.main(line)
+    # What it loads first into each rank tells a host's name from files of /opt/ml, which are not there.
+    at = next((n for n, word in enumerate(words) if word.startswith("LD_PRELOAD=")), 0)
+    return mpirun_cli.main([*words[: at - 1], *words[at + 1 :]] if at else words)
 
 
 if __name__ == "__main__":

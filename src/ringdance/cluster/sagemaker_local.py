@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from ringdance.cluster.sagemaker_request import Input, Inputs, Job, as_channels
@@ -127,33 +126,3 @@ def _hand_over(folder: Path, output: str | None) -> None:
     target = Path(output.removeprefix("file://"))
     for part, title in (("model", "model"), ("output/data", "output")):
         shutil.copytree(folder / part, target / title, dirs_exist_ok=True)
-
-
-def launcher_line(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What the toolkit's ``mpirun`` line asks for, as words for ``ringdance run`` and variables to set.
-
-    Hosts, interfaces, and where ranks are bound are no matter on one host, and left out.
-
-    Raises:
-        LaunchError: it names no command, or an option that nobody knows.
-    """
-    ranks, variables = "1", dict[str, str]()
-    rest = list(words)
-    while rest and rest[0].startswith("-"):
-        option = rest.pop(0).lstrip("-")
-        match option:
-            case "mca":
-                del rest[:2]
-            case "np" | "n":
-                ranks = rest.pop(0)
-            case "x":
-                name, equals, value = rest.pop(0).partition("=")
-                if equals and name != "LD_PRELOAD":  # its host name function reads files of /opt/ml
-                    variables[name] = value
-            case "host" | "H" | "bind-to" | "map-by" | "rank-by":
-                del rest[:1]
-            case _:
-                pass  # a switch
-    if not rest:
-        raise LaunchError(f"mpirun: there is no command in {' '.join(words)}")
-    return ["-np", ranks, "-H", f"localhost:{ranks}", "--", *rest], variables

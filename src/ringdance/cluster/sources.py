@@ -69,9 +69,21 @@ def _pods(environ: Mapping[str, str], exists: Callable[[str], bool]) -> Allocati
     for name, path in named:
         if exists(path):
             hosts = parse_hostfile(path, name, int(slots) if slots.isdigit() else 1)
-            arguments = shlex.split(environ.get("OMPI_MCA_plm_rsh_args", ""))
+            arguments = [*_agent(environ), *shlex.split(environ.get("OMPI_MCA_plm_rsh_args", ""))]
             return Allocation(hosts, f"{path} (from {name})", "ssh", arguments, _PODS_START_S)
     return None
+
+
+def _agent(environ: Mapping[str, str]) -> list[str]:
+    """What the program that reaches the workers is given, if it is ssh."""
+    name = "OMPI_MCA_plm_rsh_agent"
+    program, *arguments = shlex.split(environ.get(name, "")) or ["ssh"]
+    if os.path.basename(program) not in ("ssh", "rsh"):
+        raise LaunchError(
+            f"{name}={environ[name]}: this job reaches its workers by that program, as MPIJobs older than "
+            "v2beta1 do. Here it is done by ssh: convert the manifest by `ringdance k8s convert FILE`"
+        )
+    return arguments
 
 
 def _sagemaker(environ: Mapping[str, str], exists: Callable[[str], bool]) -> Allocation | None:

@@ -88,19 +88,25 @@ class Order:
             LaunchError: neither hosts nor a number of ranks are known.
         """
         order = self
-        if order.hosts is None:
-            given = find(os.environ)
-            names = [name for name, _ in given.hosts] if given else []
-            # On a single machine more ranks than a scheduler has counted tasks are nobody else's business.
-            alone = order.ranks is not None and set(names) == local_names(names)
-            if given and not alone:
-                reach = replace(
-                    order.reach,
-                    way=given.way,
-                    arguments=(*order.reach.arguments, *given.ssh_arguments),
-                    patience=given.patience,
-                )
-                order = replace(order, hosts=given.hosts, source=given.source, reach=reach)
+        given = find(os.environ)
+        names = [name for name, _ in given.hosts] if given else []
+        # On a single machine more ranks than a scheduler has counted tasks are nobody else's business.
+        alone = order.ranks is not None and set(names) == local_names(names)
+        # Hosts that the user picks from a job's pods are reached as the job's are.
+        picked = order.hosts is not None and {name for name, _ in order.hosts} <= set(names)
+        if given and not alone and (order.hosts is None or (picked and given.way == "ssh")):
+            reach = replace(
+                order.reach,
+                way=given.way,
+                arguments=(*order.reach.arguments, *given.ssh_arguments),
+                patience=given.patience,
+            )
+            order = replace(
+                order,
+                hosts=order.hosts or given.hosts,
+                source=order.source or given.source,
+                reach=reach,
+            )
         if order.ranks is None:
             if not order.hosts:
                 raise LaunchError("how many ranks? Give -np N, for example: -np 2 python train.py")

@@ -10,6 +10,7 @@ import pytest
 from ringdance.cluster.slurm_env import counts, expand
 from ringdance.cluster.sources import Allocation, find
 from ringdance.errors import LaunchError
+from ringdance.launch.order import Order
 
 
 @pytest.mark.parametrize(
@@ -134,3 +135,27 @@ def test_lsf_by_its_file(tmp_path: Path) -> None:
 )
 def test_a_plain_machine(environ: dict[str, str]) -> None:
     assert find(environ) is None
+
+
+def test_the_program_that_reaches_pods(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("w1 slots=2\n")
+    named = {"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"), "OMPI_MCA_plm_rsh_args": "-q"}
+    found = find({**named, "OMPI_MCA_plm_rsh_agent": "/usr/bin/ssh -p 2222"})
+    assert found
+    assert list(found.ssh_arguments) == ["-p", "2222", "-q"]
+    with pytest.raises(LaunchError, match="ringdance k8s convert"):
+        find({**named, "OMPI_MCA_plm_rsh_agent": "/etc/mpi/kubexec.sh"})
+
+
+def test_hosts_picked_from_a_job_are_reached_as_the_job_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostfile").write_text("w1 slots=2\nw2 slots=2\n")
+    monkeypatch.setenv("OMPI_MCA_orte_default_hostfile", str(tmp_path / "hostfile"))
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-p 2222")
+    picked = Order(["x"], hosts=[("w2", 1)]).found()
+    assert (picked.hosts, picked.ranks) == ([("w2", 1)], 1)
+    assert list(picked.reach.arguments) == ["-p", "2222"]
+    assert picked.reach.patience > 0
+    others = Order(["x"], hosts=[("w2", 1), ("elsewhere", 1)]).found()
+    assert (list(others.reach.arguments), others.reach.patience) == ([], 0.0)

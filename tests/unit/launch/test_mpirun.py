@@ -1,0 +1,186 @@
+"""Lines of Open MPI 4's mpirun: what they ask for, and what the launcher is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringdance import cli
+from ringdance.errors import LaunchError
+from ringdance.launch import mpirun_cli
+from ringdance.launch.mpi import Mpi, family_of
+from ringdance.launch.mpirun import Asked, counts, understand
+from ringdance.launch.mpirun_cli import install, order_of
+
+SAGEMAKER = """
+--host algo-1:2,algo-2:2 -np 4 --allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include eth0
+-mca oob_tcp_if_include eth0 -mca plm_rsh_no_tree_spawn 1 -bind-to none -map-by slot -mca pml ob1
+-mca btl ^openib -mca orte_abort_on_non_zero_status 1 -mca btl_vader_single_copy_mechanism none
+-x NCCL_MIN_NRINGS=4 -x NCCL_SOCKET_IFNAME=eth0 -x LD_PRELOAD=/x/gethostname.so -x PATH -x SM_HOSTS
+"""
+COMMAND = ["python", "-m", "mpi4py", "train.py", "--epochs", "3", "-x", "-np"]
+
+
+def asked(line: str, **environ: str) -> Asked:
+    return understand([*line.split(), *COMMAND], environ)
+
+
+def test_the_line_of_sagemakers_toolkit() -> None:
+    found = understand([*SAGEMAKER.split(), *COMMAND], {"PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]'})
+    assert found.command == COMMAND
+    assert (found.ranks, found.hosts) == (4, [("algo-1", 2), ("algo-2", 2)])
+    assert found.interfaces == ["eth0"]
+    assert found.tag
+    assert found.show
+    assert found.mpi == ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
+    assert found.exports == {
+        "NCCL_MIN_NRINGS": "4", "NCCL_SOCKET_IFNAME": "eth0", "LD_PRELOAD": "/x/gethostname.so",
+        "PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]',
+    }  # fmt: skip
+    assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("line", "hosts", "ranks"),
+    [
+        ("-H a:2,b:2", [("a", 2), ("b", 2)], 4),
+        ("-np 3 -H a:2,b:2", [("a", 2), ("b", 2)], 3),
+        ("-H a,b,a", [("a", 2), ("b", 1)], 3),
+        ("-host a:1 --host b:3", [("a", 1), ("b", 3)], 4),
+        ("-H [fe80::1]:2,b", [("fe80::1", 2), ("b", 1)], 3),
+        ("-N 3 -H a:8,b:8", [("a", 3), ("b", 3)], 6),
+        ("--map-by ppr:2:node -H a:8,b:8", [("a", 2), ("b", 2)], 4),
+        ("-pernode -H a:8,b:8", [("a", 1), ("b", 1)], 2),
+        ("-np 3 -map-by node -H a:4,b:4,c:4", [("a", 1), ("b", 1), ("c", 1)], 3),
+        ("-np 5 -bynode -H a:4,b:1", [("a", 4), ("b", 1)], 5),
+        ("-np 2 --bynode -H a:4,b:4,c:4", [("a", 1), ("b", 1)], 2),
+        ("-np 7 -oversubscribe -H a,b", [("a", 4), ("b", 3)], 7),
+        ("-np 4 --map-by node:oversubscribe -H a,b", [("a", 2), ("b", 2)], 4),
+    ],
+)
+def test_where_ranks_go(line: str, hosts: list[tuple[str, int]], ranks: int) -> None:
+    found = asked(line)
+    assert found.hosts is not None
+    assert counts(found.hosts, found) == (hosts, ranks)
+
+
+def test_host_files(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=4 max_slots=8\nb slots=2\n")
+    assert asked(f"-hostfile {file}").hosts == [("a", 4), ("b", 2)]
+    # Names chosen from a file keep its slots.
+    assert asked(f"--machinefile {file} -H b").hosts == [("b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("-bind-to none -map-by slot", []),
+        ("-bind-to core", ["--bind-to", "core"]),
+        ("--bind-to=socket --map-by=socket", ["--bind-to", "socket", "--map-by", "socket"]),
+        ("-bind-to-core -bycore", ["--bind-to", "core", "--map-by", "core"]),
+        ("-mca btl_tcp_if_exclude lo,docker0", ["--mca", "btl_tcp_if_exclude", "lo,docker0"]),
+        ("-mca btl_tcp_if_include 10.0.0.0/8", ["--mca", "btl_tcp_if_include", "10.0.0.0/8"]),
+        ("--gmca coll ^hcoll -mca orte_base_help_aggregate 0", ["--mca", "coll", "^hcoll"]),
+        ("--report-bindings", ["--report-bindings"]),
+        ("--launch-agent /x/orted", ["--prtemca", "prte_launch_agent", "/x/orted"]),
+    ],
+)
+def test_options_of_mpi(line: str, options: list[str]) -> None:
+    assert asked(line).mpi == options
+
+
+def test_ssh_and_output_and_variables(tmp_path: Path) -> None:
+    found = asked("-x A=1=2 -x B -x NONE -wdir /w", B="b")
+    assert found.exports == {"A": "1=2", "B": "b"}
+    assert found.notes == ["-x NONE: that variable is not set here"]
+    assert found.cwd == "/w"
+    agent = ["-mca", "plm_rsh_agent", "/usr/bin/ssh -v"]
+    found = understand([*agent, "-mca", "plm_rsh_args", "-p 2222", "--output", "tag,dir=/logs", "x"], {})
+    assert found.ssh == ["-v", "-p", "2222"]
+    assert (found.tag, found.clock, found.folder) == (True, False, "/logs")
+    found = asked("-output-filename /logs:nojobid -timestamp-output")
+    assert (found.tag, found.clock, found.folder) == (False, True, "/logs")
+
+
+def test_a_variable_written_as_an_option() -> None:
+    found = asked("--NCCL_DEBUG=INFO")
+    assert found.exports == {"NCCL_DEBUG": "INFO"}
+    assert "taken for -x NCCL_DEBUG=INFO" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-frobnicate 3", "-frobnicate is no option"),
+        ("-np", "its value is missing"),
+        ("-np two", "it must be a number"),
+        ("-np 0", "1 or more"),
+        ("-H a:x", "not HOST:SLOTS"),
+        ("-H -oProxyCommand=x", "not HOST:SLOTS"),
+        ("--app file", "files of programs"),
+        ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "by ssh only"),
+        ("-np 1 a : -np 1 b", "several programs"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error(line: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        understand(line.split(), {})
+
+
+def test_what_changes_nothing_is_said() -> None:
+    assert asked("--timeout 60").notes == ["--timeout: no effect, the job has no limit of time"]
+
+
+def test_other_libraries_get_no_options_of_open_mpi(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = asked("-np 2 -H localhost:2 -mca btl self")
+    monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("mpich", "/x/mpiexec", "test"))
+    assert order_of(line, ["/bin/true"]).mpi_args == []
+    assert "no effect with mpich: --mca btl self" in capsys.readouterr().err
+    monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("openmpi", "/x/mpiexec", "test", 5))
+    order = order_of(line, ["/bin/true"])
+    assert order.mpi_args == ["--mca", "btl", "self"]
+    assert (order.ranks, order.hosts, order.source) == (2, [("localhost", 2)], "-H localhost:2")
+
+
+def test_the_program_for_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = tmp_path / "prefix"
+    prefix.mkdir()
+    (prefix / "prted").write_text("")
+    monkeypatch.setattr(
+        mpirun_cli, "find_mpi", lambda: Mpi("openmpi", str(prefix / "mpiexec"), "test", 5)
+    )
+    folder = tmp_path / "bin"
+    for _ in range(2):  # again over its own
+        assert install(folder) == [folder / "mpirun", folder / "orted"]
+    assert (folder / "orted").resolve() == prefix / "prted"
+    done = subprocess.run([folder / "mpirun", "--version"], capture_output=True, text=True, check=True)
+    # A launcher that looks for Open MPI's or MPICH's mpirun in PATH must not take it for one.
+    assert done.stdout.startswith("ringdance mpirun")
+    assert family_of(done.stdout) is None
+    assert str(sys.executable) in (folder / "mpirun").read_text()
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_another_mpirun_is_left_alone(tmp_path: Path, link: bool) -> None:
+    other = tmp_path / "mpirun"
+    if link:
+        other.symlink_to("opal_wrapper")
+    else:
+        other.write_bytes(b"\x7fELF\xff")
+    with pytest.raises(LaunchError, match="is another program"):
+        install(tmp_path)
+    assert os.listdir(tmp_path) == ["mpirun"]
+
+
+def test_it_is_no_command_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["mpirun", "--help"]) == 0
+    assert "--install-into DIR" in capsys.readouterr().out
+    assert cli.main(["mpirun", "--frobnicate", "x"]) == 2
+    assert "ringdance mpirun: --frobnicate is no option" in capsys.readouterr().err
