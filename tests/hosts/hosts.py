@@ -113,7 +113,16 @@ class Hosts:
         _run("ip", "-n", space, "addr", "add", f"{self.address[name]}/24", "dev", "eth0")
         _run("ip", "-n", space, "link", "set", "eth0", "up")
         (self.folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
-        line = ["nsenter", f"--net=/run/netns/{space}", "unshare", "--uts", "--mount", "--pid", "--fork"]
+        line = [
+            "nsenter",
+            f"--net=/run/netns/{space}",
+            "unshare",
+            "--uts",
+            "--ipc",
+            "--mount",
+            "--pid",
+            "--fork",
+        ]
         line += ["--kill-child", "--mount-proc", "/bin/sh", "-c", _INSIDE, "host", name, str(self.folder)]
         log = open(self.folder / f"{name}.log", "wb")  # noqa: SIM115
         self._outer[name] = process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -194,8 +203,8 @@ class Hosts:
                 found[int(entry.name)] = line
         return found
 
-    def leftovers(self, name: str) -> list[str]:
-        """What a job has left there, in words."""
+    def leftovers(self, name: str, job: str = "") -> list[str]:
+        """What jobs have left there, in words; of the folders in /tmp only those of `job`, if given."""
         left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
         root = Path(f"/proc/{self._init[name]}/root")
         for folder in ("dev/shm", "run/tmp"):
@@ -204,7 +213,8 @@ class Hosts:
             left += [f"{name}: /{folder}/{path.name}" for path in paths]
         # (/tmp is all hosts'. Where somebody still holds the lock, it is another run's job, with hosts of the
         # same names: a process of this one's would have been found above.)
-        return left + [str(path) for path in Path("/tmp").glob(f"ringdance-*-{name}") if not _locked(path)]
+        folders = Path("/tmp").glob(f"ringdance-{job[:12] or '*'}-{name}")
+        return left + [str(path) for path in folders if not _locked(path)]
 
     def down(self) -> None:
         """Remove all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hosts import Hosts, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
 RUN = (sys.executable, "-m", "ringdance", "run")
+DAEMONS = ("/prted", "/orted", "/hydra_pmi_proxy")
 LIMIT = 10.0  # seconds, of the contract: not a matter of speed
 
 WORK = """
@@ -38,8 +40,10 @@ class Job:
         words = [*RUN, "-H", "h1:2,h2:2,h3:2", "python", str(folder / "work.py")]
         self.outer = hosts.start("h1", *words, log=self.log)
         assert wait_until(lambda: self.log.read_text().count("works") == 6, 60.0) is not None, self.said
-        found = self.find("h1", " ringdance run ")
-        self.launcher = min(found)
+        self.launcher = min(self.find("h1", " ringdance run "))
+        environs = [Path(f"/proc/{pid}/environ").read_text() for pid in self.find("h1", "work.py")]
+        marks = (re.search(r"\0RINGDANCE_JOB=([0-9a-f]+)\0", text) for text in environs)
+        self.id = next(mark[1] for mark in marks if mark)
 
     @property
     def said(self) -> str:
@@ -68,7 +72,7 @@ def kill_rank(job: Job) -> str:
 
 def kill_daemon(job: Job) -> str:
     found = job.hosts.processes("h2").items()
-    daemon = next(pid for pid, line in found if line.split()[0].endswith("/prted"))
+    daemon = next(pid for pid, line in found if line.split()[0].endswith(DAEMONS))
     os.kill(daemon, signal.SIGKILL)
     return "host h2 (ranks 2-3): "
 
@@ -137,7 +141,7 @@ def test_harm(whole: Hosts, tmp_path: Path, harm: Callable[[Job], str], idle: bo
         left: list[str] = []
 
         def nothing_left() -> bool:
-            now = (line for name in living for line in whole.leftovers(name))
+            now = (line for name in living for line in whole.leftovers(name, job.id))
             left[:] = [line for line in now if line not in before]
             return not left
 
