@@ -33,10 +33,14 @@ _UNASKED = frozenset(
     }
 )  # fmt: skip
 # Errors in general, but no reason not to start: the launcher itself needs none of it (hosts may have names
-# that only ssh knows, output is written where the launcher is).
+# that only ssh knows, output is written where the launcher is, its folders have short paths), or it may be
+# meant (a module of the user's with such a name).
 _NO_HINDRANCE = frozenset(
-    {"own-name", "names-agree", "folder-writable", "port-taken", "temporary-path-length"}
-)
+    {
+        "own-name", "names-agree", "folder-writable", "port-taken", "temporary-path-length",
+        "shadowed-modules",
+    }
+)  # fmt: skip
 _MOST_NAMED = 6
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def test_a_file_named_like_a_library(tmp_path: Path, name: str) -> None:
         "shadowed-modules", Machine(), f"in place of the module {name.split('.')[0].split('/')[0]}",
         wanted=Wanted(here=str(tmp_path)), sound_wanted=Wanted(here=str(tmp_path / "sound")),
     )  # fmt: skip
+
+
+def test_the_interpreters_own_folders_shadow_nothing() -> None:
+    # SageMaker's toolkit puts them all into PYTHONPATH.
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    words = "from ringdance.tools.probes.python import look, Wanted; print(look(Wanted(here='/'))['shadows'])"
+    done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @breaks("pythonpath")

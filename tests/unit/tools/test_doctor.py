@@ -7,16 +7,20 @@ import os
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from breaking import program
 
 from ringdance import cli
+from ringdance.errors import LaunchError
+from ringdance.launch.hosts import Host
+from ringdance.launch.order import Order
 from ringdance.launch.ssh import Reach
 from ringdance.tools import preflight as module
 from ringdance.tools import saved
 from ringdance.tools.preflight import preflight
-from ringdance.tools.registry import Result, all_checks
+from ringdance.tools.registry import Result, Wanted, all_checks
 from ringdance.tools.report import as_text
 
 NOISY = {"OMP_NUM_THREADS": "9999"}
@@ -140,3 +144,72 @@ def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pyte
     assert len(asked) == 4
     preflight({"localhost": 2}, minutes=0.0)
     assert len(asked) == 5
+
+
+class _Ready:
+    """A job over two hosts, about to start."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.order = Order(["x"], reach=Reach(port=2222), folder="logs")
+        hosts = (Host("a", 4, (0, 1)), Host("b", 4, (2,)))
+        self.plan = SimpleNamespace(hosts=hosts)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
+    """What the checks of two hosts find."""
+    results: list[Result] = []
+
+    def examined(
+        hosts: tuple[str, ...], wanted: Wanted, *more: object
+    ) -> tuple[dict[str, object], list[Result]]:
+        assert hosts == ("a", "b")
+        assert wanted.slots == {"a": 2, "b": 1}
+        assert wanted.folders == (os.path.abspath("logs"),)
+        assert Reach(port=2222) in more
+        return {}, results
+
+    monkeypatch.setattr(module, "examined", examined)
+    return results
+
+
+def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
+    found += [
+        Result("swap", "memory", "warning", ("a",), "in use", "mend swap"),
+        Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "mend shm"),
+        Result("hosts-connect", "network", "error", ("a", "b"), "a cannot connect to b", "mend it"),
+    ]
+    ready, said = _Ready(), list[str]()
+    with pytest.raises(LaunchError) as raised:
+        module.look(ready, said.append)  # type: ignore[arg-type]
+    assert str(raised.value).splitlines() == [
+        "nothing was started, for:",
+        "  host b: /dev/shm has 1 MiB",
+        "    mend: mend shm",
+        "  hosts a, b: a cannot connect to b",
+        "    mend: mend it",
+        "(--no-check starts all the same)",
+    ]
+    assert ready.closed
+    assert said == []
+
+
+def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> None:
+    found += [
+        Result("names-agree", "network", "error", ("a",), "b stands for nothing", "mend names"),
+        Result("swap", "memory", "warning", ("a", "b"), "in use", "mend swap"),
+        Result("pipes", "limits", "note", ("a",), "small", "mend pipes"),
+        Result("zombies", "leftovers", "warning", ("a",), "of no interest to a job", "mend zombies"),
+        Result("cores", "cpu", "ok", ("a",), "two"),
+    ]
+    ready, said = _Ready(), list[str]()
+    module.look(ready, said.append)  # type: ignore[arg-type]
+    assert said == [
+        "may slow the job down or end it: names-agree, swap; for what to do: "
+        "ringdance doctor --quick -H a:2,b:1"
+    ]
+    assert not ready.closed

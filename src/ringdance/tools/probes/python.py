@@ -10,6 +10,7 @@ import os
 import platform
 import site
 import sys
+import sysconfig
 from typing import Any
 
 from ringdance import __version__
@@ -82,8 +83,10 @@ def _shadows(folders: list[str]) -> list[str]:
 
 
 def _installed(folder: str, name: str) -> bool:
-    """Whether `folder` is a place for packages, and the module in it belongs to one."""
-    return bool(glob.glob(f"{glob.escape(folder)}/{name}*-info")) or (
+    """Whether `folder` is one of the interpreter's, or for packages and the module in it belongs to one."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    own = [os.path.realpath(sysconfig.get_path(name)) for name in names]
+    return folder in own or bool(glob.glob(f"{glob.escape(folder)}/{name}*-info")) or (
         os.path.realpath(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))))
         == folder
     )
