@@ -1,0 +1,101 @@
+"""Simulated hosts as the pods of an MPIJob (v2beta1) or TrainJob: the launcher is h1, the others are workers.
+
+The operator's part is played as its documentation and source have it: names that only exist with the job's
+domain, a host file in /etc/mpi, and variables in the launcher's pod. /etc is each pod's own.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from hosts import Hosts
+
+DOMAIN = {"MPIJob": "pi.default.svc", "TrainJob": "pi"}
+
+_OWN_ETC = """set -eu
+mkdir -p /run/etc/upper /run/etc/work /run/bin/upper /run/bin/work
+cat /etc/hosts >/run/hosts
+mount -t overlay etc -o lowerdir=/etc,upperdir=/run/etc/upper,workdir=/run/etc/work /etc
+mount --bind {names} /etc/hosts
+mkdir -p /etc/mpi; cp {hostfile} /etc/mpi/hostfile
+"""
+# The image: docker/Dockerfile's user and ssh client; and the job's key, as the operator mounts it.
+_OUR_IMAGE = """set -eu
+mount -t overlay bin -o lowerdir=/usr/local/bin,upperdir=/run/bin/upper,workdir=/run/bin/work /usr/local/bin
+install -m 755 {root}/docker/job-host-key /usr/local/bin/
+sed -i /:1000:/d /etc/passwd; echo mpiuser:x:1000:1000::/home/mpiuser:/bin/bash >>/etc/passwd
+mkdir -p /etc/ssh/ssh_config.d; rm -f /etc/ssh/ssh_config.d/*
+install -m 644 {root}/docker/ssh_config /etc/ssh/ssh_config.d/ringdance.conf
+grep -qs '^Include' /etc/ssh/ssh_config || echo 'Include /etc/ssh/ssh_config.d/*.conf' >/etc/ssh/ssh_config
+mount -t tmpfs none /home; mkdir -p {folder}; chown 1000:1000 /home/mpiuser
+case {python} in /root/*)  # an interpreter that only root can reach would be elsewhere in an image
+    mkdir -m 755 /run/root; mkdir -p /run{python}; mount --bind {python} /run{python}
+    mount --rbind /run/root /root ;;
+esac
+install -g 1000 -m 640 {key} {folder}/id_rsa; install -m 644 {key}.pub {folder}/id_rsa.pub
+install -m 644 {key}.pub {folder}/authorized_keys
+"""
+_RIGHTS = ["--reuid=1000", "--regid=1000", "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
+
+
+class Pods:
+    """The pods of a job.
+
+    Args:
+        folder: for keys and settings.
+        workers: how many.
+        slots: ranks on each.
+        kind: "MPIJob" or "TrainJob".
+    """
+
+    def __init__(self, folder: Path, workers: int, slots: int, kind: str = "MPIJob") -> None:
+        self.folder, self.kind = folder, kind
+        self.hosts = Hosts(folder / "net", workers + 1, domain=DOMAIN[kind])
+        self.workers = self.hosts.names[1:]
+        self._names = folder / "net" / "hosts"
+        hostfile = folder / "hostfile"
+        hostfile.write_text("".join(f"{name}.{DOMAIN[kind]} slots={slots}\n" for name in self.workers))
+        self.environ = {
+            "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+            "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+            "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+        }
+        if kind == "MPIJob":
+            self.environ |= {
+                "K_MPI_JOB_ROLE": "launcher",
+                "OMPI_MCA_orte_set_default_slots": str(slots),
+                "NVIDIA_VISIBLE_DEVICES": "",
+                "NVIDIA_DRIVER_CAPABILITIES": "",
+            }
+        for name in self.hosts.names:
+            self.do(name, _OWN_ETC.format(names=self._names, hostfile=hostfile))
+
+    def do(self, name: str, script: str) -> None:
+        """Run a script in a pod as root."""
+        done = self.hosts.run(name, "sh", "-c", script)
+        if done.returncode:
+            raise RuntimeError(f"{name}: {done.stderr}")
+
+    def know_workers(self, known: bool) -> None:
+        """Whether the workers' names exist; in a cluster that is some time after the pods' start."""
+        lines = self._names.read_text().splitlines()
+        kept = [line.removeprefix("#") for line in lines]
+        hidden = [line if known or line.split()[0] == "127.0.0.1" else f"#{line}" for line in kept]
+        self._names.write_text("\n".join(hidden) + "\n")  # in place: it is mounted
+
+    def use_our_image(self, root: Path, folder: str) -> None:
+        """Make the pods as from docker/Dockerfile, with the job's key pair in `folder`."""
+        key = self.folder / "net/ssh/id_ed25519"
+        for name in self.hosts.names:
+            self.do(name, _OUR_IMAGE.format(root=root, folder=folder, key=key, python=sys.base_prefix))
+
+    def as_container(self, *command: str) -> list[str]:
+        """The command line that has the user and the rights of a restricted pod's container."""
+        home = ["env", "HOME=/home/mpiuser", "USER=mpiuser"]
+        return ["setpriv", *_RIGHTS, *home, "sh", "-c", f"cd /home/mpiuser; exec {shlex.join(command)}"]
+
+    def down(self) -> None:
+        """End all."""
+        self.hosts.down()

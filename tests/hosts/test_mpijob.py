@@ -1,0 +1,127 @@
+"""In the launcher pod of an MPIJob or a TrainJob: nothing is said of hosts, all comes from the operator."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import hosts
+import pytest
+from jobs import TRAINING
+from pods import DOMAIN, Pods
+
+from ringdance.cluster.kubernetes import SSH_FOLDER, JobRequest, manifest
+from ringdance.launch.mpi import find_mpi
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+ROOT = Path(__file__).resolve().parents[2]
+BIN = os.path.dirname(sys.executable)
+RANKS = [(rank, f"h{rank // 2 + 2}") for rank in range(4)]
+
+
+@pytest.fixture(scope="module", params=["MPIJob", "TrainJob"])
+def pods(request: pytest.FixtureRequest) -> Iterator[Pods]:
+    reason = hosts.why_not() or ("" if shutil.which("setpriv") else "needs setpriv (util-linux)")
+    if reason:
+        pytest.skip(f"simulated pods: {reason}")
+    with tempfile.TemporaryDirectory(prefix="rdp-") as folder:
+        os.chmod(folder, 0o755)
+        made = Pods(Path(folder), workers=2, slots=2, kind=request.param)
+        try:
+            yield made
+        finally:
+            made.down()
+
+
+@pytest.fixture
+def script(pods: Pods) -> str:
+    path = pods.folder / "train.py"
+    path.write_text(TRAINING)
+    return str(path)
+
+
+def launch(pods: Pods, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return pods.hosts.run("h1", *command, env={"PATH": path, **pods.environ, **environ}, timeout=150.0)
+
+
+def check(done: subprocess.CompletedProcess[str], pods: Pods, prefix: str) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = set()
+    for rank, host in RANKS:
+        start = prefix.format(rank=rank, host=host)
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(start)]
+        assert f"rank {rank} of 4: loss " in line
+        losses.add(line.partition("loss ")[2])
+    assert len(losses) == 1
+    # (the daemons of a pod with our image are its own)
+    left = [line for name in pods.hosts.names for line in pods.hosts.leftovers(name) if "sshd" not in line]
+    assert left == []
+
+
+def test_without_arguments_and_names_that_come_late(pods: Pods, script: str) -> None:
+    pods.know_workers(False)
+    later = threading.Timer(8.0, pods.know_workers, (True,))
+    later.start()
+    try:
+        done = launch(pods, "ringdance", "run", "python", script)
+    finally:
+        later.join()
+    check(done, pods, "[{rank}]<{host}> ")
+    assert f"waiting for h2.{DOMAIN[pods.kind]}, h3.{DOMAIN[pods.kind]}" in done.stderr
+
+
+def test_horovods_line(pods: Pods, script: str) -> None:
+    pytest.importorskip("horovod")
+    check(launch(pods, "horovodrun", "-np", "4", "python", script), pods, "[{rank}]<stdout>:")
+
+
+def test_the_line_of_the_operators_examples(pods: Pods, script: str) -> None:
+    """Open MPI 4's mpirun, as scripts of such jobs have it, by the program that is put into PATH."""
+    shim = pods.folder / "shim"
+    subprocess.run([sys.executable, "-m", "ringdance", "mpirun", "--install-into", str(shim)], check=True)
+    line = (
+        "mpirun --allow-run-as-root -np 4 -bind-to none -map-by slot -x LD_LIBRARY_PATH -x PATH "
+        f"-mca pml ob1 -mca btl ^openib --tag-output python {script}"
+    )
+    done = launch(pods, *line.split(), PATH=f"{shim}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}")
+    check(done, pods, "[1,{rank}]<stdout>:")
+
+
+def test_our_own_manifest(pods: Pods, script: str) -> None:
+    """The commands that a manifest has for the pods, with the image's files, the user and the rights."""
+    if find_mpi().family != "openmpi" and pods.kind == "TrainJob":
+        pytest.skip("TrainJobs know Open MPI only")
+    wanted = JobRequest("pi", "image", ["python", script], workers=2, slots=2)
+    documents = manifest(wanted, pods.kind)
+    first, last = documents[0], documents[-1]
+    if pods.kind == "MPIJob":
+        roles = last["spec"]["mpiReplicaSpecs"]
+        worker = roles["Worker"]["template"]["spec"]
+        command = roles["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    else:
+        jobs = first["spec"]["template"]["spec"]["replicatedJobs"]
+        worker = jobs[0]["template"]["spec"]["template"]["spec"]
+        command = last["spec"]["trainer"]["command"]
+    pods.use_our_image(ROOT, SSH_FOLDER)
+    if launch(pods, *pods.as_container(sys.executable, "-c", "import ringdance")).returncode:
+        pytest.skip("this Python, or this clone, cannot be read by other users than root")
+    daemons = []
+    for name in pods.workers:
+        line = pods.as_container(*worker["containers"][0]["command"])
+        daemons.append(pods.hosts.start(name, *line, log=pods.folder / f"{name}.sshd"))
+    try:
+        done = launch(pods, *pods.as_container(*command))
+        said = "".join((pods.folder / f"{name}.sshd").read_text() for name in pods.workers)
+        assert "Accepted publickey for mpiuser" in said, done.stderr + said
+        check(done, pods, "[{rank}]<{host}> ")
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
