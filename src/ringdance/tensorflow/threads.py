@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -26,9 +27,14 @@ def _told() -> int:
     return int(number) or (int(text) if text.isdigit() else 0)
 
 
+@cache
+def _on_gpu() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))
+
+
 def computing_threads() -> int:
-    """Return with how many threads TensorFlow computes within an operation."""
-    return _told() or usable_cores()
+    """Return how many cores TensorFlow keeps busy: its threads within an operation, one if a GPU computes."""
+    return 1 if _on_gpu() else _told() or usable_cores()
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:

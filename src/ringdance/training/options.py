@@ -27,16 +27,18 @@ def usable_cores() -> int:
 def share_of_cores(local_size: int) -> int:
     """Return how many threads this rank is to compute with: ``OMP_NUM_THREADS``, or its share of cores."""
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if told.isdigit() and int(told):
-        return int(told)
+    return int(told) if told.isdigit() and int(told) else max(1, _own_cores(local_size))
+
+
+def _own_cores(local_size: int) -> int:
     # A launcher that binds ranks has shared the cores out already.
     bound = usable_cores() * local_size <= (os.cpu_count() or 1)
-    return usable_cores() if bound else max(1, usable_cores() // local_size)
+    return usable_cores() if bound else usable_cores() // local_size
 
 
 def spare_cores(local_size: int, threads: int) -> bool:
     """Return whether this rank's share of the usable cores is more than the threads that compute."""
-    return usable_cores() // local_size > threads
+    return _own_cores(local_size) > threads
 
 
 def wants_overlap(engine: Engine, threads: int) -> bool:

@@ -49,6 +49,10 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("ringdance.training.options.usable_cores", lambda: 8)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert (share_of_cores(2), share_of_cores(4)) == (8, 2)
+    assert spare_cores(2, 7)
+    assert not spare_cores(2, 8)
+    assert spare_cores(4, 1)
+    assert not spare_cores(4, 2)
 
 
 def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:

@@ -1,0 +1,63 @@
+"""In a graph the first gradients are exchanged while the others are still being computed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from other_settings import other_settings
+
+import ringdance.tensorflow as hvd
+from ringdance.tensorflow import kernels
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+PATIENCE = 30.0  # seconds until backward goes on by itself, and the test fails
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", ["on", "auto"])
+def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's gradient, computed last, comes only after the last layer's has been exchanged."""
+    exchanged: list[list[bool]] = []  # what had been started then: whether it was done
+
+    def until_exchanged(dy: Any) -> Any:
+        end = time.monotonic() + PATIENCE
+        while True:
+            done = [ticket.done() for ticket, _ in list(kernels._started.values())]
+            if (done and all(done)) or time.monotonic() > end:
+                exchanged.append(done)
+                return dy
+            time.sleep(0.001)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def watched(x: Any) -> Any:
+        def gradient(dy: Any) -> Any:
+            # Stateless: it is not ordered among the operations that start exchanges.
+            dy = tf.numpy_function(until_exchanged, [dy], tf.float32, stateful=False)
+            return tf.ensure_shape(dy, x.shape)
+
+        return tf.identity(x), gradient
+
+    @tf.function
+    def step(first: Any, last: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([first, last])
+            loss = tf.reduce_sum(last * watched(tf.tanh(first))) * (RANK + 1.0)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [first, last])
+
+    if overlap == "auto":  # a machine with cores to spare for it
+        monkeypatch.setattr("ringdance.training.options.usable_cores", lambda: 64)
+    # These tests give TensorFlow one thread for operations, which here would wait; a session can have more.
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=3, use_per_session_threads=True)
+    with other_settings({"RINGDANCE_OVERLAP": overlap}), tf.Graph().as_default():
+        first, last = (tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(2))  # two buckets
+        gradients = step(first, last)
+        with tf.compat.v1.Session(config=config) as running:
+            for count in range(1, 4):
+                got = running.run(gradients, {first: np.zeros(300_000), last: np.ones(300_000)})
+                assert exchanged == [[True]] * count
+                np.testing.assert_allclose(got, [np.full(300_000, (SIZE + 1) / 2), np.zeros(300_000)])
