@@ -23,6 +23,7 @@ __all__ = ["Driven", "Driver"]
 
 _LOOK_EVERY = 0.1  # seconds between looks at notes, at peers and for stalls
 _IDLE = 0.1
+_FLYING_NAP = 1e-4  # between hosts MPI moves data only while it is asked: a millisecond would stop the wire
 
 
 class Driven(Protocol):
@@ -32,6 +33,8 @@ class Driven(Protocol):
 
     @property
     def callers(self) -> int: ...
+    @property
+    def flying(self) -> int: ...
     def step(self) -> bool: ...
     def look(self) -> None: ...
     def next_due(self) -> float | None: ...
@@ -165,6 +168,9 @@ class Driver:
             self.look(now)
         pause = self._engine.pausing_until() - now
         bell = self._doorbell()
+        if bell is None and self._engine.flying:
+            time.sleep(_FLYING_NAP)
+            return nap
         if bell is None:
             time.sleep(min(nap, pause) if pause > 0 else nap)
             return min(nap * 1.25, 2e-4 if nap < 2e-4 else 1e-3)

@@ -248,6 +248,11 @@ class Engine(EngineEnd):
         """Threads that wait for tickets."""
         return self._progress.callers
 
+    @property
+    def flying(self) -> int:
+        """Exchanges that wait for data on its way between hosts."""
+        return self._progress.flying
+
     def next_due(self) -> float | None:
         """Return when the engine thread has something to do: a monotonic time, or None."""
         if self.closed:

@@ -176,6 +176,20 @@ def test_sets_on_hosts_of_their_own() -> None:
     job(4, program, hosts=("a", "a", "b", "b"), delay=0.2)
 
 
+def test_more_hosts_than_send_their_parts_to_all() -> None:
+    size = 18
+
+    def program(engine: Engine) -> None:
+        for dtype in ("float32", "bfloat16"):
+            for length in (3, 20_000):
+                inputs = all_values(size, dtype, (length,))
+                close(
+                    hvd.allreduce(inputs[engine.rank], name=f"{dtype} {length}"), reduced(inputs, "average")
+                )
+
+    job(size, program, Settings(piece_bytes=8192, small_bytes=64), hosts=tuple(f"h{n}" for n in range(size)))
+
+
 def test_settings_of_one_rank_do_not_reach_another_world() -> None:
     """Two jobs in one process at once know nothing of each other."""
     found: dict[int, list[np.ndarray]] = {}

@@ -29,13 +29,15 @@ class Progress:
         count: grows with whatever is achieved, so that whoever drives knows whether to pause.
         callers: threads that wait for tickets. While there are any, all that is pending is due, in every
             set: two ranks may wait for two sets in different orders.
+        flying: how many wait for data that is on its way between hosts: long naps would stop it.
     """
 
-    __slots__ = ("callers", "count")
+    __slots__ = ("callers", "count", "flying")
 
     def __init__(self) -> None:
         self.callers = 0
         self.count = 0
+        self.flying = 0
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:

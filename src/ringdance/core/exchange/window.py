@@ -17,7 +17,6 @@ import numpy as np
 from ringdance.core.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, copy_range
 from ringdance.core.pieces import Segment, pieces
-from ringdance.transport.base import Transport
 from ringdance.transport.window import Window
 
 __all__ = ["WindowExchange"]
@@ -26,7 +25,7 @@ _LEAST_SHARE = 256  # bytes of a piece for each member: 16 elements of any dtype
 
 
 class WindowExchange(Exchange):
-    """Exchange between ranks of one host. ``across``: the owners of this rank's slice on other hosts."""
+    """Exchange between ranks of one host."""
 
     def __init__(
         self,
@@ -36,13 +35,11 @@ class WindowExchange(Exchange):
         piece_bytes: int,
         small_bytes: int,
         progress: Progress,
-        across: Transport | None = None,
     ) -> None:
         super().__init__(rank, size, progress)
         self._window = window
-        self._piece = min(max(piece_bytes, _LEAST_SHARE * size), window.area_bytes)
+        self.piece_bytes = self._piece = min(max(piece_bytes, _LEAST_SHARE * size), window.area_bytes)
         self._small = min(small_bytes, self._piece)
-        self._across = across
         self._typed: dict[int, list[list[Array]]] = {}
 
     def _areas(self, dtype: np.dtype[Any]) -> list[Array]:
@@ -63,12 +60,11 @@ class WindowExchange(Exchange):
         self.progress.count += 1
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        if self._across is None:
-            if len(inputs) == 1:
-                if inputs[0].nbytes <= self._small:
-                    return self._lone_allreduce(inputs[0], outputs[0], how)
-            elif sum([view.nbytes for view in inputs]) <= self._small:
-                return self._small_allreduce(inputs, outputs, how)
+        if len(inputs) == 1:
+            if inputs[0].nbytes <= self._small:
+                return self._lone_allreduce(inputs[0], outputs[0], how)
+        elif sum([view.nbytes for view in inputs]) <= self._small:
+            return self._small_allreduce(inputs, outputs, how)
         return self._large_allreduce(tuple([view.size for view in inputs]), inputs, outputs, how)
 
     def _lone_allreduce(self, source: Array, target: Array, how: Reduction) -> Steps:
@@ -99,40 +95,78 @@ class WindowExchange(Exchange):
     def _large_allreduce(
         self, sizes: tuple[int, ...], inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> Steps:
-        window, progress, across = self._window, self.progress, self._across
+        window, progress = self._window, self.progress
         own, deliver = window.index, how.deliver
         # Up to a thousand segments pass here in a step, so the usual cases are written out.
         reduce_slice = self._add_slice if how.simple and window.members == 2 else self._reduce_slice
         for slices in pieces(sizes, self._piece // how.dtype.itemsize, window.members):
             areas = self._areas(how.dtype)
             mine = areas[own]
-            for place, part in enumerate(slices):
-                if place == own:
-                    continue
-                if how.identity:
-                    for tensor, start, stop, at, end in part:
-                        mine[at:end] = inputs[tensor][start:stop]
-                else:
-                    for tensor, start, stop, at, end in part:
-                        how.prepare(inputs[tensor][start:stop], mine[at:end])
+            self._copy_in(slices, mine, inputs, how)
             window.signal()
             while not window.reached():
                 yield
             reduce_slice(slices[own], areas, inputs, how)
-            if across is not None and slices[own]:
-                yield from self._reduce_across(mine[slices[own][0].at : slices[own][-1].end], how)
             for tensor, start, stop, at, end in slices[own]:  # now, while it is in this core's cache
                 deliver(mine[at:end], outputs[tensor][start:stop])
             window.signal()
             while not window.reached():
                 yield
             progress.count += 1
-            for place, part in enumerate(slices):
-                if place == own:
-                    continue
-                result = areas[place]
+            self._copy_out(slices, areas, outputs, how)
+
+    def _copy_in(
+        self, slices: Sequence[Sequence[Segment]], area: Array, inputs: Sequence[Array], how: Reduction
+    ) -> None:
+        """Put what others own into this rank's area."""
+        own = self._window.index
+        for place, part in enumerate(slices):
+            if place == own:
+                continue
+            if how.identity:
                 for tensor, start, stop, at, end in part:
-                    deliver(result[at:end], outputs[tensor][start:stop])
+                    area[at:end] = inputs[tensor][start:stop]
+            else:
+                for tensor, start, stop, at, end in part:
+                    how.prepare(inputs[tensor][start:stop], area[at:end])
+
+    def _copy_out(
+        self,
+        slices: Sequence[Sequence[Segment]],
+        areas: Sequence[Array],
+        outputs: Sequence[Array],
+        how: Reduction,
+    ) -> None:
+        """Take what others have reduced from their areas."""
+        own, deliver = self._window.index, how.deliver
+        for place, part in enumerate(slices):
+            if place == own:
+                continue
+            result = areas[place]
+            for tensor, start, stop, at, end in part:
+                deliver(result[at:end], outputs[tensor][start:stop])
+
+    def sum_inside(
+        self, slices: Sequence[Sequence[Segment]], inputs: Sequence[Array], how: Reduction, total: Array
+    ) -> Steps:
+        """Reduce a piece over this host alone, unscaled: this rank's slice into ``total``."""
+        areas = self._areas(how.dtype)
+        self._copy_in(slices, areas[self._window.index], inputs, how)
+        yield from self._meet()
+        part = slices[self._window.index]
+        self._reduce_slice(part, areas, inputs, how, total, part[0].at if part else 0, False)
+
+    def hand_out(
+        self, slices: Sequence[Sequence[Segment]], total: Array, outputs: Sequence[Array], how: Reduction
+    ) -> Steps:
+        """Copy a piece to all ranks of this host; ``total`` is this rank's slice."""
+        areas, own = self._areas(how.dtype), self._window.index
+        for tensor, start, stop, at, end in slices[own]:
+            first = slices[own][0].at
+            areas[own][at:end] = total[at - first : end - first]
+            how.deliver(total[at - first : end - first], outputs[tensor][start:stop])
+        yield from self._meet()
+        self._copy_out(slices, areas, outputs, how)
 
     def _add_slice(
         self, part: Sequence[Segment], areas: Sequence[Array], inputs: Sequence[Array], how: Reduction
@@ -148,11 +182,21 @@ class WindowExchange(Exchange):
                 ufunc(first[at:end], inputs[tensor][start:stop], out=second[at:end])
 
     def _reduce_slice(
-        self, part: Sequence[Segment], areas: Sequence[Array], inputs: Sequence[Array], how: Reduction
+        self,
+        part: Sequence[Segment],
+        areas: Sequence[Array],
+        inputs: Sequence[Array],
+        how: Reduction,
+        out: Array | None = None,
+        first: int = 0,
+        finish: bool = True,
     ) -> None:
-        """Reduce the slice this rank owns into its own area, in rank order, its own tensors uncopied."""
+        """Reduce the slice this rank owns, in rank order, its own tensors uncopied.
+
+        Into its own area, or into ``out``, which begins at ``first``; scaled, if it is to ``finish`` it.
+        """
         own = self._window.index
-        finish = self._across is None
+        target = areas[own] if out is None else out
         for tensor, start, stop, at, end in part:
             source = inputs[tensor][start:stop]
             if not how.identity:
@@ -161,17 +205,9 @@ class WindowExchange(Exchange):
                 source = scaled
             how.combine(
                 [source if place == own else area[at:end] for place, area in enumerate(areas)],
-                areas[own][at:end],
+                target[at - first : end - first],
                 finish,
             )
-
-    def _reduce_across(self, result: Array, how: Reduction) -> Steps:
-        assert self._across is not None
-        assert how.wire is not None
-        pending = self._across.allreduce(result, how.wire)
-        while not pending.test():
-            yield
-        how.complete(result)
 
     def stream(
         self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
