@@ -27,13 +27,16 @@ examples:
 
 _PASSED_ON = {
     "doctor": ("ringdance.tools.doctor", "find what makes training fail, hang or crawl on these machines"),
+    "status": ("ringdance.launch.background:status", "show the jobs that run in the background"),
+    "attach": ("ringdance.launch.background:attach", "show the output of a job in the background"),
+    "stop": ("ringdance.launch.background:stop", "end a job in the background"),
     "hosts": ("ringdance.tools.hosts.cli", "look at hosts, run commands on them, copy files to them"),
     "k8s": ("ringdance.cluster.kubernetes_cli", "write, submit and follow jobs on Kubernetes"),
     "sagemaker": ("ringdance.cluster.sagemaker_cli", "start training jobs on Amazon SageMaker"),
     "slurm": ("ringdance.cluster.slurm_script", "write batch files for Slurm"),
     "ec2": ("ringdance.cluster.ec2", "write host files of EC2 instances"),
 }
-"""Commands with command lines of their own: the module with their ``main``, and what they do."""
+"""Commands with command lines of their own: the module with their ``main`` or what is named, and the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return mpirun_cli.main(words[1:], _look)
     if words and words[0] in _PASSED_ON:
-        module = importlib.import_module(_PASSED_ON[words[0]][0])
-        return int(module.main(words[1:]))
+        name, _, function = _PASSED_ON[words[0]][0].partition(":")
+        return int(getattr(importlib.import_module(name), function or "main")(words[1:]))
     arguments = _parser().parse_args(words)
     if arguments.command == "settings":
         try:

@@ -6,9 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.launch.detached import start as start_detached
 from ringdance.launch.order import (
     Order,
     Ready,
@@ -29,6 +31,7 @@ examples:
   ringdance run -np 2 --dry-run python train.py                   show the plan, start nothing
   ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, by ssh
   ringdance run --hostfile hosts -np 6 python train.py            lines `h1 slots=4` or `h1:4`
+  ringdance run -np 2 --detach python train.py                    then: ringdance status, attach, stop
 
 Without -H, --hostfile and -np the hosts are those that a scheduler has given: a Slurm or LSF job's, the
 workers of an MPIJob or TrainJob, the hosts of a SageMaker job.
@@ -88,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds until all ranks must have started (default 60)",
     )
+    add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
     add("--format", choices=("table", "json"), default="table", help="of the plan (default: table)")
     add("--json", action="store_const", const="json", dest="format", help=argparse.SUPPRESS)
@@ -133,14 +137,21 @@ def main(argv: Sequence[str], look: Look | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace, look: Look | None) -> int:
-    ready = _order(arguments).prepare(_say)
+    def checked(ready: Ready, say: Callable[[str], None]) -> None:
+        if look and ready.plan.wide and not arguments.no_check:
+            look(ready, say)
+
+    order = _order(arguments)
+    if arguments.detach and not arguments.dry_run:
+        # What is kept is not for this terminal.
+        return start_detached(replace(order, colour=arguments.colour), checked, _say)
+    ready = order.prepare(_say)
     if arguments.dry_run:
         ready.close()
         plan = ready.plan
         print(plan.to_json(os.environ) if arguments.format == "json" else plan.describe(os.environ))
         return 0
-    if look and ready.plan.wide and not arguments.no_check:
-        look(ready, _say)
+    checked(ready, _say)
     return run_in_terminal(ready)
 
 

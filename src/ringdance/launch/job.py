@@ -30,7 +30,6 @@ _SEE_S = 1.0  # after the first failure the other ranks may say what they see
 # (a rank that has told of a failure of its own gets as much again: its exit code becomes the job's)
 _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have told them
 _TERM_S = 0.2  # after SIGTERM they may put their things in order
-_STOP_S = 0.8  # the same, after Ctrl-C
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 _CLEAN_S = 6.0
 _AGENTS_S = 3.0  # of that for other hosts
@@ -333,7 +332,7 @@ class Job:
             else:
                 self._signal = number
                 self._deadlines.pop("see", None)
-                self._terminate(_STOP_S)
+                self._terminate(self._options.grace)
 
     # --- result --------------------------------------------------------------------------------
 

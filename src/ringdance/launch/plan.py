@@ -118,7 +118,7 @@ class Plan:
             )
         threads = "your OMP_NUM_THREADS" if self.threads is None else str(self.threads)
         lines = [f"ranks:       {self.ranks}", f"hosts:       from {self.source}"]
-        lines += ["             " + line for line in _table(rows)]
+        lines += ["             " + line for line in table(rows)]
         if self.wide:
             lines += [f"reached by:  {self.way}"]
             lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
@@ -154,7 +154,8 @@ def _devices(names: Sequence[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "-"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows, the first of which has the columns' names, as lines with equal widths."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in lines]

@@ -33,6 +33,7 @@ class Options:
         needed: files that every host must have.
         results: filled with what the ranks leave there as ``result.*.pkl``.
         silence: seconds after which a host that says nothing is lost.
+        grace: seconds that ranks have to end after the launcher was asked to stop; a second time ends them.
     """
 
     out: Sink
@@ -47,6 +48,7 @@ class Options:
     needed: Sequence[str] = ()
     results: dict[str, bytes] = field(default_factory=dict)
     silence: float = 6.0
+    grace: float = 0.8
 
 
 @dataclass

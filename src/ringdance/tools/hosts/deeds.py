@@ -14,6 +14,7 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.fold import spans
+from ringdance.launch.plan import table
 from ringdance.tools.hosts import command, show, source, trust
 from ringdance.tools.hosts.bar import Bar
 from ringdance.tools.hosts.copy import Copy, Outcome
@@ -42,9 +43,8 @@ def list_(arguments: argparse.Namespace, members: Members) -> int:
     if arguments.format == "json":
         print(json.dumps(rows, indent=2))
     else:
-        print(
-            show.table([("host", "slots", "answers", "cores", "devices", "ranks of ours"), *map(_row, rows)])
-        )
+        head = ("host", "slots", "answers", "cores", "devices", "ranks of ours")
+        print("\n".join(table([head, *map(_row, rows)])))
         _tell(members.problems)
     return int(bool(members.problems))
 
@@ -223,7 +223,7 @@ def disk(arguments: argparse.Namespace, members: Members) -> int:
         rows = [("host", "folder", "size", "free", "used", "")]
         for host, said in found.items():
             rows += [(host, path, *_room(room)) for path, room in said["folders"].items()]
-        print(show.table(rows))
+        print("\n".join(table(rows)))
     _tell(members.problems)
     return int(bool(members.problems))
 

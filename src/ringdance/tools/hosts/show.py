@@ -1,15 +1,6 @@
-"""How things are shown: tables, sizes, times."""
+"""How sizes and times are shown."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows, the first of which has the columns' names, with equal widths."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def size(count: float) -> str:
