@@ -18,7 +18,7 @@ from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.crew import Crew
 from ringdance.launch.deputies import Deputies, RankChannel
 from ringdance.launch.here import Here, door_script, write_private
-from ringdance.launch.lines import DOOR, MACHINES, machines, session_environment
+from ringdance.launch.lines import DOOR, MACHINES, machine_file, session_environment
 from ringdance.launch.output import Banner
 from ringdance.launch.plan import Plan
 from ringdance.launch.remote import Remote, together
@@ -119,7 +119,7 @@ class Job:
             raise LaunchError(together(self._deputies.problems))
         if self._here and self._here_ready and self._deputies.ready and not self._cleaning:
             door = os.path.join(self._folder, "ssh")
-            hosts = machines(self._plan.hosts, "\n") + "\n"
+            hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
             script = door_script(self._here.socket_path)
             files = {door: (script, 0o700), MACHINES.replace(DOOR, door): (hosts, 0o600)}
             argv = self._plan.argv(self._base, self.id, door)

@@ -13,7 +13,7 @@ DOOR = "DOOR"
 """Stands for the program that mpiexec calls in place of ssh, whose path is known only once the job exists."""
 
 MACHINES = f"{DOOR}.machines"
-"""Stands for a file beside it, with the hosts and their numbers of ranks, as :func:`machines` writes it."""
+"""Stands for a file beside it, as :func:`machine_file` writes it."""
 
 _OTHER_SCHEDULERS = "^slurm,lsf,pbs,tm,gridengine"
 
@@ -62,6 +62,13 @@ def machines(hosts: Sequence[Host], between: str) -> str:
     return between.join(f"{label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
 
 
+def machine_file(hosts: Sequence[Host], family: str) -> str:
+    """What stands in it: a line for each host, for Intel MPI; for Open MPI 4 one for each rank."""
+    if family == "intel":
+        return machines(hosts, "\n") + "\n"
+    return "".join(f"{label(host, n)}\n" * len(host.ranks) for n, host in enumerate(hosts))
+
+
 def options_of(given: Given) -> tuple[list[str], dict[str, str]]:
     """Options of mpiexec but the number of ranks, and variables for it and the ranks."""
     family = given.mpi.family
@@ -105,7 +112,8 @@ def _openmpi(given: Given) -> _Options:
             variables["OMPI_MCA_btl_tcp_if_exclude"] = ",".join(["127.0.0.0/8", *given.networks.exclude])
     if given.root:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {"--bind-to": ["none"], "--map-by": ["slot"]}, fixed, variables
+    way = "seq" if given.wide and given.mpi.major == 4 else "slot"  # see _openmpi_launch
+    return {"--bind-to": ["none"], "--map-by": [way]}, fixed, variables
 
 
 def _openmpi_launch(given: Given) -> list[str]:
@@ -115,6 +123,10 @@ def _openmpi_launch(given: Given) -> list[str]:
     else:
         option, remote, prefix, oob = "--prtemca", "ssh", "prte", "prte"
     words = ["--host", machines(given.hosts, ",")]
+    if given.mpi.major == 4:
+        # It would begin with its own host, wherever that stands; so each rank has a line in a file. What
+        # places ranks by lines opens the default file too, which is not everywhere.
+        words = ["--hostfile", MACHINES, option, "orte_default_hostfile", MACHINES]
     for name, value in (
         ("plm", remote),
         (f"plm_{remote}_agent", f"/bin/sh {DOOR}"),

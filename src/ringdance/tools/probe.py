@@ -1,7 +1,8 @@
 """Facts about this machine: ``python -m ringdance.tools.probe`` prints them as JSON, here or over ssh.
 
-Standard input holds what is asked: ``{"probes": [...], "wanted": {...}, "seconds": S}``. The line with
-the facts begins with :data:`MARK`, since login shells may print other things before it.
+Standard input holds what is asked: ``{"probes": [...], "wanted": {...}, "seconds": S,
+"environ": {...}}``. The line with the facts begins with :data:`MARK`, since login shells may print other
+things before it.
 """
 
 from __future__ import annotations
@@ -51,9 +52,16 @@ def look(probes: Iterable[str], wanted: Wanted, seconds: float) -> dict[str, Any
     return dict(found)
 
 
+_LIBRARIES = (
+    "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
+)  # fmt: skip
+"""Where libraries are: a job's ranks get these of the launcher's, whatever a host's own login sets."""
+
+
 def request(probes: Iterable[str], wanted: Wanted, seconds: float) -> bytes:
     """What to write to the standard input of a probe process."""
     asked = {"probes": list(probes), "wanted": dataclasses.asdict(wanted), "seconds": seconds}
+    asked["environ"] = {name: os.environ[name] for name in _LIBRARIES if name in os.environ}
     return json.dumps(asked).encode()
 
 
@@ -66,6 +74,7 @@ def read_wanted(values: dict[str, Any]) -> Wanted:
 def main() -> None:
     """Answer one request, and end even if a probe hangs."""
     asked = json.loads(sys.stdin.buffer.read())
+    os.environ.update(asked.get("environ", {}))
     began = time.time()
     found = look(asked["probes"], read_wanted(asked["wanted"]), asked["seconds"])
     found["times"] = {"began": began, "ended": time.time()}

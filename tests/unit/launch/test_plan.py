@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import HostFacts
-from ringdance.launch.lines import session_environment
+from ringdance.launch.lines import machine_file, session_environment
 from ringdance.launch.mpi import Mpi, family_of
 from ringdance.launch.plan import Plan, build_plan
 
@@ -119,6 +119,11 @@ def test_several_hosts() -> None:
         (OPENMPI, "--prtemca prte_if_include eth0 -n 4"),
         (Mpi("openmpi", "m", "test", 4), "--mca plm rsh --mca plm_rsh_agent /bin/sh DOOR"),
         (Mpi("openmpi", "m", "test", 4), "--mca oob_tcp_if_include eth0 -n 4"),
+        (Mpi("openmpi", "m", "test", 4), "--map-by seq --oversubscribe"),
+        (
+            Mpi("openmpi", "m", "test", 4),
+            "--hostfile DOOR.machines --mca orte_default_hostfile DOOR.machines",
+        ),
         (Mpi("mpich", "m", "test"), "-launcher ssh -launcher-exec DOOR -hosts a:2,me:1,b:1 -iface eth0 -n 4"),
         (
             Mpi("intel", "m", "test"),
@@ -130,6 +135,19 @@ def test_lines_for_several_hosts(mpi: Mpi, words: str) -> None:
     line = " ".join(plan(**WIDE, mpi=mpi).argv())
     assert words in line
     assert "fork" not in line
+
+
+def test_what_stands_in_the_file_of_machines() -> None:
+    hosts = plan(**WIDE, mpi=OPENMPI).hosts
+    assert machine_file(hosts, "intel") == "a:2\nme:1\nb:1\n"
+    assert machine_file(hosts, "openmpi") == "a\na\nme\nb\n"  # a line for each rank, in its order
+
+
+def test_networks_that_the_user_excludes_replace_those_we_include() -> None:
+    # Open MPI refuses to start with both.
+    environ = plan(**WIDE, mpi_args=["-mca", "btl_tcp_if_exclude", "docker0"]).environ({})
+    assert "OMPI_MCA_btl_tcp_if_include" not in environ
+    assert "OMPI_MCA_btl_tcp_if_include" in plan(**WIDE).environ({})
 
 
 def test_open_mpi_talks_tcp_between_hosts_unless_there_is_better() -> None:
