@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringdance import __version__
+from ringdance.cluster.hostfile import HostList
 from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
 from ringdance.launch.cli import Look
@@ -93,10 +94,11 @@ def order_of(asked: Asked, command: Sequence[str]) -> Order:
     Raises:
         LaunchError: the hosts cannot be understood.
     """
-    hosts, ranks, source = asked.hosts, asked.ranks, asked.source
+    hosts: HostList | None = asked.hosts
+    ranks, source = asked.ranks, asked.source
     if hosts is None and (asked.per_host or asked.spread or asked.oversubscribe or ranks is None):
         given = find(os.environ)
-        hosts = list(given.hosts) if given else [("localhost", ranks or usable_cores())]
+        hosts = given.hosts if given else [("localhost", ranks or usable_cores())]
         source = given.source if given else "mpirun"
     if hosts is not None:
         hosts, ranks = counts(hosts, asked)

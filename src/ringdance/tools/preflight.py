@@ -30,6 +30,7 @@ _UNASKED = frozenset(
     {
         "mpiexec-as-root", "ucx-windows", "mpiexec-in-path", "zombies", "session-folders", "proxies",
         "inside-a-job", "slurm-mpi", "slurm-worlds", "virtual-interfaces", "framework-installed",
+        "ssh-client", "ssh-key-permissions", "ssh-folder-permissions", "ssh-agent",
     }
 )  # fmt: skip
 # Errors in general, but no reason not to start: the launcher itself needs none of it (hosts may have names
@@ -44,36 +45,44 @@ _NO_HINDRANCE = frozenset(
 _MOST_NAMED = 6
 
 
-def look(ready: Ready, say: Callable[[str], None]) -> None:
+def look(
+    ready: Ready, say: Callable[[str], None], *, hinders: bool = True, minutes: float = MINUTES
+) -> None:
     """Look at the hosts of a job that is about to start; warnings are said in one line.
 
     Args:
         ready: the job.
-        say: told a line for the user.
+        say: told what is for the user, line by line.
+        hinders: whether errors are raised; else they are only said.
+        minutes: for which an outcome without errors holds.
 
     Raises:
         LaunchError: it would fail; nothing has been started, and the agents have been sent home.
     """
-    order, hosts = ready.order, ready.plan.hosts
+    order = ready.order
+    slots = {host.name: len(host.ranks) for host in ready.plan.hosts}
     try:
         wrong = preflight(
-            {host.name: len(host.ranks) for host in hosts},
-            reach=order.reach,
-            folders=[order.folder] if order.folder else (),
+            slots, reach=order.reach, folders=[order.folder] if order.folder else (), minutes=minutes
         )
-        errors = [result for result in wrong if result.severity == ERROR]
-        if errors:
-            lines = [f"{_where(result)}{result.text}\n    mend: {result.mend}" for result in errors]
+        lines = [
+            f"{_where(result)}{result.text}\n    mend: {result.mend}"
+            for result in wrong
+            if result.severity == ERROR
+        ]
+        if lines and hinders:
             raise LaunchError(
                 "nothing was started, for:\n  " + "\n  ".join(lines) + "\n(--no-check starts all the same)"
             )
     except BaseException:
         ready.close()
         raise
+    for line in lines:
+        say(line)
     warnings = list(dict.fromkeys(result.check for result in wrong if result.severity == WARNING))
     if warnings:
         more = f" and {len(warnings) - _MOST_NAMED} more" if len(warnings) > _MOST_NAMED else ""
-        named = ",".join(f"{host.name}:{len(host.ranks)}" for host in hosts)
+        named = ",".join(f"{host}:{count}" for host, count in slots.items())
         say(
             f"may slow the job down or end it: {', '.join(warnings[:_MOST_NAMED])}{more}; "
             f"for what to do: ringdance doctor --quick -H {named}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from breaking import Machine, breaks, expect, judged, program, wrong
 
+from ringdance.tools.probes import ssh
 from ringdance.tools.registry import Wanted
 
 _ROUTED = Wanted(hosts=("node1", "node2"))
@@ -140,6 +141,17 @@ def test_a_key_that_others_may_read(tmp_path: Path) -> None:
     key.chmod(0o644)
     (tmp_path / ".ssh" / "id_ed25519.pub").write_text("key")
     expect("ssh-key-permissions", Machine(env={"HOME": str(tmp_path)}), f"others may read {key}")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file away")
+def test_keys_of_a_mounted_secret_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    for name, owner in (("id_rsa", 12345), ("id_ed25519", os.getuid())):
+        (tmp_path / ".ssh" / name).touch(0o644)
+        os.chown(tmp_path / ".ssh" / name, owner, -1)
+    found = [mode & 0o077 for mode in ssh.look(Wanted())["keys"].values()]
+    assert found == [0o044, 0]
 
 
 @breaks("ssh-folder-permissions")

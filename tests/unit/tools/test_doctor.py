@@ -198,6 +198,14 @@ def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
     assert said == []
 
 
+def test_errors_can_be_said_only(found: list[Result]) -> None:
+    found.append(Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "mend shm"))
+    ready, said = _Ready(), list[str]()
+    module.look(ready, said.append, hinders=False)  # type: ignore[arg-type]
+    assert said == ["host b: /dev/shm has 1 MiB\n    mend: mend shm"]
+    assert not ready.closed
+
+
 def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> None:
     found += [
         Result("names-agree", "network", "error", ("a",), "b stands for nothing", "mend names"),

@@ -21,7 +21,7 @@ def look(wanted: Wanted) -> dict[str, Any]:
     return {
         "client": shutil.which("ssh") or "",
         "home": home,
-        "keys": {path: _mode(path) for path in sorted(set(private))},
+        "keys": {path: _mode_for_ssh(path) for path in sorted(set(private))},
         "folders": {
             path: _mode(path) for path in (home, folder, f"{folder}/authorized_keys") if os.path.exists(path)
         },
@@ -31,6 +31,11 @@ def look(wanted: Wanted) -> dict[str, Any]:
 
 def _mode(path: str) -> int:
     return stat.S_IMODE(os.stat(path).st_mode)
+
+
+def _mode_for_ssh(path: str) -> int:
+    """Of a key: ssh looks only at the user's own; a mounted Secret's belongs to root."""
+    return _mode(path) if os.stat(path).st_uid == os.getuid() else 0o600
 
 
 def _agent(path: str) -> str:

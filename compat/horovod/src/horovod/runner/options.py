@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-v", "--version", action="version", version=horovod.__version__, help="print the version")
     add("-np", "--num-proc", type=int, metavar="N", help="number of processes (default: the slots given)")
     add("-cb", "--check-build", **_NO_VALUE, help="print what is available, and exit")
-    add("--disable-cache", **_NO_VALUE, help="accepted; nothing is cached")
+    add("--disable-cache", **_NO_VALUE, help="look at the hosts anew, even if all was well minutes ago")
     add(
         "--start-timeout",
         type=config_parser.number,
