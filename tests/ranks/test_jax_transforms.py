@@ -1,4 +1,4 @@
-"""JAX beyond jit and grad: vmap, several devices in one process, and an XLA whose layout is not known."""
+"""JAX beyond jit and grad: vmap, and an XLA whose layout is not known."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ringdance.jax as hvd
 from ringdance.errors import ArgumentError
 from ringdance.jax import ffi
 
-jax.config.update("jax_num_cpu_devices", 2)  # before the first array of this process
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 BATCH = 3
-SEVERAL_DEVICES = jax.__version_info__ >= (0, 10)
 
 
 def mine(rank: int = RANK) -> Any:
@@ -75,66 +71,6 @@ def test_vmap_of_scalars_and_of_a_part_of_a_group() -> None:
     if SIZE > 1:  # alone every reduction leaves things as they are
         with pytest.raises(ArgumentError, match="Adasum weighs whole tensors"):
             jax.vmap(partial(hvd.allreduce, op=hvd.Adasum))(mine())
-
-
-def sharded(value: Any, *axes: Any) -> Any:
-    mesh = Mesh(np.array(jax.local_devices()), ("here",))
-    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*axes)))
-
-
-@pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
-def test_a_program_for_two_devices_exchanges_once() -> None:
-    assert len(jax.local_devices()) == 2
-    x = jnp.arange(8.0) * (RANK + 1)
-    expected = np.arange(8.0) * sum(range(SIZE + 1))
-    total = partial(hvd.allreduce, op=hvd.Sum)
-    for value in (sharded(x, "here"), sharded(x), jax.device_put(x, jax.local_devices()[1])):
-        np.testing.assert_array_equal(jax.jit(total)(value), expected)
-        np.testing.assert_array_equal(total(value), expected)
-        assert total(value).sharding == value.sharding
-    gradient = jax.jit(jax.grad(lambda x: (total(x) ** 2).sum()))(sharded(x, "here"))
-    np.testing.assert_array_equal(gradient, 2 * SIZE * expected)
-
-
-@pytest.mark.skipif(SEVERAL_DEVICES, reason="JAX 0.10 can")
-@pytest.mark.ranks(2, 3, 4)
-def test_older_versions_say_that_they_cannot() -> None:
-    with pytest.raises(ArgumentError, match=r"JAX 0\.10 or newer"):
-        jax.jit(hvd.allreduce)(sharded(jnp.ones(8), "here"))
-
-
-@pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
-def test_training_on_two_devices_of_each_rank() -> None:
-    """Data-parallel on the devices here, by XLA, and over the ranks: as one process on all rows."""
-    rows = jax.random.normal(jax.random.key(0), (SIZE, 4, 3))
-
-    def train(tx: Any, x: Any, w: Any) -> Any:
-        @jax.jit
-        def step(w: Any, state: Any) -> Any:
-            gradient = jax.grad(lambda w: ((x @ w - 1.0) ** 2).mean())(w)
-            updates, state = tx.update(gradient, state, w)
-            return optax.apply_updates(w, updates), state
-
-        state = tx.init(w)
-        for _ in range(5):
-            w, state = step(w, state)
-        return w
-
-    found = train(hvd.distributed(optax.adam(0.1)), sharded(rows[RANK], "here"), sharded(jnp.zeros(3)))
-    expected = train(optax.adam(0.1), rows.reshape(-1, 3), jnp.zeros(3))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert len({np.asarray(found).tobytes(), *hvd.allgather_object(np.asarray(found).tobytes())}) == 1
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_within_shard_map_there_is_an_error() -> None:
-    if not hasattr(jax, "shard_map"):
-        pytest.skip("this JAX has it elsewhere")
-    mesh = Mesh(np.array(jax.local_devices()), ("here",))
-    spec = PartitionSpec("here")
-    inside = jax.shard_map(hvd.allreduce, mesh=mesh, in_specs=spec, out_specs=spec)
-    with pytest.raises(ArgumentError, match="shard_map or pmap"):
-        jax.jit(inside)(sharded(jnp.ones(4), "here"))
 
 
 @pytest.fixture(params=["another member", "another version", "no header"])

@@ -4,7 +4,8 @@ An ``Exchange`` is the same for eager and compiled calls. Eagerly it runs at onc
 In ``jit`` it becomes a primitive with an ordered effect: calls of one program keep their order, which has
 to be the same on all ranks, and none is dropped because nobody uses its result. On the CPU the primitive is
 a call through XLA's foreign function interface (``ffi``) that reads and writes XLA's own memory; where that
-is not possible (an accelerator, an unknown layout) it is a callback with arrays.
+is not possible (an accelerator, an unknown layout) it is a callback with arrays. ``programs`` has the effect,
+and says how programs are started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax._src import core, effects  # ordered effects cannot be declared by public names
+from jax._src import core
 from jax._src.callback import _callback_op_sharding as one_device_of
 from jax._src.sharding_impls import SPMDAxisContext
 from jax.interpreters import batching, mlir
@@ -28,6 +29,7 @@ from ringdance.core.request import Operation, Verb
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import ffi
 from ringdance.jax.memory import array_of, from_array
+from ringdance.jax.programs import EFFECT, by_address, settle, start_quickly
 from ringdance.training import verbs
 from ringdance.training.calls import Call
 
@@ -168,28 +170,15 @@ def is_traced(values: Sequence[Any]) -> bool:
 
 def eager(what: Exchange, values: Sequence[Any]) -> list[jax.Array]:
     """Exchange now. Programs that run in the background come first: the order is that of the calls."""
-    jax.effects_barrier()
+    settle()
     results = run(what, tuple([array_of(value) for value in values]))
     places = [*values, *[None] * (len(results) - len(values))]
     return [from_array(result, like) for result, like in zip(results, places, strict=True)]
 
 
-class _ExchangeEffect(effects.Effect):  # type: ignore[misc]
-    """Keeps exchanges in order."""
-
-    __str__ = lambda self: "RingdanceExchange"  # noqa: E731
-
-
-_EFFECT = _ExchangeEffect()
 # In JAX 0.7 this was no argument, and always so.
 _known = inspect.signature(mlir.emit_python_callback).parameters
 _RETURNS_TOKEN = {"returns_token": True} if "returns_token" in _known else {}
-for _allowed in (
-    effects.ordered_effects, effects.shardable_ordered_effects, effects.lowerable_effects,
-    effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects,
-    effects.remat_allowed_effects,
-):
-    _allowed.add_type(_ExchangeEffect)
 
 _primitive = core.Primitive("ringdance_exchange")
 _primitive.multiple_results = True
@@ -201,7 +190,7 @@ def _now(*values: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) 
 
 def _abstract(*avals: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
     results = [core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return results, {_EFFECT}
+    return results, {EFFECT}
 
 
 def _batched(
@@ -281,16 +270,16 @@ def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: 
         return tuple(_run_compiled(what, tuple([array_of(array) for array in arrays]), None, shapes))
 
     results, token, _ = mlir.emit_python_callback(
-        ctx, call, ctx.tokens_in.get(_EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
+        ctx, call, ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
         has_side_effect=True, sharding=_once(ctx), **_RETURNS_TOKEN,
     )
-    ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
+    ctx.set_tokens_out(mlir.TokenSet({EFFECT: token}))
     return results
 
 
 def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: Any) -> Any:
     """Lower to a call with the addresses of XLA's memory, the input's where XLA can spare it."""
-    if session.engine().settings.jax_ffi == "off" or _devices(ctx) > 1 or not ffi.available():
+    if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {}
     if what.call.keeps_shapes and not what.back:
@@ -302,10 +291,10 @@ def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: An
         [(aval.shape, np.dtype(aval.dtype).name) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
     lowered = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)(
-        inner, ctx.tokens_in.get(_EFFECT), *operands, what=what.text(), shapes=json.dumps(memory)
+        inner, ctx.tokens_in.get(EFFECT), *operands, what=what.text(), shapes=json.dumps(memory)
     )
     token, *results = lowered
-    ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
+    ctx.set_tokens_out(mlir.TokenSet({EFFECT: token}))
     return results
 
 
@@ -317,3 +306,4 @@ def _called(text: str, inputs: list[Array], outputs: list[Array]) -> None:
 ffi.call(_called)
 mlir.register_lowering(_primitive, _by_callback)
 mlir.register_lowering(_primitive, _by_ffi, platform="cpu")
+start_quickly()

@@ -23,6 +23,7 @@ from ringdance.core.request import Operation, Verb
 from ringdance.errors import ArgumentError
 from ringdance.jax.compression import Compression
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
+from ringdance.jax.programs import settle
 from ringdance.training import verbs
 from ringdance.training.calls import Call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
@@ -299,11 +300,11 @@ def join() -> int:
     Returns:
         The global rank that joined last, the same on all.
     """
-    jax.effects_barrier()
+    settle()
     return verbs.join(session.engine())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return after all ranks of the set have called it."""
-    jax.effects_barrier()
+    settle()
     verbs.barrier(session.engine(), set_id(process_set))

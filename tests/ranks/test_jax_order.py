@@ -1,0 +1,206 @@
+"""The order of exchanges in compiled programs: within one, between several in flight, with results unused.
+
+Unnamed exchanges match by order, so that each is told from the others by what it exchanges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from other_settings import other_settings
+
+import ringdance.jax as hvd
+from ringdance.jax import exchange, programs
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+total = partial(hvd.allreduce, op=hvd.Sum)
+Seen = list[float]
+
+
+@pytest.fixture(params=["quick", "tokens", "callback"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How programs are started: without tokens, with them, and by JAX's callbacks."""
+    if request.param == "tokens":
+        monkeypatch.setattr(programs, "_may_be_quick", lambda *_: False)
+    if request.param != "callback":
+        yield request.param
+        return
+    with other_settings({"RINGDANCE_JAX_FFI": "off"}):
+        yield request.param
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """The first number of each exchange that is carried out, in that order."""
+    found: Seen = []
+    original = exchange.run
+
+    def run(what: Any, inputs: Any, *rest: Any) -> Any:
+        found.append(float(inputs[0].reshape(-1)[0]))
+        time.sleep(0.001 * (RANK + 1))  # others could overtake
+        return original(what, inputs, *rest)
+
+    monkeypatch.setattr(exchange, "run", run)
+    return found
+
+
+def late(x: Any, size: int = 300) -> Any:
+    """Zero, that is known after some computing."""
+    return jnp.linalg.matrix_power(jnp.full((size, size), 1e-9) * x, 5).sum() * 0
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile anew, whatever has been compiled before."""
+    return jax.jit(lambda *values: function(*values))
+
+
+@pytest.mark.usefixtures("way")
+def test_calls_that_are_ready_late_are_not_overtaken(seen: Seen) -> None:
+    def many(x: Any) -> Any:
+        return [total(number + (late(x) if number % 2 == 0 else 0 * x)) for number in range(12)]
+
+    for _ in range(5):
+        found = jit(many)(jnp.float32(1))
+        assert [float(one) for one in found] == [SIZE * number for number in range(12)]
+    assert seen == list(range(12)) * 5
+
+
+@pytest.mark.usefixtures("way")
+def test_order_through_loops_branches_and_nested_functions(seen: Seen) -> None:
+    nested = jax.jit(lambda x: (total(x), total(x + 1))[0])  # its second result is not used
+    again = jax.checkpoint(lambda x: total(x) ** 2)
+
+    def everything(x: Any) -> Any:
+        total(late(x))
+        x = jax.lax.fori_loop(0, 2, lambda turn, x: (total(1.0 + turn), x)[1], x)
+        nested(3.0 + 0 * x)
+        jax.lax.cond(x > 0, lambda: (total(late(x) + 5), None)[1], lambda: (total(x - 100), None)[1])
+        jax.vmap(nested)(jnp.full(3, 6.0) + 0 * x)
+        slope = jax.grad(again)(8 + 0 * x)
+        total(11 + 0 * x)
+        return x, slope
+
+    x, slope = jit(everything)(jnp.float32(1))
+    assert (float(x), float(slope)) == (1, 2 * 8 * SIZE * SIZE)
+    jax.block_until_ready(jit(everything)(jnp.float32(1)))
+    programs.settle()
+    once = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert seen[: len(once)] == once
+    assert seen[-1] == 11
+    assert seen[: len(seen) // 2] * 2 == seen
+    assert len(set(hvd.allgather_object(tuple(seen)))) == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_programs_in_flight_exchange_in_the_order_of_their_calls(seen: Seen) -> None:
+    """Neither does a small program overtake a large one, nor a call outside of programs."""
+    large, small = jit(lambda x: total(x + late(x))), jit(total)
+    # Made beforehand: making one is a program as well, and waits for those before it.
+    values = jax.block_until_ready([jnp.float32(number) for number in range(1, 10)])
+    for _ in range(5):
+        ways = [large, small, total] * 3
+        found = [function(value) for function, value in zip(ways, values, strict=True)]
+        assert [float(one) for one in found] == [SIZE * number for number in range(1, 10)]
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 8, 9] * 5
+
+
+@pytest.mark.usefixtures("way")
+def test_two_programs_and_their_results_may_be_dropped(seen: Seen) -> None:
+    def unused(x: Any) -> Any:
+        total(x)
+        jax.jit(total)(x + 1)
+        return x
+
+    compiled = jit(unused)
+    for _ in range(3):
+        compiled(jnp.float32(1))
+        jit(lambda x: (total(x + late(x)), None)[1])(jnp.float32(3))
+    hvd.barrier()
+    assert seen == [1, 2, 3] * 3
+
+
+def test_ways_may_be_mixed(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program with tokens and one without keep the order of their calls."""
+    quick = jit(lambda x: total(x + late(x)))
+    quick(1.0).block_until_ready()
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "_may_be_quick", lambda *_: False)
+        slow = jit(lambda x: total(x + late(x)))
+        slow(2.0).block_until_ready()
+    values = jax.block_until_ready([jnp.float32(number) for number in range(3, 9)])
+    found = [function(value) for value in values for function in (quick, slow)]
+    assert [float(one) for one in found] == [SIZE * number for number in range(3, 9) for _ in range(2)]
+    assert seen == [1, 2, *[number for number in range(3, 9) for _ in range(2)]]
+
+
+def test_programs_compiled_ahead_can_be_called_again() -> None:
+    """JAX gives their tokens only to the first call: so they must have none."""
+    ahead = jax.jit(total).lower(jnp.zeros(4)).compile()
+    for number in range(3):
+        assert ahead(jnp.full(4, number * 1.0)).tolist() == [SIZE * number] * 4
+
+
+def test_literals_keys_and_no_arguments() -> None:
+    table = np.arange(1000.0, dtype=np.float32)
+    found = jit(lambda: total(jnp.asarray(table)))()
+    np.testing.assert_array_equal(found, SIZE * table)
+
+    def noise(key: Any) -> Any:
+        return key, total(jax.random.uniform(key)), None, 3
+
+    key, value, _, three = jit(noise)(jax.random.key(1))
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(1)))
+    assert float(value) == pytest.approx(SIZE * float(jax.random.uniform(jax.random.key(1))))
+    assert three == 3
+
+
+def test_donated_memory_is_used_again() -> None:
+    step = jax.jit(lambda x, y: (total(x) / SIZE + 1, y), donate_argnums=0)
+    x, y = jnp.zeros(10_000), jnp.ones(3)
+    for _ in range(5):
+        before = x
+        x, y = step(x, y)
+        assert before.is_deleted()
+    assert x.tolist() == [5.0] * 10_000
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_an_error_in_a_program_in_flight_does_not_reach_the_next() -> None:
+    bad, good = jit(lambda x: total(x + late(x[0]))), jit(lambda x: total(x + late(x)))
+    good(1.0).block_until_ready()
+    started = [bad(jnp.ones(2 + (RANK == 0))), good(2.0)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
+        started[0].block_until_ready()
+    assert float(started[1]) == 2 * SIZE
+
+
+@pytest.mark.parametrize("unknown", ["no such place", "it does something else"])
+def test_where_jax_is_unknown_programs_are_started_its_own_way(
+    unknown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jax._src.interpreters import pxla
+
+    monkeypatch.setattr(programs.atexit, "register", lambda _: None)
+    if unknown == "no such place":
+        monkeypatch.delattr(pxla, "_cached_lowering_to_hlo")
+        programs.start_quickly()
+        assert not hasattr(pxla, "_cached_lowering_to_hlo")
+        return
+    original = pxla._cached_lowering_to_hlo
+
+    def other(jaxpr: Any, *rest: Any, **named: Any) -> Any:
+        assert not any(one.primitive is programs._program for one in jaxpr.eqns), "never seen"
+        return original(jaxpr, *rest, **named)
+
+    monkeypatch.setattr(pxla, "_cached_lowering_to_hlo", other)
+    programs.start_quickly()
+    program = jit(total)
+    assert [float(program(number * 1.0)) for number in range(3)] == [0, SIZE, 2 * SIZE]
