@@ -6,6 +6,7 @@ when the guardian has been killed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -42,8 +43,9 @@ def make_folders(folders: Iterable[str]) -> None:
     for folder in folders:
         _remove_abandoned(folder)
         os.mkdir(folder, 0o700)
-        # Never closed: the lock ends with the process.
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
+        descriptor = os.open(folder, os.O_RDONLY)  # never closed: the lock ends with the process
+        with contextlib.suppress(OSError):  # some network file systems have no locks; nor then a removal
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _remove_abandoned(folder: str) -> None:
