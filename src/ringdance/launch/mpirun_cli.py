@@ -78,11 +78,12 @@ def _main(words: list[str], look: Look | None) -> int:
         except OSError as error:
             raise CommandError(f"-wdir {asked.cwd}: {error.strerror}") from None
     ready = order_of(asked, resolve_command(asked.command)).prepare(_say)
-    if asked.show or asked.dry:
-        print(ready.plan.describe(), file=sys.stdout if asked.dry else sys.stderr)
     if asked.dry:
         ready.close()
+        print(ready.plan.describe(os.environ))
         return 0
+    if asked.show:  # where ranks go; variables are nobody's business who reads the log
+        print(ready.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
     if look and ready.plan.wide and asked.check:
         look(ready, _say)
     return run_in_terminal(ready)

@@ -92,9 +92,10 @@ class Order:
         names = [name for name, _ in given.hosts] if given else []
         # On a single machine more ranks than a scheduler has counted tasks are nobody else's business.
         alone = order.ranks is not None and set(names) == local_names(names)
-        # Hosts that the user picks from a job's pods are reached as the job's are.
-        picked = order.hosts is not None and {name for name, _ in order.hosts} <= set(names)
-        if given and not alone and (order.hosts is None or (picked and given.way == "ssh")):
+        # Hosts that the user picks from a job's are reached as these, unless it is said how.
+        told = order.reach.port or order.reach.identity or order.reach.arguments
+        picked = {name for name, _ in order.hosts or ()} <= set(names)
+        if given and not alone and picked and (order.hosts is None or given.way == "ssh" or not told):
             reach = replace(
                 order.reach,
                 way=given.way,

@@ -11,6 +11,7 @@ from ringdance.cluster.slurm_env import counts, expand
 from ringdance.cluster.sources import Allocation, find
 from ringdance.errors import LaunchError
 from ringdance.launch.order import Order
+from ringdance.launch.ssh import Reach
 
 
 @pytest.mark.parametrize(
@@ -159,3 +160,10 @@ def test_hosts_picked_from_a_job_are_reached_as_the_job_s(
     assert picked.reach.patience > 0
     others = Order(["x"], hosts=[("w2", 1), ("elsewhere", 1)]).found()
     assert (list(others.reach.arguments), others.reach.patience) == ([], 0.0)
+    monkeypatch.delenv("OMPI_MCA_orte_default_hostfile")
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    for name, value in {**SLURM, "PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert Order(["x"], hosts=[("n2", 1)]).found().reach.way == "srun"
+    assert Order(["x"], hosts=[("n2", 1)], reach=Reach(port=22)).found().reach.way == "ssh"

@@ -179,6 +179,17 @@ def test_another_mpirun_is_left_alone(tmp_path: Path, link: bool) -> None:
     assert os.listdir(tmp_path) == ["mpirun"]
 
 
+def test_a_map_shows_no_variables(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mpirun_cli, "run_in_terminal", lambda ready: 0)
+    line = "mpirun -np 2 -H localhost:2 --display-map -x SM_HPS={'key':'not-for-logs'} python -V"
+    assert cli.main(line.split()) == 0
+    shown = capfd.readouterr().err
+    assert "localhost  2      0-1" in shown
+    assert "not-for-logs" not in shown
+
+
 def test_it_is_no_command_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["mpirun", "--help"]) == 0
     assert "--install-into DIR" in capsys.readouterr().out
