@@ -44,7 +44,7 @@ def test_a_host_without_shared_memory(run: Run, three_hosts: Hosts) -> None:
     assert "mend: start the container with --shm-size" in done.stderr
     assert "--no-check starts all the same" in done.stderr
     assert "h3" not in done.stderr
-    assert [three_hosts.leftovers(name) for name in three_hosts.names] == [[], [], []]
+    assert [three_hosts.processes(name) for name in three_hosts.names] == [{}, {}, {}]
     assert run("--no-check").stdout.count(MARK) == 3
     plan = run("--dry-run")  # it starts nothing, whatever is wrong
     assert plan.returncode == 0

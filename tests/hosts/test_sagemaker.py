@@ -153,7 +153,9 @@ def test_a_job_on_two_hosts(start: Callable[..., list[Container]], two_hosts: Ho
     assert second.process.wait(100) == 0, second.said
     assert "Orted process exited" in second.said
     assert "status file found" in second.said
-    assert [line for name in two_hosts.names for line in two_hosts.leftovers(name)] == []
+    left = [line for name in two_hosts.names for line in two_hosts.leftovers(name)]
+    # (/tmp is shared with other hosts of the same names)
+    assert [line for line in left if not line.startswith("/tmp/")] == []
 
 
 def test_a_failure_is_reported_to_the_service(start: Callable[..., list[Container]]) -> None:
