@@ -7,8 +7,8 @@ plain ssh to the second, by `ringdance hosts copy` to the second, and to all thr
 Why: hosts that pass on what they get need the sender's link only once, however many they are.
 
 How to read: "x one" is the time as a multiple of our copy to one host, "x wire" as a multiple of the bound:
-the file's bytes at that rate, without any headers. Starting Python and ssh is part of each time, and all hosts
-share this machine's cores.
+the file's bytes at that rate, without any headers. Starting Python and ssh is part of each time, and all
+hosts share this machine's cores.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def run(block: Block, command: str, shown: str, folder: Path) -> None:
     command = command.replace("make ", "make --dry-run ", 1) if command.startswith("make ") else command
     done = subprocess.run(
         ["bash", "-c", command],
-        cwd=folder, env=environment(), text=True, timeout=150,
+        cwd=folder, env=environment() | {"XDG_STATE_HOME": str(folder / "state")}, text=True, timeout=150,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     where = f"{block.place}: {command}"

@@ -1,0 +1,87 @@
+"""What is kept of jobs in the background."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringdance.errors import LaunchError
+from ringdance.launch import records
+
+
+@pytest.fixture(autouse=True)
+def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def made(job: str, **changes: object) -> records.Record:
+    record = records.own(job * 8, ["python", "x.py"], [("a", 2), ("b", 1)])
+    changed = replace(record, **changes)  # type: ignore[arg-type]
+    changed.write()
+    return changed
+
+
+def test_a_record_says_what_the_job_is_doing() -> None:
+    running = made("0000")
+    assert records.every() == [running]
+    assert (running.state, running.ranks, running.short) == ("running", 3, "00000000")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert made("1111", pid=ended.pid).state == "lost"
+    assert made("2222", mark="another process of that number").state == "lost"
+    assert made("3333", machine=("other", "other boot")).state == "elsewhere"
+    assert made("4444", ended=5.0, code=3).state == "ended"
+    # It ended between a look at its file and a look at its process.
+    assert replace(made("5555", ended=5.0, code=3), ended=None, pid=ended.pid).state == "ended"
+
+
+def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:
+    with pytest.raises(LaunchError, match="no job has been started"):
+        records.find()
+    first, second = made("ab00", began=1.0), made("ab01", began=2.0, ended=3.0, code=0)
+    assert records.find("ab00a") == first
+    assert records.find() == first, "the newest that runs"
+    replace(first, ended=2.0, code=0).write()
+    assert records.find() == second, "the newest"
+    for name in ("ab", "ab02", "*"):
+        with pytest.raises(LaunchError, match="there is no job"):
+            records.find(name)
+    made("ab00ffff")
+    with pytest.raises(LaunchError, match=r"could be ab00\w+ or ab00\w+: give more digits"):
+        records.find("ab00")
+
+
+def test_old_records_go_and_running_jobs_stay() -> None:
+    made("ffff", began=0.0)
+    for number in range(60):
+        made(f"{number:04x}", began=float(number + 1), ended=1.0, code=0)
+    kept = [record.job[:4] for record in records.every()]
+    assert kept[0] == "ffff"
+    assert len(kept) == 1 + 50 + 1  # the last was not over when its record was made
+    assert kept[-1] == f"{59:04x}"
+
+
+def test_output_is_read_by_stream() -> None:
+    record = made("0000")
+    output = records.Output()
+    descriptor = output.open(record.place)
+    out, err = output.sink(1), output.sink(2)
+    reader = records.Reader(record)
+    assert reader.read() == []
+    out(b"one\n")
+    out(b"two\n")
+    err(b"three\n")
+    assert reader.read() == [(1, b"one\ntwo\n"), (2, b"three\n")]
+    later = records.Reader(record, start=False)
+    out(b"four\n")
+    os.write(descriptor, b"a crash\n")
+    assert reader.read() == [(1, b"four\n")]
+    assert reader.read(all_=True) == [(2, b"a crash\n")]
+    assert later.read(all_=True) == [(1, b"four\n"), (2, b"a crash\n")]
+    assert {path.stat().st_mode & 0o777 for path in record.place.iterdir()} == {0o600}
+    reader.close()
+    later.close()
