@@ -99,17 +99,18 @@ def start_quickly() -> None:
         _log.debug("JAX %s: programs with exchanges are started by its Python code.", jax.__version__)
         return
 
-    def lower(jaxpr: Any, name: Any, backend: Any, *rest: Any, **named: Any) -> Any:
+    def lower(jaxpr: Any, *rest: Any, **named: Any) -> Any:
         if EFFECT in jaxpr.effects:
             try:
+                backend = next(one for one in rest if hasattr(one, "local_devices"))
                 if _may_be_quick(jaxpr, backend):
-                    lowered = original(_without_effect(jaxpr), name, backend, *rest, **named)
+                    lowered = original(_without_effect(jaxpr), *rest, **named)
                     _watch(backend.local_devices()[0])
                     return lowered
             except Exception as error:
                 # What is wrong with the program itself is said below, in terms of the program.
                 _log.debug("JAX %s: a program is started by its Python code: %r", jax.__version__, error)
-        return original(jaxpr, name, backend, *rest, **named)
+        return original(jaxpr, *rest, **named)
 
     pxla._cached_lowering_to_hlo = lower
     atexit.register(settle)  # before the job is joined: so it is called after the job has been left
