@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,8 @@ print("threads", threads, "of", share_of_cores(hvd.local_size()))
 @pytest.mark.parametrize(("binding", "backend"), [("jax", "jax"), ("keras", "jax"), ("keras", "tensorflow")])
 @pytest.mark.usefixtures("environ")
 def test_a_rank_computes_with_its_share_of_the_cores(binding: str, backend: str) -> None:
+    if backend == "jax" and tuple(map(int, version("jax").split(".")[:2])) < (0, 8):
+        pytest.skip("XLA's threads have no names in this JAX")
     found = re.findall(r"threads (\d+) of (\d+)", job("mpiexec", 2, "-c", THREADS, binding, backend))
     assert len(found) == 2
     assert all(threads == share for threads, share in found)
