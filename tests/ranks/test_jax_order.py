@@ -40,6 +40,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The first number of each exchange that is carried out, in that order."""
+    if SIZE == 1:
+        pytest.skip("one rank exchanges nothing")
     found: Seen = []
     original = exchange.run
 
