@@ -25,7 +25,7 @@ TESTS = Path(__file__).resolve().parent
 PARTS = ("unit", "ranks", "faults", "hosts", "dropin")
 CONTRACT = TESTS / "dropin" / "contract"
 CONTRACT_SIZES = (2, 3)
-LIMIT = 1500.0  # seconds for one pytest (all ranks of a job together)
+LIMIT = 2400.0  # seconds for one pytest (all ranks of a job together)
 SLOW_LIMIT = 4 * 3600.0
 NOTHING_COLLECTED = 5
 
