@@ -18,10 +18,9 @@ from ringdance.launch.order import (
     parse_exports,
     resolve_command,
     run_in_terminal,
-    split_words,
 )
 from ringdance.launch.output import Style
-from ringdance.launch.ssh import Reach
+from ringdance.launch.ssh import add_ssh_options, reach_of
 
 _EPILOG = """\
 examples:
@@ -101,10 +100,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_reach(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("other hosts").add_argument
-    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
-    add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
-    add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
+    group = parser.add_argument_group("other hosts")
+    add_ssh_options(group)
+    add = group.add_argument
     add(
         "--network-interface",
         action="append",
@@ -180,11 +178,7 @@ def _order(arguments: argparse.Namespace) -> Order:
         ranks=arguments.num_proc,
         hosts=hosts,
         source=source,
-        reach=Reach(
-            port=arguments.ssh_port,
-            identity=arguments.ssh_identity_file,
-            arguments=split_words("--ssh-args", arguments.ssh_args),
-        ),
+        reach=reach_of(arguments),
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
         check=not (arguments.dry_run and arguments.no_check),
         exports=parse_exports(arguments.env, os.environ),

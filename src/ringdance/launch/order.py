@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -276,18 +275,6 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
             )
         found[name] = value if equals else environ[name]
     return found
-
-
-def split_words(option: str, text: str) -> list[str]:
-    """The words in `text`, as a shell has them.
-
-    Raises:
-        CommandError: a quote is not closed.
-    """
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise CommandError(f"{option}={text!r} cannot be split into words: {error}") from None
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:

@@ -1,10 +1,12 @@
-"""Command lines that start a program on another host: pure, and no shell finds more in them than words."""
+"""How other hosts are reached: its options, and command lines in which no shell finds more than words."""
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ringdance.cluster.hostfile import NAME
 from ringdance.errors import LaunchError
@@ -57,3 +59,33 @@ class Reach:
         ):
             line += ["-o", option]
         return [*line, "--", host, shlex.join(program)]
+
+
+# A parser, or a group in one: argparse has no public name for what they have in common.
+def add_ssh_options(parser: Any) -> None:
+    """The options that say how ssh reaches hosts; `reach_of` reads them.
+
+    Args:
+        parser: an ``argparse.ArgumentParser``, or one of its groups.
+    """
+    add = parser.add_argument
+    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
+    add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
+    add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
+
+
+def reach_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Reach:
+    """What the options of `add_ssh_options` say.
+
+    Args:
+        arguments: what argparse found.
+        more: arguments of ssh that come after the user's.
+
+    Raises:
+        LaunchError: a quote in --ssh-args is not closed.
+    """
+    try:
+        words = shlex.split(arguments.ssh_args)
+    except ValueError as error:
+        raise LaunchError(f"--ssh-args={arguments.ssh_args!r} cannot be split into words: {error}") from None
+    return Reach(port=arguments.ssh_port, identity=arguments.ssh_identity_file, arguments=(*words, *more))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
 from ringdance.cluster.hostfile import NAME, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.launch.ssh import Reach
+from ringdance.launch.ssh import add_ssh_options, reach_of
 from ringdance.tools import report, saved
 from ringdance.tools.preflight import examined
 from ringdance.tools.probe import PROBES, QUICK
@@ -41,10 +40,8 @@ def parser() -> argparse.ArgumentParser:
     where = made.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="these hosts, with their slots")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file, as for `ringdance run`")
+    add_ssh_options(made)
     add = made.add_argument
-    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
-    add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
-    add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
     add("--slots", type=int, default=0, metavar="N", help="ranks that each host is to hold")
     add("--folder", action="append", default=[], metavar="DIR", help="for logs or checkpoints; repeatable")
     add("--check", action="append", default=[], metavar="NAME", help="this check only; repeatable")
@@ -87,17 +84,12 @@ def _main(arguments: argparse.Namespace) -> int:
         here=os.getcwd(),
     )
     probes, measured = _probes(arguments.check, arguments.quick)
-    reach = Reach(
-        port=arguments.ssh_port,
-        identity=arguments.ssh_identity_file,
-        arguments=tuple(shlex.split(arguments.ssh_args)),
-    )
     facts, results = examined(
         tuple(slots),
         wanted,
         probes,
         arguments.seconds,
-        reach,
+        reach_of(arguments),
         arguments.check or None,
         30.0 if measured else 0.0,
     )

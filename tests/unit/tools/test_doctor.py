@@ -65,6 +65,7 @@ def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
         ["-H", "a:b"],
         ["--hostfile", "/no/file"],
         ["--diff", "/no"],
+        ["--ssh-args='-o User=me"],
     ],
 )
 def test_what_cannot_be_understood_is_an_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ COMMANDS = {
         "copy a file or a folder to all hosts, which pass it on to one another",
         "examples:\n"
         "  ringdance hosts copy -H node1,node2,node3 data /scratch/data   the folder becomes /scratch/data\n"
-        "  ringdance hosts copy -H node1,node2 train.py /work/            into a folder, by its own name\n"
+        "  ringdance hosts copy -H node1,node2 train.py /scratch/         into a folder, by its own name\n"
         "  ringdance hosts copy --hostfile hosts train.py                 to the same place as here\n\n"
         "Every file is written under another name, checked (SHA-256) and then renamed: it is there as a\n"
         "whole or not at all. Interrupted and started again, it goes on where it was. Nothing is removed on\n"

@@ -12,9 +12,8 @@ from ringdance.cluster.hostfile import NAME, HostList, merge, parse_hostfile, pa
 from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.order import split_words
 from ringdance.launch.remote import Remote, attempt
-from ringdance.launch.ssh import Reach
+from ringdance.launch.ssh import Reach, add_ssh_options, reach_of
 
 # A host that falls silent ends its ssh within 20 s, whatever the agent there does.
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
@@ -74,10 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = group.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="these hosts")
     where.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, as for `ringdance run`")
+    add_ssh_options(group)
     add = group.add_argument
-    add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
-    add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
-    add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
     add(
         "--connect-timeout",
         type=float,
@@ -95,11 +92,7 @@ def members_of(arguments: argparse.Namespace) -> Members:
     """
     if not arguments.connect_timeout > 0:
         raise LaunchError(f"--connect-timeout {arguments.connect_timeout:g}: it must be more than 0 seconds")
-    reach = Reach(
-        port=arguments.ssh_port,
-        identity=arguments.ssh_identity_file,
-        arguments=(*split_words("--ssh-args", arguments.ssh_args), *_KEEP_ALIVE),
-    )
+    reach = reach_of(arguments, _KEEP_ALIVE)
     hosts: HostList
     if arguments.hosts:
         hosts, source = names_or_slots(arguments.hosts), "-H"
