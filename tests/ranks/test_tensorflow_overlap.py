@@ -1,4 +1,4 @@
-"""In a graph the first gradients are exchanged while the others are still being computed."""
+"""In a graph with several threads: gradients are exchanged while others are computed, and seen only then."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from ringdance.tensorflow import kernels
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 PATIENCE = 30.0  # seconds until backward goes on by itself, and the test fails
+# These tests give TensorFlow one thread for operations; a session can have more.
+THREADS = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=3, use_per_session_threads=True)
 
 
 @pytest.mark.ranks(2, 3)
@@ -51,13 +53,32 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
 
     if overlap == "auto":  # a machine with cores to spare for it
         monkeypatch.setattr("ringdance.training.options.usable_cores", lambda: 64)
-    # These tests give TensorFlow one thread for operations, which here would wait; a session can have more.
-    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=3, use_per_session_threads=True)
     with other_settings({"RINGDANCE_OVERLAP": overlap}), tf.Graph().as_default():
         first, last = (tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(2))  # two buckets
         gradients = step(first, last)
-        with tf.compat.v1.Session(config=config) as running:
+        with tf.compat.v1.Session(config=THREADS) as running:
             for count in range(1, 4):
                 got = running.run(gradients, {first: np.zeros(300_000), last: np.ones(300_000)})
                 assert exchanged == [[True]] * count
                 np.testing.assert_allclose(got, [np.full(300_000, (SIZE + 1) / 2), np.zeros(300_000)])
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_what_uses_gradients_waits_for_a_late_rank(overlap: str) -> None:
+    @tf.function
+    def step(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            loss = tf.add_n([tf.reduce_sum(one) for one in given]) * (RANK + 1.0)
+        return [one * 2.0 for one in hvd.DistributedGradientTape(tape).gradient(loss, list(given))]
+
+    with other_settings({"RINGDANCE_OVERLAP": overlap}), tf.Graph().as_default():
+        given = [tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(3)]  # more than one bucket
+        doubled = step(*given)
+        with tf.compat.v1.Session(config=THREADS) as running:
+            for count in range(2 * SIZE):
+                if count % SIZE == RANK:
+                    time.sleep(0.3)
+                got = running.run(doubled, {one: np.ones(300_000) for one in given})
+                np.testing.assert_allclose(got, np.full((3, 300_000), SIZE + 1.0))

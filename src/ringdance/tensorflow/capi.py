@@ -70,7 +70,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
-_MOST_VIEWS = 64  # remembered for each input
+_MOST_VIEWS = 1024  # remembered for each type and shape
 _WRITE = 0x200  # PyBUF_WRITE
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.restype = ctypes.py_object
@@ -115,6 +115,12 @@ def _dtype(number: int) -> np.dtype[Any]:
         raise ArgumentError(text) from None
 
 
+@cache
+def _views(dtype: np.dtype[Any], shape: tuple[int, ...]) -> dict[int, Array]:
+    """Views for all inputs of a type and shape, by address: TensorFlow uses memory again and again."""
+    return {}
+
+
 class Slot:
     """What a graph knows of one input before it runs, so that a run need not ask.
 
@@ -133,10 +139,10 @@ class Slot:
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else -1
         self.dims = (c_int64 * len(self.shape))(*self.shape)
         self.candidate = byref(c_int(index))
-        self._views: dict[int, Array] = {}
+        self._views: dict[int, Array] = {} if self.dtype is None else _views(self.dtype, self.shape)
 
     def view(self, address: int) -> Array:
-        """Return the memory at this address as a view. TensorFlow uses the same memory again and again."""
+        """Return the memory at this address as a view."""
         found = self._views.get(address)
         if found is None:
             assert self.dtype is not None
@@ -208,43 +214,50 @@ class Context:
             Views of the inputs; of the outputs, which are the same objects where the memory is the same; and
             references, to be given to ``drop`` when nobody reads or writes through the views any more.
         """
-        library, pointer, status = self._library, self._pointer, self._status
-        get, data, size, drop = (
-            library.TF_GetInput, library.TF_TensorData, library.TF_TensorByteSize, library.TF_DeleteTensor
-        )
-        forward = library.TF_ForwardInputOrAllocateOutput
-        handle, used = c_void_p(), c_int(-1)
-        to_handle, to_used = byref(handle), byref(used)
+        pointer, status, data = self._pointer, self._status, self._library.TF_TensorData
+        forward = self._library.TF_ForwardInputOrAllocateOutput
+        used = c_int(-1)
+        to_used = byref(used)
         inputs, outputs = [], []
         kept: list[int | c_void_p] = []
         try:
             for index, slot in enumerate(slots):
-                get(pointer, index, to_handle, status)
-                # A static shape can be wrong (``set_shape``): memory is what the tensor says.
-                known = size(handle) == slot.nbytes
-                try:
-                    view = slot.view(data(handle)) if known else self._view(handle)
-                finally:
-                    drop(handle)  # with a reference of ours it could not become the output
-                dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
-                tensor = forward(
-                    pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
-                )
+                known = slot.dtype is not None
+                # With a reference of ours, the input could not become the output.
+                dims = slot.dims if known else self._dims(index)
+                tensor = forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status)
                 if tensor is None:
                     self._check()
                 kept.append(tensor)
-                inputs.append(view)
+                view = slot.view(data(tensor)) if known else self._view(tensor)
                 if used.value == index:
+                    inputs.append(view)
                     outputs.append(view)
                     continue
-                # The input must stay where it is until it has been read.
-                kept.append(self._take(index))
-                outputs.append(slot.view(data(tensor)) if known else self._view(tensor))
+                source = self._take(index)  # it must stay where it is until it has been read
+                kept.append(source)
+                inputs.append(self._view(source))
+                # A static shape can be wrong (``set_shape``): memory is what the tensor says.
+                if inputs[-1].nbytes != view.nbytes:
+                    dims = (c_int64 * inputs[-1].ndim)(*inputs[-1].shape)
+                    kept.append(forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status))
+                    self._check()
+                    view = self._view(kept[-1])
+                outputs.append(view)
         except BaseException:
             for tensor in kept:
-                drop(tensor)
+                self.drop(tensor)
             raise
         return inputs, outputs, kept
+
+    def _dims(self, index: int) -> Any:
+        """Return the lengths of an input's axes, as TensorFlow wants them."""
+        library, tensor = self._library, self._take(index)
+        try:
+            axes = library.TF_NumDims(tensor)
+            return (c_int64 * axes)(*[library.TF_Dim(tensor, axis) for axis in range(axes)])
+        finally:
+            self.drop(tensor)
 
     def put(self, index: int, array: Array) -> None:
         """Make a copy of an array output ``index``."""

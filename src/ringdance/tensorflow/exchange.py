@@ -65,7 +65,7 @@ def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> l
         return _in_session(call, tensors)
     else:
         types = _types(call, tensors)
-        results = _operation(
+        _, results = _operation(
             "RingdanceCall", name, tensors=tensors, Tout=types, call=call.text(),
             memory=kernels.memory_text(tensors),
         )
@@ -145,8 +145,8 @@ def _set_shape(call: Call, result: Tensor, tensor: Tensor) -> None:
         result.set_shape([None, *tensor.shape[1:]])
 
 
-def _operation(kind: str, name: str | None, **arguments: Any) -> list[Tensor]:
-    """Add an operation to the graph and return its results.
+def _operation(kind: str, name: str | None, **arguments: Any) -> tuple[Any, list[Tensor]]:
+    """Add an operation to the graph; return it, and its results.
 
     Raises:
         ArgumentError: in a function that XLA compiles.
@@ -159,8 +159,8 @@ def _operation(kind: str, name: str | None, **arguments: Any) -> list[Tensor]:
             "model.compile(..., jit_compile=False)), or compile only what computes the gradients "
             "and reduce them in a function around it."
         )
-    results = op_def_library._apply_op_helper(kind, name=name, **arguments)[3]
-    return list(results) if isinstance(results, (list, tuple)) else [results]
+    operation, results = op_def_library._apply_op_helper(kind, name=name, **arguments)[2:4]
+    return operation, list(results) if isinstance(results, (list, tuple)) else [results]
 
 
 def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
@@ -175,8 +175,9 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
     if not tf.compat.v1.get_default_graph().building_function:
         return [perform(*one) for one in calls]
     started = [_start(call, tensors) for call, tensors in calls]
-    landed = _operation("RingdanceWait", None, numbers=[number for _, number in started])
-    with tf.control_dependencies(landed):
+    # It has no results: the operation itself is what the others have to wait for.
+    wait, _ = _operation("RingdanceWait", None, numbers=[number for _, number in started])
+    with tf.control_dependencies([wait]):
         # One operation of TensorFlow's own for all: nothing else may see the results before they are there.
         results = iter(tf.raw_ops.IdentityN(input=[one for group, _ in started for one in group]))
     return [[next(results) for _ in tensors] for _, tensors in calls]
@@ -196,7 +197,7 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
 
 def _start(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Add a start to the graph; return where the results will be, and its number."""
-    *results, number = _operation(
+    _, (*results, number) = _operation(
         "RingdanceStart", None, tensors=tensors, call=call.text(), memory=kernels.memory_text(tensors)
     )
     for result, tensor in zip(results, tensors, strict=True):
@@ -210,7 +211,7 @@ def number(what: str, set_id: int = 0, name: str | None = None) -> Tensor:
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](set_id), tf.int32)
-    (result,) = _operation("RingdanceNumber", name, what=f"{what}:{set_id}")
+    _, (result,) = _operation("RingdanceNumber", name, what=f"{what}:{set_id}")
     result.set_shape([])
     return result
 
