@@ -28,6 +28,7 @@ CONTRACT_SIZES = (2, 3)
 LIMIT = 2400.0  # seconds for one pytest (all ranks of a job together)
 SLOW_LIMIT = 4 * 3600.0
 NOTHING_COLLECTED = 5
+SLOWEST = ("--durations=12", "--durations-min=10")  # what to look at when all takes too long
 
 
 class Part:
@@ -95,7 +96,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def run_plain(part: str, options: list[str], limit: float) -> Part:
-    command = [sys.executable, "-m", "pytest", str(TESTS / part), f"--ignore={CONTRACT}", "-q", *options]
+    command = [sys.executable, "-m", "pytest", str(TESTS / part), f"--ignore={CONTRACT}", "-q", *SLOWEST, *options]
     code, last = stream(command, dict(os.environ), limit)
     if code == NOTHING_COLLECTED:
         return Part(part, counted(last), [])
