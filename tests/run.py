@@ -96,7 +96,8 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def run_plain(part: str, options: list[str], limit: float) -> Part:
-    command = [sys.executable, "-m", "pytest", str(TESTS / part), f"--ignore={CONTRACT}", "-q", *SLOWEST, *options]
+    pytest = [sys.executable, "-m", "pytest", "-q", *SLOWEST]
+    command = [*pytest, str(TESTS / part), f"--ignore={CONTRACT}", *options]
     code, last = stream(command, dict(os.environ), limit)
     if code == NOTHING_COLLECTED:
         return Part(part, counted(last), [])
