@@ -214,8 +214,8 @@ class Context:
             Views of the inputs; of the outputs, which are the same objects where the memory is the same; and
             references, to be given to ``drop`` when nobody reads or writes through the views any more.
         """
-        pointer, status, data = self._pointer, self._status, self._library.TF_TensorData
-        forward = self._library.TF_ForwardInputOrAllocateOutput
+        library, pointer, status = self._library, self._pointer, self._status
+        data, forward = library.TF_TensorData, library.TF_ForwardInputOrAllocateOutput
         used = c_int(-1)
         to_used = byref(used)
         inputs, outputs = [], []
@@ -236,13 +236,17 @@ class Context:
                     continue
                 source = self._take(index)  # it must stay where it is until it has been read
                 kept.append(source)
-                inputs.append(self._view(source))
-                # A static shape can be wrong (``set_shape``): memory is what the tensor says.
-                if inputs[-1].nbytes != view.nbytes:
-                    dims = (c_int64 * inputs[-1].ndim)(*inputs[-1].shape)
-                    kept.append(forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status))
-                    self._check()
-                    view = self._view(kept[-1])
+                if known and library.TF_TensorByteSize(source) == view.nbytes:
+                    inputs.append(slot.view(data(source)))
+                else:
+                    inputs.append(self._view(source))
+                    # A static shape can be wrong (``set_shape``): memory is what the tensor says.
+                    if inputs[-1].nbytes != view.nbytes:
+                        dims = (c_int64 * inputs[-1].ndim)(*inputs[-1].shape)
+                        tensor = forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status)
+                        self._check()
+                        kept.append(tensor)
+                        view = self._view(tensor)
                 outputs.append(view)
         except BaseException:
             for tensor in kept:

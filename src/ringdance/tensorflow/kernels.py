@@ -12,11 +12,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ringdance import session
+from ringdance.core.engine import Engine
 from ringdance.core.request import Ticket, Verb
 from ringdance.tensorflow import capi
 from ringdance.tensorflow.capi import Context, Slot
@@ -88,14 +90,19 @@ def _call(prepared: tuple[Call, list[Slot]], context: Context) -> None:
         context.put(index, array)
 
 
+@lru_cache(maxsize=1)  # TensorFlow's threads do not change once it computes, and to ask for them takes long
+def _overlaps(engine: Engine) -> bool:
+    return wants_overlap(engine, computing_threads())
+
+
 def _start(prepared: tuple[Call, list[Slot]], context: Context) -> None:
     """Submit; outputs: the results' memory, then a number for ``_wait``."""
     (call, slots), engine = prepared, session.engine()
     inputs, outputs, kept = context.lend(slots)
     number = next(_numbers)
     try:
-        wake = wants_overlap(engine, computing_threads())
-        _started[number] = call.submit(engine, tuple(inputs), tuple(outputs), wake=wake), kept
+        ticket = call.submit(engine, tuple(inputs), tuple(outputs), wake=_overlaps(engine))
+        _started[number] = ticket, kept
     except BaseException:
         for tensor in kept:
             context.drop(tensor)
