@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.limit(2 * LIMIT),
     pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="needs Keras"),
 ]
+OF_THREE = "twenty_steps or (overflow and not accumulation) or aggregation or process_set or set_of_ranks"
 each_backend = pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
 
 
@@ -31,11 +32,14 @@ def environ(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-@each_backend
-@pytest.mark.parametrize(("size", "which"), [
-    (2, ""),
-    (3, "twenty_steps or (overflow and not accumulation) or aggregation or process_set or set_of_ranks"),
-])
+@pytest.mark.parametrize(("backend", "size", "which"), [
+    ("tensorflow", 2, ""),
+    ("torch", 2, ""),
+    ("jax", 2, ""),
+    ("tensorflow", 3, OF_THREE),
+    pytest.param("torch", 3, OF_THREE, marks=pytest.mark.slow),
+    pytest.param("jax", 3, OF_THREE, marks=pytest.mark.slow),
+], ids=lambda value: "" if value == OF_THREE else None)
 @pytest.mark.usefixtures("environ")
 def test_on_ranks(size: int, which: str) -> None:
     # Keras itself warns a thousand times of how it converts arrays.
