@@ -307,3 +307,16 @@ def test_process_sets(way: Any) -> None:
         hvd.remove_process_set(even)
     with pytest.raises(ValueError, match="not registered"):
         hvd.allreduce(tf.ones(1), process_set=even)
+
+
+def test_a_wrong_static_shape() -> None:
+    """What a graph was told of a shape is not believed: the memory is what the tensor says."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])  # type: ignore[untyped-decorator]
+    def told(given: Any) -> Any:
+        scaled = given * (RANK + 1.0)
+        scaled.set_shape([3])
+        return hvd.allreduce(scaled)
+
+    for length in (5, 2, 3, 0):
+        np.testing.assert_array_equal(told(tf.ones(length)).numpy(), np.full(length, MEAN, np.float32))

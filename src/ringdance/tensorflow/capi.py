@@ -215,53 +215,42 @@ class Context:
             references, to be given to ``drop`` when nobody reads or writes through the views any more.
         """
         library, pointer, status = self._library, self._pointer, self._status
-        data, forward = library.TF_TensorData, library.TF_ForwardInputOrAllocateOutput
-        used = c_int(-1)
-        to_used = byref(used)
+        get, data, size, drop = (
+            library.TF_GetInput, library.TF_TensorData, library.TF_TensorByteSize, library.TF_DeleteTensor
+        )
+        forward = library.TF_ForwardInputOrAllocateOutput
+        handle, used = c_void_p(), c_int(-1)
+        to_handle, to_used = byref(handle), byref(used)
         inputs, outputs = [], []
         kept: list[int | c_void_p] = []
         try:
             for index, slot in enumerate(slots):
-                known = slot.dtype is not None
-                # With a reference of ours, the input could not become the output.
-                dims = slot.dims if known else self._dims(index)
-                tensor = forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status)
+                get(pointer, index, to_handle, status)
+                # A static shape can be wrong (``set_shape``): memory is what the tensor says.
+                known = size(handle) == slot.nbytes
+                try:
+                    view = slot.view(data(handle)) if known else self._view(handle)
+                finally:
+                    drop(handle)  # with a reference of ours it could not become the output
+                dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
+                tensor = forward(
+                    pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
+                )
                 if tensor is None:
                     self._check()
                 kept.append(tensor)
-                view = slot.view(data(tensor)) if known else self._view(tensor)
+                inputs.append(view)
                 if used.value == index:
-                    inputs.append(view)
                     outputs.append(view)
                     continue
-                source = self._take(index)  # it must stay where it is until it has been read
-                kept.append(source)
-                if known and library.TF_TensorByteSize(source) == view.nbytes:
-                    inputs.append(slot.view(data(source)))
-                else:
-                    inputs.append(self._view(source))
-                    # A static shape can be wrong (``set_shape``): memory is what the tensor says.
-                    if inputs[-1].nbytes != view.nbytes:
-                        dims = (c_int64 * inputs[-1].ndim)(*inputs[-1].shape)
-                        tensor = forward(pointer, slot.candidate, 1, index, dims, len(dims), to_used, status)
-                        self._check()
-                        kept.append(tensor)
-                        view = self._view(tensor)
-                outputs.append(view)
+                # The input must stay where it is until it has been read.
+                kept.append(self._take(index))
+                outputs.append(slot.view(data(tensor)) if known else self._view(tensor))
         except BaseException:
             for tensor in kept:
-                self.drop(tensor)
+                drop(tensor)
             raise
         return inputs, outputs, kept
-
-    def _dims(self, index: int) -> Any:
-        """Return the lengths of an input's axes, as TensorFlow wants them."""
-        library, tensor = self._library, self._take(index)
-        try:
-            axes = library.TF_NumDims(tensor)
-            return (c_int64 * axes)(*[library.TF_Dim(tensor, axis) for axis in range(axes)])
-        finally:
-            self.drop(tensor)
 
     def put(self, index: int, array: Array) -> None:
         """Make a copy of an array output ``index``."""
