@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 __all__ = ["Segment", "even_rows", "pieces", "segments"]
 
+_LINE = 16  # elements: whole cache lines for 4-byte numbers
+
 
 class Segment(NamedTuple):
     """Elements [start, stop) of tensor number ``tensor``, at ``at`` in the area (to ``end``)."""
@@ -50,18 +52,22 @@ def pieces(sizes: tuple[int, ...], piece: int, members: int) -> tuple[tuple[tupl
 
     Args:
         sizes: elements of each tensor.
-        piece: elements of a piece.
+        piece: most elements of a piece; pieces are about equal.
         members: how many share the work.
     """
     bounds = [0, *accumulate(sizes)]
+    row = bounds[-1]
+    if not row:
+        return ()
+    even = -(-row // -(-row // piece))
+    length = min(piece, -(-even // (_LINE * members)) * _LINE * members)
+    # A slice has the same place in the area in all pieces: of two pieces that are in an area at a time,
+    # one's results and the other's parts must not meet.
+    places = [min(length, -(-(length * i // members) // _LINE) * _LINE) for i in range(members)] + [length]
     plan = []
-    for start in range(0, bounds[-1], piece):
-        length = min(piece, bounds[-1] - start)
-        # Slices begin at multiples of 16 elements: whole cache lines for 4-byte numbers.
-        cuts = [min(length, -(-(length * i // members) // 16) * 16) for i in range(members)] + [length]
-        plan.append(
-            tuple(segments(bounds, start + cuts[i], start + cuts[i + 1], cuts[i]) for i in range(members))
-        )
+    for start in range(0, row, length):
+        cuts = [min(start + place, row) for place in places]
+        plan.append(tuple(segments(bounds, cuts[i], cuts[i + 1], places[i]) for i in range(members)))
     return tuple(plan)
 
 

@@ -41,6 +41,24 @@ def test_slices_begin_at_whole_cache_lines() -> None:
         assert all(part[0].at % 16 == 0 for part in plan if part)
 
 
+@pytest.mark.parametrize("members", [2, 3, 4])
+@pytest.mark.parametrize("piece", [100, 240, 241, 256, 500])
+def test_a_slice_has_one_place_in_all_pieces(members: int, piece: int) -> None:
+    for row in range(piece, 6 * piece, 7):
+        plan = pieces((row // 3, 7, 0, row - row // 3), piece, members)
+        used = [
+            {i for slices in plan for part in slices[place] for i in range(part.at, part.end)}
+            for place in range(members)
+        ]
+        assert sum(map(len, used)) == len(set().union(*used)) <= piece
+
+
+def test_pieces_are_about_equal() -> None:
+    plan = pieces((1000,), 300, 2)
+    lengths = [sum(part.end - part.at for place in slices for part in place) for slices in plan]
+    assert lengths == [256, 256, 256, 232]
+
+
 def test_segments_cut_at_tensor_borders() -> None:
     found = segments([0, 3, 3, 10], 1, 8, 5)
     assert [tuple(part) for part in found] == [(0, 1, 3, 5, 7), (2, 0, 5, 7, 12)]

@@ -3,8 +3,8 @@
 All-reduce of a piece ("direct"): every rank copies in the slices that others own; each rank
 adds its own slice from all peers' areas and, uncopied, from its own tensor; all copy the
 result out, scaling as they copy. Two passes over memory in all. Pieces are small enough
-to stay in the cache between these steps. What fits in ``small_bytes`` is summed by everybody:
-one meeting instead of two.
+to stay in the cache between these steps; while one is reduced the next is copied in, so that n pieces
+take n + 1 meetings. What fits in ``small_bytes`` is summed by everybody: one meeting instead of two.
 """
 
 from __future__ import annotations
@@ -99,21 +99,27 @@ class WindowExchange(Exchange):
         own, deliver = window.index, how.deliver
         # Up to a thousand segments pass here in a step, so the usual cases are written out.
         reduce_slice = self._add_slice if how.simple and window.members == 2 else self._reduce_slice
-        for slices in pieces(sizes, self._piece // how.dtype.itemsize, window.members):
-            areas = self._areas(how.dtype)
-            mine = areas[own]
-            self._copy_in(slices, mine, inputs, how)
-            window.signal()
-            while not window.reached():
-                yield
-            reduce_slice(slices[own], areas, inputs, how)
-            for tensor, start, stop, at, end in slices[own]:  # now, while it is in this core's cache
-                deliver(mine[at:end], outputs[tensor][start:stop])
+        plan = pieces(sizes, self._piece // how.dtype.itemsize, window.members)
+        areas = self._areas(how.dtype)
+        self._copy_in(plan[0], areas[own], inputs, how)
+        last = None
+        for number, slices in enumerate(plan, 1):
             window.signal()
             while not window.reached():
                 yield
             progress.count += 1
-            self._copy_out(slices, areas, outputs, how)
+            if last is not None:
+                self._copy_out(*last, outputs, how)
+            reduce_slice(slices[own], areas, inputs, how)
+            mine, last = areas[own], (slices, areas)
+            for tensor, start, stop, at, end in slices[own]:  # now, while it is in this core's cache
+                deliver(mine[at:end], outputs[tensor][start:stop])
+            if number < len(plan):  # one meeting for each piece: this one's results and the next one's parts
+                areas = self._areas(how.dtype)
+                self._copy_in(plan[number], areas[own], inputs, how)
+        yield from self._meet()
+        assert last is not None
+        self._copy_out(*last, outputs, how)
 
     def _copy_in(
         self, slices: Sequence[Sequence[Segment]], area: Array, inputs: Sequence[Array], how: Reduction
