@@ -34,7 +34,8 @@ def test_restarting_leaves_nothing_behind() -> None:
             hvd.add_process_set([0, 1])
         before.append(resources())
         elastic.restart()
-    assert before[-1] == before[2], before
+    most = [max(column) for column in zip(*before[2:8], strict=True)]
+    assert all(now <= then for now, then in zip(before[-1], most, strict=True)), before
     assert not [thread for thread in threading.enumerate() if "set-up" in thread.name]
 
 
