@@ -12,7 +12,8 @@ with memory (cold caches).
 Why: small sizes show what a call costs in the engine, large ones how well memory is used; Python's
 interpreter lock makes the busy thread the worst case for an engine written in Python.
 
-How to read: small blocks of calls of all contestants alternate; median, 10th and 90th percentile are
+How to read: blocks of calls of all contestants alternate (500 calls where they are short: for some ms after
+gloo's turn the kernel may leave both ranks on one core); median, 10th and 90th percentile are
 over all calls of all ranks. "x mpi" is the time as a multiple of raw MPI's (smaller is better);
 "of bound" is the copy bound divided by the time (larger is better).
 """
@@ -55,8 +56,8 @@ def label(nbytes: int) -> str:
 
 
 def calls_in_block(nbytes: int) -> int:
-    """Return how many calls make a turn of some milliseconds."""
-    return max(1, min(100, (4 << 20) // (nbytes + (40 << 10))))
+    """Return how many calls make a turn of ten milliseconds or so."""
+    return max(1, min(500, (20 << 20) // (nbytes + (40 << 10))))
 
 
 def calls(job: Any, nbytes: int) -> dict[str, Callable[[], object]]:
