@@ -196,7 +196,7 @@ def measure_workload(job: Any, report: Report, workload: Workload, seconds: floa
 
 def main() -> None:
     """Parse the arguments, start ranks, measure."""
-    options = parser(__doc__, "training_step.py", seconds=10)
+    options = parser(__doc__, "training_step.py", seconds=30)
     options.add_argument(
         "--model", choices=WORKLOADS, nargs="+", default=list(WORKLOADS), help="which models"
     )
