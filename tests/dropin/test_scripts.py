@@ -1,8 +1,11 @@
-"""Scripts in the ways people write them for Horovod, run alone, by horovodrun and by mpiexec."""
+"""Scripts in the ways people write them for Horovod, run alone, by horovodrun and by mpiexec.
+
+One job runs all scripts (script_runner.py); in test-all each script is also a job of its own.
+"""
 
 from __future__ import annotations
 
-import os
+import functools
 import re
 import subprocess
 import sys
@@ -16,62 +19,52 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from run import launcher
+from script_jobs import LIMIT, SCRIPTS, Outcome, every_way, run_all, run_each
 
-SCRIPTS = Path(__file__).parent / "scripts"
-BIN = Path(sys.executable).parent
-LIMIT = 280.0  # seconds for one script; plenty for a machine that does other things as well
-PREFIX = re.compile(r"^\[\d+\](<\w+>:| )", re.MULTILINE)
+pytestmark = pytest.mark.limit(10 * LIMIT)
+@dataclass(frozen=True)
+class Run:
+    """A script with its arguments, and the run in whose directory it goes on."""
 
-pytestmark = pytest.mark.limit(3 * LIMIT)
-every_way = pytest.mark.parametrize(
-    ("way", "size"),
-    [
-        ("alone", 1),
-        ("horovodrun", 2),
-        ("mpiexec", 3),
-        pytest.param("horovodrun", 3, marks=pytest.mark.slow),
-        pytest.param("mpiexec", 2, marks=pytest.mark.slow),
-    ],
-)
+    script: str
+    words: tuple[str, ...] = ()
+    after: str = ""
 
 
-@dataclass
-class Outcome:
-    """What a script left behind."""
-
-    code: int
-    out: str  # without the launcher's prefixes
-    err: str
-    folder: Path
-    size: int
-
-    def one(self, pattern: str) -> float:
-        """The number in the line that `pattern` describes, which is printed once, or the last of several."""
-        found: list[str] = re.findall(pattern, self.out, re.MULTILINE)
-        assert found, self.out
-        return float(found[-1])
-
-    def of_ranks(self, pattern: str) -> list[str]:
-        """What stands after "rank r: " in the lines of all ranks that `pattern` describes, by rank."""
-        found = dict(re.findall(rf"^rank (\d+): ({pattern})$", self.out, re.MULTILINE))
-        assert sorted(found) == [str(rank) for rank in range(self.size)], self.out
-        return [found[str(rank)] for rank in range(self.size)]
-
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir())
+def plan(size: int) -> dict[str, Run]:
+    """Return what is run on `size` ranks, by name, in this order."""
+    compressed = ("--fp16-allreduce",) if size == 3 else ()
+    image_words = ("--batch-size", "40", "--batches-per-allreduce", "1")
+    loader = ("--workers", "1")
+    runs = {
+        "mnist": Run("mnist", ("--batch-size", str(48 // size), "--lr", str(0.06 / size))),
+        "synthetic_benchmark": Run("synthetic_benchmark", (
+            "--num-iters", "3", "--num-batches-per-iter", "3", "--num-warmup-batches", "2",
+            "--batch-size", "16", *compressed,
+        )),
+        "imagenet": Run("imagenet", ("--epochs", "2", "--decay-epochs", "1", *compressed)),
+        "amp": Run("amp", compressed),
+        "process_sets": Run("process_sets"),
+        "uneven_join": Run("uneven_join"),
+        "adasum": Run("adasum"),
+        "objects": Run("objects"),
+        "collectives": Run("collectives"),
+        "embeddings": Run("embeddings"),
+        "optimizers": Run("optimizers"),
+        "elastic": Run("elastic", ("--fail-at", "7", "33")),
+    }
+    if size == 2:
+        runs |= {
+            "mnist_options": Run("mnist", ("--fp16-allreduce", "--gradient-predivide-factor", "2.0")),
+            "elastic_smooth": Run("elastic"),
+            "imagenet_first": Run("imagenet", ("--epochs", "1", *image_words, *loader)),
+            "imagenet_second": Run("imagenet", ("--epochs", "2", *image_words, *loader), "imagenet_first"),
+            "imagenet_straight": Run("imagenet", ("--epochs", "2", *image_words)),
+        }
+    return runs  # fmt: skip
 
 
 Start = Callable[..., Outcome]
-
-
-def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
-    if way == "mpiexec":
-        return launcher(size)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if way == "alone":
-        return [], environ
-    return [str(BIN / "horovodrun"), "-np", str(size), "-H", f"localhost:{size}"], environ
 
 
 @pytest.fixture(scope="module")
@@ -85,31 +78,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Run a script in a folder of its own; `alone` only once with the same words."""
-    known: dict[tuple[str, ...], Outcome] = {}
+    """Return the outcome of one run of the plan; all of a way are run when the first is asked for."""
 
-    def start(
-        way: str, size: int, script: str, *words: str, fine: bool = True, folder: Path | None = None
-    ) -> Outcome:
-        key = script, *words
-        if way == "alone" and folder is None and key in known:
-            return known[key]
-        folder = folder or tmp_path_factory.mktemp(f"{script}-{way}-{size}-")
-        path = SCRIPTS / f"{script}.py"
-        line, environ = command(way, size)
-        line = [*line, sys.executable, str(path), *words]
-        if "--data-dir" in path.read_text() and "--data-dir" not in words:
-            line += ["--data-dir", str(data)]
-        done = subprocess.run(
-            line, cwd=folder, env=environ, capture_output=True, text=True, errors="replace", check=False,
-            timeout=LIMIT,
-        )
-        out, err = PREFIX.sub("", done.stdout), PREFIX.sub("", done.stderr)
-        outcome = Outcome(done.returncode, out, err, folder, size)
+    @functools.cache
+    def outcomes(way: str, size: int) -> dict[str, Outcome]:
+        above = tmp_path_factory.mktemp(way.replace(" ", "-"))
+        lines, folders = [], []
+        runs = plan(size)
+        for name, run in runs.items():
+            path = SCRIPTS / f"{run.script}.py"
+            place = ["--data-dir", str(data)] if "--data-dir" in path.read_text() else []
+            lines.append([str(path), *run.words, *place])
+            # The runner's own files of a run are named after its directory.
+            folder = above / name
+            folder.mkdir() if not run.after else folder.symlink_to(above / run.after)
+            folders.append(folder)
+        return dict(zip(runs, run_all(way, size, lines, folders), strict=True))
+
+    def start(way: str, size: int, name: str, *, fine: bool = True) -> Outcome:
+        outcome = outcomes(way, size)[name]
         if fine:
-            assert (done.returncode, err) == (0, ""), f"{' '.join(line)}\n{out}\n{err}"
-        if way == "alone":
-            known[key] = outcome
+            assert (outcome.code, outcome.err) == (0, ""), f"{outcome.out}\n{outcome.err}"
         return outcome
 
     return start
@@ -125,18 +114,11 @@ def assert_close(mine: dict[str, Any], wanted: dict[str, Any], tolerance: float)
         assert torch.allclose(value, wanted[name], rtol=0, atol=tolerance), name
 
 
-def compressed(size: int) -> list[str]:
-    """With three ranks, an option more."""
-    return ["--fp16-allreduce"] if size == 3 else []
-
-
 @every_way
-def test_mnist(start: Start, tmp_path: Path, way: str, size: int) -> None:
+def test_mnist(start: Start, way: str, size: int) -> None:
     """All seams; the same steps with any number of processes, given the same global batch and rate."""
-    words = "--batch-size", str(48 // size), "--lr", str(0.06 / size)
-    fresh = ("--data-dir", str(tmp_path)) if way == "horovodrun" else ()
-    done = start(way, size, "mnist", *words, *fresh)
-    alone = start("alone", 1, "mnist", "--batch-size", "48", "--lr", "0.06")
+    done = start(way, size, "mnist")
+    alone = start("alone", 1, "mnist")
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
     assert done.files() == ["mnist.pt"]
     assert_close(load(done, "mnist.pt"), load(alone, "mnist.pt"), 1e-4)
@@ -147,24 +129,27 @@ def test_mnist(start: Start, tmp_path: Path, way: str, size: int) -> None:
     assert done.out.count("Train Epoch") == 4 * 3
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--fp16-allreduce", "--gradient-predivide-factor", "2.0"],
-        pytest.param(["--use-adasum", "--lr", "0.05"], marks=pytest.mark.slow),
-        pytest.param(["--use-adasum", "--fp16-allreduce", "--lr", "0.05"], marks=pytest.mark.slow),
-    ],
-)
-def test_mnist_with_options(start: Start, words: list[str]) -> None:
-    done = start("horovodrun", 2, "mnist", *words)
+def check_options(done: Outcome) -> None:
+    assert (done.code, done.err) == (0, ""), done.out
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
     assert done.one(r"^Test set: Average loss: \d\.\d{4}, Accuracy: ([\d.]+)%$") >= 93.0
 
 
+def test_mnist_with_options(start: Start) -> None:
+    check_options(start("horovodrun", 2, "mnist_options"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--use-adasum"], ["--use-adasum", "--fp16-allreduce"]])
+def test_mnist_with_adasum(words: list[str], tmp_path: Path) -> None:
+    """A job of its own, in which the first process makes the data."""
+    script = [str(SCRIPTS / "mnist.py"), *words, "--lr", "0.05"]
+    check_options(run_each("horovodrun", 2, script, tmp_path))
+
+
 @every_way
 def test_synthetic_benchmark(start: Start, way: str, size: int) -> None:
-    done = start(way, size, "synthetic_benchmark", "--num-iters", "3", "--num-batches-per-iter", "3",
-                 "--num-warmup-batches", "2", "--batch-size", "16", *compressed(size))
+    done = start(way, size, "synthetic_benchmark")
     number = r"\d+\.\d"
     wanted = [
         "Model: resnet8", "Batch size: 16", f"Number of CPUs: {size}", "Running warmup\\.\\.\\.",
@@ -182,7 +167,7 @@ def test_synthetic_benchmark(start: Start, way: str, size: int) -> None:
 
 @every_way
 def test_imagenet(start: Start, way: str, size: int) -> None:
-    done = start(way, size, "imagenet", "--epochs", "2", "--decay-epochs", "1", *compressed(size))
+    done = start(way, size, "imagenet")
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
     assert done.files() == ["checkpoint-1.pth.tar", "checkpoint-2.pth.tar"]
     assert done.out.count("Starting from epoch 0") == 1
@@ -196,16 +181,13 @@ def test_imagenet(start: Start, way: str, size: int) -> None:
 
 def test_imagenet_resumed(start: Start) -> None:
     """One epoch, then another from its checkpoint, give exactly what two at once give."""
-    words = "--batch-size", "40", "--batches-per-allreduce", "1"
-    worker = "--workers", "1"
-    first = start("horovodrun", 2, "imagenet", "--epochs", "1", *words, *worker)
-    written = (first.folder / "checkpoint-1.pth.tar").stat().st_mtime_ns
-    second = start("horovodrun", 2, "imagenet", "--epochs", "2", *words, *worker, folder=first.folder)
+    first = start("horovodrun", 2, "imagenet_first")
+    second = start("horovodrun", 2, "imagenet_second")
     assert second.out.count("Starting from epoch 1") == 1
     assert (second.out.count("Train Epoch #1"), second.out.count("Train Epoch #2")) == (0, 1)
     assert second.files() == ["checkpoint-1.pth.tar", "checkpoint-2.pth.tar"]
-    assert (first.folder / "checkpoint-1.pth.tar").stat().st_mtime_ns == written
-    straight = start("mpiexec", 2, "imagenet", "--epochs", "2", *words)
+    assert (first.folder / "checkpoint-1.pth.tar").stat().st_mtime <= first.ended
+    straight = start("horovodrun", 2, "imagenet_straight")
     assert second.of_ranks(r"weights \w{16}") == straight.of_ranks(r"weights \w{16}")
     assert first.of_ranks(r"weights \w{16}") != straight.of_ranks(r"weights \w{16}")
     mine, wanted = load(second, "checkpoint-2.pth.tar"), load(straight, "checkpoint-2.pth.tar")
@@ -215,7 +197,7 @@ def test_imagenet_resumed(start: Start) -> None:
 @every_way
 def test_amp(start: Start, way: str, size: int) -> None:
     """An overflow on one rank makes all ranks leave out that step."""
-    done = start(way, size, "amp", *compressed(size))
+    done = start(way, size, "amp")
     assert set(done.of_ranks(r"skipped steps .*")) == {"skipped steps [5], scale 2048"}
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
     accuracy = done.one(r"^Accuracy: ([\d.]+)%$")
@@ -225,8 +207,8 @@ def test_amp(start: Start, way: str, size: int) -> None:
 
 
 @pytest.mark.slow
-def test_amp_with_bfloat16(start: Start) -> None:
-    done = start("horovodrun", 2, "amp", "--amp-dtype", "bfloat16")
+def test_amp_with_bfloat16(tmp_path: Path) -> None:
+    done = run_each("horovodrun", 2, [str(SCRIPTS / "amp.py"), "--amp-dtype", "bfloat16"], tmp_path)
     assert set(done.of_ranks(r"skipped steps .*")) == {"skipped steps [5], scale 2048"}
     assert done.one(r"^Accuracy: ([\d.]+)%$") >= 90.0
 
@@ -235,7 +217,7 @@ def test_amp_with_bfloat16(start: Start) -> None:
 def test_process_sets(start: Start, way: str, size: int) -> None:
     done = start(way, size, "process_sets", fine=False)
     # Importing mpi4py first starts MPI before ringdance can choose: Open MPI then tells of its UCX component.
-    noise = "osc_ucx_component" if way == "mpiexec" else "no line at all"
+    noise = "osc_ucx_component" if way == "each by mpiexec" else "no line at all"
     assert [line for line in done.err.splitlines() if line.strip() and noise not in line] == []
     assert done.code == 0
     everybody = float(sum(range(1, size + 1)))
@@ -349,7 +331,7 @@ def test_optimizers(start: Start, way: str, size: int) -> None:
 @every_way
 def test_elastic(start: Start, way: str, size: int) -> None:
     """Two failures: the steps since the last commit are made again, and the result is the same."""
-    done = start(way, size, "elastic", "--fail-at", "7", "33", fine=False)
+    done = start(way, size, "elastic", fine=False)
     assert done.code == 0, done.err
     lines = done.err.splitlines()
     assert len(lines) == 2, done.err
@@ -364,6 +346,6 @@ def test_elastic(start: Start, way: str, size: int) -> None:
     assert len(set(done.of_ranks(r"weights \w{16}"))) == 1
     assert done.one(r"^Accuracy: ([\d.]+)%$") >= 85.0
     if way == "horovodrun":
-        smooth = start(way, size, "elastic")
+        smooth = start(way, size, "elastic_smooth")
         assert smooth.of_ranks(r"\d+ steps, \d+ made") == ["72 steps, 72 made"] * size
         assert done.of_ranks(r"weights \w{16}") == smooth.of_ranks(r"weights \w{16}")

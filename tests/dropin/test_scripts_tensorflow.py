@@ -1,62 +1,90 @@
-"""Scripts for TensorFlow as people write them for Horovod, run alone, by horovodrun and by mpiexec."""
+"""Scripts for TensorFlow and Keras as people write them for Horovod, run alone, by horovodrun and by mpiexec.
+
+One job runs all scripts (script_runner.py); in test-all each is also a job of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run import launcher
-
-SCRIPTS = Path(__file__).parent / "scripts"
-BIN = Path(sys.executable).parent
-LIMIT = 280.0  # seconds for one script; plenty for a machine that does other things as well
+from doc_blocks import blocks
+from script_jobs import LIMIT, ROOT, SCRIPTS, Outcome, run_all, run_each
 
 pytestmark = [
-    pytest.mark.limit(3 * LIMIT),
+    pytest.mark.limit(4 * LIMIT),
     pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow"),
 ]
-every_way = pytest.mark.parametrize(("way", "size"), [("alone", 1), ("horovodrun", 2), ("mpiexec", 3)])
+every_way = pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        ("horovodrun", 2),
+        pytest.param("alone", 1, marks=pytest.mark.slow),
+        pytest.param("mpiexec", 3, marks=pytest.mark.slow),
+        pytest.param("each by mpiexec", 3, marks=pytest.mark.slow),
+    ],
+)
+# Those for sessions turn eager execution off. The last one is in docs/coming-from-horovod.md.
+NAMES = ("tensorflow_tape", "tensorflow_session", "session")
+PAGE = ROOT / "docs" / "coming-from-horovod.md"
+Start = Callable[[str, int, str], Outcome]
 
 
-def run(way: str, size: int, name: str, folder: Path) -> str:
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
-    if way == "mpiexec":
-        line, environ = launcher(size)
-        environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    else:
-        start = ["-np", str(size), "-H", f"localhost:{size}"]
-        line = [] if way == "alone" else [str(BIN / "horovodrun"), *start]
-    done = subprocess.run(
-        [*line, sys.executable, str(SCRIPTS / name)], cwd=folder, env=environ, capture_output=True, text=True,
-        timeout=LIMIT, check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return re.sub(r"^\[\d+\](<\w+>:| )", "", done.stdout, flags=re.MULTILINE)
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Return the outcome of one script; all are run when the first is asked for."""
 
+    @functools.cache
+    def outcomes(way: str, size: int) -> dict[str, Outcome]:
+        above = tmp_path_factory.mktemp(way.replace(" ", "-"))
+        (above / "session.py").write_text(next(one.text for one in blocks(PAGE) if one.file == "session.py"))
+        lines = [[str(SCRIPTS / f"{name}.py")] for name in NAMES[:-1]] + [[str(above / "session.py")]]
+        folders = [above / name for name in NAMES]
+        for folder in folders:
+            folder.mkdir()
+        return dict(zip(NAMES, run_all(way, size, lines, folders), strict=True))
 
-def of_ranks(out: str, pattern: str, size: int) -> set[str]:
-    found = dict(re.findall(rf"rank (\d+): ({pattern})", out))
-    assert sorted(found) == [str(rank) for rank in range(size)], out
-    return set(found.values())
+    def start(way: str, size: int, name: str) -> Outcome:
+        outcome = outcomes(way, size)[name]
+        assert outcome.code == 0, outcome.out + outcome.err
+        return outcome
+
+    return start
 
 
 @every_way
-def test_a_loop_with_a_tape(way: str, size: int, tmp_path: Path) -> None:
-    out = run(way, size, "tensorflow_tape.py", tmp_path)
-    assert len(of_ranks(out, r"weights [\d.]+", size)) == 1
-    assert float(re.findall(r"last loss: ([\d.]+)", out)[0]) < 1.0
-    assert len(re.findall(r"Step #\d+", out)) == -(-(240 // size) // 20)
-    assert any(path.name.startswith("model") for path in (tmp_path / "checkpoints").iterdir())
+def test_a_loop_with_a_tape(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "tensorflow_tape")
+    assert len(set(done.of_ranks(r"weights [\d.]+"))) == 1
+    assert done.one(r"last loss: ([\d.]+)") < 1.0
+    assert len(re.findall(r"Step #\d+", done.out)) == -(-(240 // size) // 20)
+    assert any(path.name.startswith("model") for path in (done.folder / "checkpoints").iterdir())
 
 
 @every_way
-def test_a_session_with_the_hook(way: str, size: int, tmp_path: Path) -> None:
-    out = run(way, size, "tensorflow_session.py", tmp_path)
-    (mean,) = of_ranks(out, r"mean loss [\d.e-]+", size)
+def test_a_session_with_the_hook(start: Start, way: str, size: int) -> None:
+    done = start(way, size, "tensorflow_session")
+    (mean,) = set(done.of_ranks(r"mean loss [\d.e-]+"))
     assert float(mean.split()[-1]) < 0.5
-    assert any(path.name.startswith("model.ckpt") for path in (tmp_path / "checkpoints").iterdir())
+    assert any(path.name.startswith("model.ckpt") for path in (done.folder / "checkpoints").iterdir())
+
+
+@every_way
+def test_the_session_of_the_page(start: Start, way: str, size: int) -> None:
+    found = next(one for one in blocks(PAGE) if one.language == "console" and "session.py" in one.text)
+    _, _, shown = found.text.splitlines()[1].partition(":")
+    assert start(way, size, "session").out.splitlines() == [shown] * size
+
+
+@pytest.mark.slow
+def test_keras_by_horovodrun(tmp_path: Path) -> None:
+    """The rank tests of Keras run this script too, within their processes (test_keras_scripts.py)."""
+    pytest.importorskip("sklearn")
+    done = run_each("horovodrun", 2, [str(SCRIPTS / "keras_mnist.py"), "--folder", str(tmp_path)], tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "equal: True" in done.out
+    assert (tmp_path / "checkpoint-6.keras").exists()

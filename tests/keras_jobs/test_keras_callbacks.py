@@ -85,6 +85,7 @@ def test_local_variables_are_not_broadcast() -> None:
         hvd.broadcast_global_variables(0)
 
 
+@pytest.mark.every_backend
 def test_metrics_are_averaged() -> None:
     average, spy, before = callbacks.MetricAverageCallback(), Spy(), Spy()
     net = model()
@@ -234,6 +235,7 @@ def test_values() -> None:
     assert part.tolist() == [[SIZE, SIZE]]
 
 
+@pytest.mark.every_backend
 def test_elastic_state() -> None:
     net = model(RANK + 1)
     net.compile(hvd.DistributedOptimizer(sgd()), "mse")

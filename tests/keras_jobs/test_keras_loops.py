@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "howto" / "keras-loops.md"
 IMPORTS = {"tensorflow": "import tensorflow", "torch": "import torch", "jax": "import jax"}
 
 
+@pytest.mark.every_backend
 def test_the_loop_of_this_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = keras.backend.backend()
     others = [line for name, line in IMPORTS.items() if name != backend]

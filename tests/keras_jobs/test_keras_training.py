@@ -27,6 +27,7 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 ALL = list(range(SIZE))
 BACKEND = keras.backend.backend()
+every_backend = pytest.mark.every_backend
 
 
 def sgd(**options: Any) -> Any:
@@ -44,7 +45,7 @@ def adamw(**options: Any) -> Any:
     (sgd, {"global_clipnorm": 0.05}),
     (sgd, {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 5}),
     (sgd, {"gradient_accumulation_steps": 2}),
-    (adamw, {"gradient_accumulation_steps": 4, "global_clipnorm": 0.02}),
+    pytest.param(adamw, {"gradient_accumulation_steps": 4, "global_clipnorm": 0.02}, marks=every_backend),
     (sgd, {"loss_scale_factor": 1024.0}),
 ], ids=str)
 def test_twenty_steps_of_fit_equal_one_process(make: Any, options: dict[str, Any]) -> None:
@@ -58,7 +59,10 @@ def test_twenty_steps_of_fit_equal_one_process(make: Any, options: dict[str, Any
 @pytest.mark.parametrize(("policy", "wrapped", "options"), [
     ("mixed_float16", "by compile", {}),
     ("mixed_float16", "before", {}),
-    ("mixed_float16", "by compile", {"gradient_accumulation_steps": 2, "clipnorm": 0.5}),
+    pytest.param(
+        "mixed_float16", "by compile", {"gradient_accumulation_steps": 2, "clipnorm": 0.5},
+        marks=every_backend,
+    ),
     ("mixed_float16", "before", {"gradient_accumulation_steps": 2, "use_ema": True}),
     ("mixed_bfloat16", "before", {}),
     ("mixed_bfloat16", "after", {"global_clipnorm": 0.5}),
@@ -136,6 +140,7 @@ def test_options() -> None:
         assert far(fit(hvd.DistributedOptimizer(sgd()), [RANK], **options).get_weights(), expected) < 1e-6
 
 
+@every_backend
 @pytest.mark.skipif(BACKEND == "torch", reason="torch.compile needs a C++ compiler, and minutes")
 def test_jit_compile_true() -> None:
     """XLA compiles a step of JAX; for TensorFlow it cannot, and all ranks are told what to say instead."""
@@ -192,7 +197,9 @@ def by_hand(optimizer: Any, ranks: list[int]) -> Any:
     return net.get_weights()
 
 
-@pytest.mark.parametrize("options", [{}, {"global_clipnorm": 0.05}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("options", [
+    pytest.param({}, marks=every_backend), {"global_clipnorm": 0.05}, {"gradient_accumulation_steps": 2},
+])
 def test_a_loop_of_ones_own(options: dict[str, Any]) -> None:
     found = by_hand(hvd.DistributedOptimizer(sgd(**options)), [RANK])
     assert same_on_all_ranks(found)
@@ -229,6 +236,7 @@ def test_process_set() -> None:
         hvd.remove_process_set(some)
 
 
+@every_backend
 def test_missing_gradients_and_mistakes() -> None:
     one, other = (keras.Variable(np.zeros(2, "float32")) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))

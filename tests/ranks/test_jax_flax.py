@@ -60,7 +60,7 @@ def with_nnx(tx: Any, ranks: list[int], seed: int) -> list[Any]:
     return jax.tree.leaves(nnx.state(net, nnx.Param))
 
 
-@pytest.mark.parametrize("train", [with_linen, with_nnx])
+@pytest.mark.parametrize("train", [pytest.param(with_linen, marks=pytest.mark.slow), with_nnx])
 def test_flax(train: Any) -> None:
     found = train(hvd.distributed(optax.adam(0.05)), [RANK], seed=RANK)
     expected = train(optax.adam(0.05), ALL, seed=RANK)

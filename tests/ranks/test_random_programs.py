@@ -14,8 +14,11 @@ import ringdance.session as session
 from ringdance.errors import RingdanceError
 
 session.init()
-COUNT = 50
-BLOCK = 10  # programs with the same settings
+COUNT, FAST = 50, 20
+BLOCK = 5  # programs with the same settings
+BLOCKS = [
+    pytest.param(first, marks=[pytest.mark.slow] if first >= FAST else []) for first in range(0, COUNT, BLOCK)
+]
 KNOBS = (
     "fusion_threshold",
     "cycle_time",
@@ -46,7 +49,7 @@ def gathered(report: Report) -> list[Report]:
 @pytest.mark.ranks(3)
 @pytest.mark.limit(100)
 @pytest.mark.parametrize("mismatch", [False, True])
-@pytest.mark.parametrize("first", range(0, COUNT, BLOCK))
+@pytest.mark.parametrize("first", BLOCKS)
 def test_programs(first: int, mismatch: bool) -> None:
     found = []
     with other_settings(environ_of(first)) if first else contextlib.nullcontext():

@@ -147,6 +147,7 @@ def run_limited(command: list[str], seconds: float) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_the_peers_alone_run_on_two_ranks_and_write_json(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     command = [sys.executable, str(BENCHMARKS / "allreduce.py"), "--module", "none", "--launcher", "mpiexec"]

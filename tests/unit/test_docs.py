@@ -102,6 +102,10 @@ def test_the_comparison_of_outputs_can_fail() -> None:
     assert not compared("loss ...\n", "lost 0.25\n")
     assert compared("pid 4711\n", "pid 99\n", varies="4711")
     assert not compared("pid 4711\n", "pid 99\n")
+    notices = "[0] I0000 00:00:17.5 16328 port.cc:153] oneDNN custom operations are on.\n"
+    notices += "2026-01-01 00:00:00.1: I tensorflow/core/util/port.cc:153] oneDNN custom operations are on.\n"
+    assert compared("[0] a\n", f"{notices}[0] a\n")
+    assert not compared("[0] a\n", f"{notices}[0] W0000 b\n[0] a\n")
     assert compared("one\n  two\n", "one two\n", **{"joined lines": ""})
 
 

@@ -5,7 +5,6 @@ A test that needs a GPU is skipped without one; with RINGDANCE_TEST_GPU=1 it fai
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -22,11 +21,6 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `contract_inputs`
-
-# Not every environment has every framework.
-NEEDS = {"test_torch_*.py": "torch", "test_tensorflow_*.py": "tensorflow"}
-collect_ignore_glob = [pattern for pattern, name in NEEDS.items() if not importlib.util.find_spec(name)]
-
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> Any:

@@ -26,9 +26,18 @@ def rows() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_check_names_tests_that_exist_or_a_reason(rows: ModuleType) -> None:
     found = rows.here(rows.load())
     assert rows.mistakes(found, rows.collected(found)) == []
+
+
+def test_every_check_names_functions_that_exist(rows: ModuleType) -> None:
+    """Without importing frameworks, as collecting the tests with their parameters does."""
+    for where, check in rows.checks(rows.load()):
+        for test in check.get("tests", []):
+            file, _, name = test.partition("[")[0].partition("::")
+            assert f"def {name}(" in (rows.TESTS / file).read_text(), where
 
 
 def test_no_test_of_the_original_is_left_out(rows: ModuleType) -> None:

@@ -1,0 +1,59 @@
+"""Run several scripts one after the other in this process: `python script_runner.py PLAN.json`.
+
+The plan is a list of runs: `script` (a path), `words`, `directory` (where it runs). Beside that directory
+this rank leaves DIRECTORY.RANK.out and .err, and .json with `code` and the time at which the run `ended`.
+Each script is __main__ and starts before init(), as if it were the only one; starting processes and
+importing frameworks is paid once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+
+NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+RANK = next((os.environ[name] for name in NAMES if name in os.environ), "0")
+
+
+def run(script: str, words: list[str], directory: str) -> int:
+    """Run one script to its end; return what would be its exit code."""
+    from ringdance import session
+
+    for descriptor, ending in ((1, "out"), (2, "err")):
+        file = os.open(f"{directory}.{RANK}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.chdir(directory)
+    sys.argv = [script, *words]
+    sys.path[0] = os.path.dirname(script)
+    try:
+        runpy.run_path(script, run_name="__main__")
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        session.shutdown()
+        if "tensorflow" in sys.modules:  # the next script is to find an empty graph
+            sys.modules["tensorflow"].compat.v1.reset_default_graph()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        plan = json.load(file)
+    for one in plan:
+        code = run(one["script"], one["words"], one["directory"])
+        with open(f"{one['directory']}.{RANK}.json", "w") as file:
+            json.dump({"code": code, "ended": time.time()}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Run scripts as people write them: many in one job, each in a job of its own, or within a rank test."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from doc_blocks import blocks
+from run import launcher
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "tests" / "dropin" / "scripts"
+RUNNER = ROOT / "tests" / "dropin" / "script_runner.py"
+BIN = Path(sys.executable).parent
+LIMIT = 280.0  # seconds for one job; plenty for a machine that does other things as well
+PREFIX = re.compile(r"^\[\d+\](<\w+>:| )", re.MULTILINE)
+
+every_way = pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        ("alone", 1),
+        ("horovodrun", 2),
+        pytest.param("mpiexec", 3, marks=pytest.mark.slow),
+        pytest.param("each by horovodrun", 3, marks=pytest.mark.slow),
+        pytest.param("each by mpiexec", 2, marks=pytest.mark.slow),
+    ],
+)
+
+
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    code: int
+    out: str  # without the launcher's prefixes
+    err: str
+    folder: Path
+    size: int
+    ended: float = 0.0  # seconds since 1970
+
+    def one(self, pattern: str) -> float:
+        """The number in the line that `pattern` describes, which is printed once, or the last of several."""
+        found: list[str] = re.findall(pattern, self.out, re.MULTILINE)
+        assert found, self.out
+        return float(found[-1])
+
+    def of_ranks(self, pattern: str) -> list[str]:
+        """What stands after "rank r: " in the lines of all ranks that `pattern` describes, by rank."""
+        found = dict(re.findall(rf"^rank (\d+): ({pattern})$", self.out, re.MULTILINE))
+        assert sorted(found) == [str(rank) for rank in range(self.size)], self.out
+        return [found[str(rank)] for rank in range(self.size)]
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
+    if way.endswith("mpiexec"):
+        return launcher(size)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if way == "alone":
+        return [], environ
+    return [str(BIN / "horovodrun"), "-np", str(size), "-H", f"localhost:{size}"], environ
+
+
+def run_each(way: str, size: int, line: list[str], folder: Path) -> Outcome:
+    """Run a script as a job of its own."""
+    start, environ = command(way, size)
+    done = subprocess.run(
+        [*start, sys.executable, *line], cwd=folder, env=environ, capture_output=True, text=True,
+        errors="replace", check=False, timeout=LIMIT,
+    )  # fmt: skip
+    out, err = PREFIX.sub("", done.stdout), PREFIX.sub("", done.stderr)
+    return Outcome(done.returncode, out, err, folder, size)
+
+
+def run_together(way: str, size: int, lines: list[list[str]], folders: list[Path]) -> list[Outcome]:
+    """Run all scripts in one job."""
+    tasks = [
+        {"script": script, "words": words, "directory": str(folder)}
+        for (script, *words), folder in zip(lines, folders, strict=True)
+    ]
+    path = folders[0].parent / "plan.json"
+    path.write_text(json.dumps(tasks))
+    job = run_each(way, size, [str(RUNNER), str(path)], folders[0].parent)
+    assert job.code == 0, job.out + job.err
+    outcomes = []
+    for folder in folders:
+        ends = [json.loads(Path(f"{folder}.{rank}.json").read_text()) for rank in range(size)]
+        out, err = (
+            "".join(Path(f"{folder}.{rank}.{ending}").read_text() for rank in range(size))
+            for ending in ("out", "err")
+        )
+        code = next((end["code"] for end in ends if end["code"]), 0)
+        outcomes.append(Outcome(code, out, err, folder, size, max(end["ended"] for end in ends)))
+    return outcomes
+
+
+def run_all(way: str, size: int, lines: list[list[str]], folders: list[Path]) -> list[Outcome]:
+    """Run scripts, each in its folder: in one job, or as jobs of their own where the way says each."""
+    if way.startswith("each"):
+        return [run_each(way, size, *pair) for pair in zip(lines, folders, strict=True)]
+    return run_together(way, size, lines, folders)
+
+
+def output_of(script: Path, *words: str) -> str:
+    """Run a script on this rank of a rank test; return what Python wrote to stdout."""
+    out = io.StringIO()
+    with mock.patch.object(sys, "argv", [str(script), *words]), contextlib.redirect_stdout(out):
+        runpy.run_path(str(script), run_name="__main__")
+    return out.getvalue()
+
+
+def check_shown_script(page: str, command: str, folder: Path, rank: int) -> None:
+    """Run on this rank what a page shows as `command`: it must print what the page shows for this rank."""
+    found = blocks(ROOT / page)
+    consoles = [block for block in found if block.language == "console"]
+    shown = {line: output for block in consoles for line, output in block.commands()}
+    name = command.split()[-1]
+    (folder / name).write_text(next(block.text for block in found if block.file == name))
+    prefix = f"[{rank}] "
+    expected = [line.removeprefix(prefix) for line in shown[command].splitlines() if line.startswith(prefix)]
+    assert expected
+    with contextlib.chdir(folder):
+        assert output_of(folder / name).splitlines() == expected
