@@ -234,7 +234,6 @@ def test_load_a_model_with_objects_of_ones_own(folder: Path) -> None:
     assert same_on_all_ranks(loaded.get_weights())
 
 
-@pytest.mark.every_backend
 def test_rank_zero_loads_and_the_others_are_given_it(folder: Path) -> None:
     """A checkpoint that only rank 0 sees: weights, slots and iterations go to the others."""
     before = fit(hvd.DistributedOptimizer(sgd()), [RANK])

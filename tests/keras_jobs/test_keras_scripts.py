@@ -43,6 +43,7 @@ def test_the_page(tmp_path: Path) -> None:
     check_shown_script("docs/tutorials/frameworks.md", command, tmp_path, RANK)
 
 
+@pytest.mark.slow
 def test_the_example() -> None:
     pytest.importorskip("sklearn")
     out = output_of(ROOT / "examples" / "digits_keras.py", "--epochs", "6")

@@ -33,8 +33,11 @@ def mine(data: Any) -> list[Any]:
     return list(data.as_numpy_iterator())
 
 
-@pytest.mark.parametrize("layout", ["strided", "contiguous"])
-@pytest.mark.parametrize("make", [known, unknown])
+@pytest.mark.parametrize(("make", "layout"), [
+    (known, "strided"), (unknown, "contiguous"),
+    pytest.param(known, "contiguous", marks=pytest.mark.slow),
+    pytest.param(unknown, "strided", marks=pytest.mark.slow),
+])
 @pytest.mark.parametrize("ends", ["pad", "drop", "join"])
 def test_the_same_plan_as_for_indices(ends: str, make: Any, layout: str) -> None:
     if make is unknown and layout == "contiguous":
