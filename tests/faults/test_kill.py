@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import Job, script, start, wait_until
+from processes import SHARED, Job, script, segments, start, wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -145,3 +145,28 @@ def test_kill_at_random_times(tmp_path: Path, program: str, trials: int) -> None
     print(f"KILL_SEED={first}: {trials - len(slow)} of {trials} gone within 2 s; others: {slow}")
     # 19 of 20 within 2 s, all within 5 s.
     assert len(slow) * 20 <= trials, slow
+
+
+def test_shared_memory_that_no_helper_knows_is_removed(tmp_path: Path) -> None:
+    """Python's resource tracker unlinks what a killed process leaves; here it has been told to forget it."""
+    program = """
+        import os, time
+        from multiprocessing import resource_tracker
+        from multiprocessing.shared_memory import SharedMemory
+        memory = SharedMemory(create=True, size=1 << 16)
+        resource_tracker.unregister(memory._name, "shared_memory")
+        with open(os.environ["SEGMENTS"], "a") as file:
+            file.write(memory.name + chr(10))
+        time.sleep(1 if os.environ["RINGDANCE_RANK"] == "1" else 60)
+        os.kill(os.getpid(), 9)
+    """
+    with open(tmp_path / "output", "wb") as output:
+        job = start(tmp_path, "-np", "2", "python", script(tmp_path, program), stdout=output, stderr=output)
+    gone = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 20.0)
+    left, names = job.leftovers(), segments(tmp_path / "tmp")
+    job.end()
+    for name in names:
+        (SHARED / name).unlink(missing_ok=True)
+    assert gone is not None, left
+    assert len(names) == 2
+    assert job.process.returncode == 137
