@@ -28,59 +28,22 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from jobs import PARTS, Job, all_jobs
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 LOGS = ROOT / "build" / "tests"
-PARTS = ("lint", "unit", "ranks", "dropin", "faults", "hosts")
 AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # jobs; most have two processes that compute
 LIMIT = 1200.0  # seconds for one job
 SLOW_LIMIT = 4 * 3600.0
+PATIENCE = 10.0  # seconds for what is told to end
 NOTHING_COLLECTED = 5
 SOURCES = (
     "src", "compat", "tests", "examples", "benchmarks", "docs", "README.md", "Makefile", "pyproject.toml",
     "constraints.txt",
 )  # fmt: skip
+_running: set[subprocess.Popen[str]] = set()
 SLOWEST = 12  # test functions of a job that durations.json names
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one process tree of tests runs.
-
-    Attributes:
-        part: one of PARTS.
-        name: unique within its part.
-        paths: files and directories for pytest, relative to tests/; glob patterns are expanded.
-        ranks: number of ranks that mpiexec starts; 0 for a plain pytest.
-        workers: processes of pytest-xdist of a plain pytest.
-        command: run this instead of pytest.
-        environ: additional environment variables.
-        fast_environ: the same, unless slow tests run too.
-        options: additional options of pytest.
-        alone: run nothing beside it.
-        only_slow: runs with --slow only, and then all its tests.
-        needs: packages without which there is nothing to run.
-    """
-
-    part: str
-    name: str
-    paths: tuple[str, ...] = ()
-    ranks: int = 0
-    workers: int = 0
-    command: tuple[str, ...] = ()
-    environ: dict[str, str] = field(default_factory=dict)
-    fast_environ: dict[str, str] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
-    alone: bool = False
-    only_slow: bool = False
-    needs: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.part}/{self.name}"
-
-    def files(self) -> list[str]:
-        """Expand the patterns, and leave out what does not exist."""
-        return [str(path) for pattern in self.paths for path in sorted(TESTS.glob(pattern))]
 
 
 @dataclass
@@ -99,60 +62,6 @@ class Outcome:
         return f"{self.job}: " + ", ".join([*self.problems, *words]) + f" ({self.seconds:.0f} s)"
 
 
-def all_jobs() -> list[Job]:
-    """List the jobs in the order in which they start."""
-    quiet = ("-rfE",)  # the contract's tests skip their forms for a GPU: too many to list
-    keras = ("-rfE", "-W", "ignore::DeprecationWarning")  # Keras itself warns a thousand times
-    numpy = ("ranks/test_verbs_*.py", "ranks/test_numpy_*.py", "ranks/test_re*.py", "ranks/test_random_*.py")
-    torch = ("ranks/test_torch_*.py", "ranks/test_compat_*.py", "ranks/test_documented_*.py")
-    contract = {name: (f"dropin/contract/test_{name}_*.py",) for name in ("torch", "tensorflow")}
-    # XLA takes a third less time for a test that compiles programs and runs them once.
-    xla = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
-    jax = {"needs": ("jax", "optax"), "fast_environ": xla}
-    jobs = [
-        Job("lint", "mypy", command=("mypy",)),
-        Job("unit", "tools", ("unit/tools", "unit/cluster", "unit/launch", "unit/compat")),
-        Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
-        Job("dropin", "commands", ("dropin/test_docs_commands.py",)),
-        Job("unit", "engine", ("unit/core", "unit/tr*", "unit/torch", "unit/tensorflow")),
-        Job("unit", "project", ("unit/test_*.py",)),
-        Job("dropin", "launching", (
-            "dropin/test_horovodrun.py", "dropin/test_stall.py", "dropin/test_ray.py",
-            "dropin/test_sagemaker_*.py", "dropin/test_data_service.py",
-        )),
-        Job("dropin", "pages", ("dropin/test_docs.py",)),
-        Job("lint", "ruff", command=("ruff", "check")),
-        Job("lint", "imports", command=("lint-imports",)),
-    ]
-    for size in (1, 2, 3, 4):
-        jobs += [
-            Job("ranks", f"numpy-{size}", numpy, size),
-            Job("ranks", f"torch-{size}", torch, size, only_slow=size != 2, needs=("torch",)),
-            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py",), size,
-                only_slow=size != 2, needs=("tensorflow",)),
-            Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
-        ]  # fmt: skip
-    for size in (2, 3):
-        later = size == 3
-        jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, **jax)]
-        jobs += [
-            Job("ranks", f"keras-{backend}-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
-                environ={"KERAS_BACKEND": backend}, needs=("keras", backend),
-                fast_environ=xla if backend == "jax" else {})
-            for backend in ("tensorflow", "torch", "jax")
-        ]  # fmt: skip
-        jobs += [
-            Job("dropin", f"{name}-{size}", paths, size, options=quiet, needs=(name,),
-                only_slow=later if name == "tensorflow" else not later)
-            for name, paths in contract.items()
-        ]  # fmt: skip
-    return [
-        *jobs,
-        Job("faults", "faults", ("faults",), workers=4, alone=True),
-        Job("hosts", "hosts", ("hosts",), alone=True),
-    ]
-
-
 def stream(
     command: list[str], environ: dict[str, str], limit: float, show: Callable[[str], object] = print
 ) -> int:
@@ -168,6 +77,7 @@ def stream(
         stderr=subprocess.STDOUT,
     )
     expired = end_after(limit, process, show)
+    _running.add(process)
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -176,6 +86,7 @@ def stream(
     finally:
         expired.cancel()
         end_group(process)
+        _running.discard(process)
 
 
 def end_after(limit: float, process: subprocess.Popen[str], show: Callable[[str], object]) -> threading.Timer:
@@ -190,10 +101,15 @@ def end_after(limit: float, process: subprocess.Popen[str], show: Callable[[str]
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    """End a process and its group: mpiexec, or another run.py, gets the time to end what it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(PATIENCE)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            pass
 
 
 def launcher(size: int) -> tuple[list[str], dict[str, str]]:
@@ -324,28 +240,33 @@ def as_rank(directory: str, words: list[str]) -> int:
 def run_jobs(jobs: list[Job], which: str, options: list[str]) -> list[Outcome]:
     """Run all jobs, some side by side; a line for each, and the whole output of one that fails."""
     start = time.monotonic()
-    limit = SLOW_LIMIT if "not slow" not in which else LIMIT
+    limit = LIMIT if which == "not slow" else SLOW_LIMIT
     outcomes: list[Outcome] = []
     LOGS.mkdir(parents=True, exist_ok=True)
     show: Callable[[str], object] = print if len(jobs) == 1 else lambda line: None
     with ThreadPoolExecutor(AT_ONCE) as pool:
         running: dict[Future[Outcome], Job] = {}
         waiting = list(jobs)
-        while waiting or running:
-            while waiting and may_start(waiting[0], list(running.values())):
-                job = waiting.pop(0)
-                marks = ["-m", which] if which and not job.only_slow else []
-                if which == "not slow":
-                    job = replace(job, environ=job.environ | job.fast_environ)
-                running[pool.submit(run_job, job, [*marks, *options], limit, show)] = job
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                del running[done]
-                outcome = done.result()
-                outcomes.append(outcome)
-                (LOGS / f"{outcome.job.part}-{outcome.job.name}.log").write_text(outcome.output)
-                if outcome.problems and len(jobs) > 1:
-                    print(f"\n--- {outcome.job} ---\n{outcome.output}\n", flush=True)
-                print(f"[{time.monotonic() - start:4.0f} s] {outcome}", flush=True)
+        try:
+            while waiting or running:
+                while waiting and may_start(waiting[0], list(running.values())):
+                    job = waiting.pop(0)
+                    marks = ["-m", which] if which and not job.only_slow else []
+                    if which == "not slow":
+                        job = replace(job, environ=job.environ | job.fast_environ)
+                    running[pool.submit(run_job, job, [*marks, *options], limit, show)] = job
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[done]
+                    outcome = done.result()
+                    outcomes.append(outcome)
+                    (LOGS / f"{outcome.job.part}-{outcome.job.name}.log").write_text(outcome.output)
+                    if outcome.problems and len(jobs) > 1:
+                        print(f"\n--- {outcome.job} ---\n{outcome.output}\n", flush=True)
+                    print(f"[{time.monotonic() - start:4.0f} s] {outcome}", flush=True)
+        except BaseException:  # Ctrl-C, SIGTERM: the pool would wait for all that runs
+            for process in tuple(_running):
+                end_group(process)
+            raise
     return outcomes
 
 
@@ -398,6 +319,7 @@ def main() -> int:
     arguments = parser.parse_args()
     which = "" if arguments.all else "slow" if arguments.slow else "not slow"
     options = ["-k", arguments.k] if arguments.k else []
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     start = time.monotonic()
     outcomes = run_jobs(chosen(arguments.parts, arguments.np, which), which, options)
     record(outcomes)

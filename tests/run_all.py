@@ -15,7 +15,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from run import LOGS, NOTHING_COLLECTED, ROOT, SLOW_LIMIT, all_jobs, digest, stream
+from jobs import all_jobs
+from run import LOGS, NOTHING_COLLECTED, ROOT, SLOW_LIMIT, digest, stream
 
 PASSED = LOGS / "all.json"
 

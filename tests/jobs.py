@@ -1,0 +1,103 @@
+"""The jobs of tests/run.py: what runs where, on how many ranks, and what only `make test-all` has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+PARTS = ("lint", "unit", "ranks", "dropin", "faults", "hosts")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process tree of tests runs.
+
+    Attributes:
+        part: one of PARTS.
+        name: unique within its part.
+        paths: files and directories for pytest, relative to tests/; glob patterns are expanded.
+        ranks: number of ranks that mpiexec starts; 0 for a plain pytest.
+        workers: processes of pytest-xdist of a plain pytest.
+        command: run this instead of pytest.
+        environ: additional environment variables.
+        fast_environ: the same, unless slow tests run too.
+        options: additional options of pytest.
+        alone: run nothing beside it.
+        only_slow: runs with --slow only, and then all its tests.
+        needs: packages without which there is nothing to run.
+    """
+
+    part: str
+    name: str
+    paths: tuple[str, ...] = ()
+    ranks: int = 0
+    workers: int = 0
+    command: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+    fast_environ: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    alone: bool = False
+    only_slow: bool = False
+    needs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.part}/{self.name}"
+
+    def files(self) -> list[str]:
+        """Expand the patterns, and leave out what does not exist."""
+        return [str(path) for pattern in self.paths for path in sorted(TESTS.glob(pattern))]
+
+
+def all_jobs() -> list[Job]:
+    """List the jobs in the order in which they start."""
+    quiet = ("-rfE",)  # the contract's tests skip their forms for a GPU: too many to list
+    keras = ("-rfE", "-W", "ignore::DeprecationWarning")  # Keras itself warns a thousand times
+    numpy = ("ranks/test_verbs_*.py", "ranks/test_numpy_*.py", "ranks/test_re*.py", "ranks/test_random_*.py")
+    torch = ("ranks/test_torch_*.py", "ranks/test_compat_*.py", "ranks/test_documented_*.py")
+    contract = {name: (f"dropin/contract/test_{name}_*.py",) for name in ("torch", "tensorflow")}
+    # XLA takes a third less time for a test that compiles programs and runs them once.
+    xla = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    jax = {"needs": ("jax", "optax"), "fast_environ": xla}
+    jobs = [
+        Job("lint", "mypy", command=("mypy",)),
+        Job("unit", "tools", ("unit/tools", "unit/cluster", "unit/launch", "unit/compat")),
+        Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
+        Job("dropin", "commands", ("dropin/test_docs_commands.py",)),
+        Job("unit", "engine", ("unit/core", "unit/tr*", "unit/torch", "unit/tensorflow")),
+        Job("unit", "project", ("unit/test_*.py",)),
+        Job("dropin", "launching", (
+            "dropin/test_horovodrun.py", "dropin/test_stall.py", "dropin/test_ray.py",
+            "dropin/test_sagemaker_*.py", "dropin/test_data_service.py",
+        )),
+        Job("dropin", "pages", ("dropin/test_docs.py",)),
+        Job("lint", "ruff", command=("ruff", "check")),
+        Job("lint", "imports", command=("lint-imports",)),
+    ]
+    for size in (1, 2, 3, 4):
+        jobs += [
+            Job("ranks", f"numpy-{size}", numpy, size),
+            Job("ranks", f"torch-{size}", torch, size, only_slow=size != 2, needs=("torch",)),
+            Job("ranks", f"tensorflow-{size}", ("ranks/test_tensorflow_*.py",), size,
+                only_slow=size != 2, needs=("tensorflow",)),
+            Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
+        ]  # fmt: skip
+    for size in (2, 3):
+        later = size == 3
+        jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, **jax)]
+        jobs += [
+            Job("ranks", f"keras-{backend}-{size}", ("keras_jobs",), size, only_slow=later, options=keras,
+                environ={"KERAS_BACKEND": backend}, needs=("keras", backend),
+                fast_environ=xla if backend == "jax" else {})
+            for backend in ("tensorflow", "torch", "jax")
+        ]  # fmt: skip
+        jobs += [
+            Job("dropin", f"{name}-{size}", paths, size, options=quiet, needs=(name,),
+                only_slow=later if name == "tensorflow" else not later)
+            for name, paths in contract.items()
+        ]  # fmt: skip
+    return [
+        *jobs,
+        Job("faults", "faults", ("faults",), workers=4, alone=True),
+        Job("hosts", "hosts", ("hosts",), alone=True),
+    ]
