@@ -72,11 +72,6 @@ def engine() -> Engine:
     if _process.bound:
         found = getattr(_thread, "engine", None) or found
     if found is None:
-        if _process.pid and _process.pid != os.getpid():
-            raise NotInitializedError(
-                f"This process (pid {os.getpid()}) was forked from a rank (pid {_process.pid}) and is not "
-                "part of the job; collectives can be used in the rank itself only, not in DataLoader workers."
-            )
         raise NotInitializedError("Ringdance has not been initialized; call hvd.init() first.")
     return found
 
@@ -303,6 +298,9 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """A forked child (DataLoader worker, subprocess) is not a rank."""
-    _process.engine = None
+    """A forked child (a DataLoader worker) knows whose it is, for seeds and shards, but is not a rank."""
+    found = getattr(_thread, "engine", None) or _process.engine
     _thread.__dict__.clear()
+    _process.engine = found
+    if found is not None:
+        found.disown()

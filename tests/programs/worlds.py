@@ -99,7 +99,7 @@ def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
             names = ", ".join(ticket.name for ticket in state.tickets())
             parts.append(
                 f"rank {rank}, set {state.set_id} of {state.members}: round {state.rounds}, in round "
-                f"{state.in_round}, wanted {state.wanted}, joined {state.joined:b}; pending: {names}"
+                f"{state.in_round}, waiting {len(state.waiting)}, joined {state.joined:b}; pending: {names}"
             )
     for thread in threading.enumerate():
         frame = sys._current_frames().get(thread.ident or 0)

@@ -28,9 +28,10 @@ import numpy as np
 from ringdance.core.arithmetic import Reduction
 from ringdance.core.request import Description
 
-__all__ = ["RUN", "Entry", "KnownTensors", "VectorLayout", "run_digest", "set_bits"]
+__all__ = ["RIDER_SLOTS", "RUN", "Entry", "KnownTensors", "VectorLayout", "run_digest", "set_bits"]
 
 RUN = 16
+RIDER_SLOTS = 1 << 16  # data of the entries below ride along: the number of one has 16 bits in a vector
 # For data that are few enough to ride along with a vector: how they are reduced, and each member's place
 # for them in the window, for both turns.
 Rides = tuple[Reduction, list[list[np.ndarray[Any, Any]]]]

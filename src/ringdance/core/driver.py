@@ -2,11 +2,18 @@
 
 One step of the engine does what can be done without waiting. Steps are taken by a thread that
 blocks on a ticket (no hand-over to another thread for a lone operation) or, for asynchronous
-work, by the engine thread, which stands down while a caller drives. The driver's place is a
-lock that is held during a step and never during a sleep.
+work, by the engine thread, which stands down while a caller drives. One thread at a time is in
+a step, none while it sleeps; of several callers one leads and the others follow it.
 
 Waiting: first yield the core for some microseconds, then sleep: on the doorbell where all
 peers are on this host, else in naps that grow.
+
+Note [Interrupts]
+    Ctrl-C raises KeyboardInterrupt in the main thread, but only where CPython looks for signals: after a
+    call, at the start of a function, at a jump back. ``lock.acquire(False)`` can therefore take a lock and
+    raise before the next bytecode, and nobody would release it. What must not stay taken is an entry of a
+    dict: ``setdefault`` takes it in one call within ``try``, and ``finally`` gives it back by
+    subscripts alone, between which no signal is looked for.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ringdance.core.request import Ticket
 from ringdance.transport.waiting import Doorbell, yield_core
@@ -23,6 +30,7 @@ __all__ = ["Driven", "Driver"]
 
 _LOOK_EVERY = 0.1  # seconds between looks at notes, at peers and for stalls
 _IDLE = 0.1
+_FOLLOWER_POLL = 0.02  # for two threads that wait for one ticket: they share what wakes them
 _FLYING_NAP = 1e-4  # between hosts MPI moves data only while it is asked: a millisecond would stop the wire
 
 
@@ -32,7 +40,7 @@ class Driven(Protocol):
     closed: bool
 
     @property
-    def callers(self) -> int: ...
+    def callers(self) -> dict[object, Ticket]: ...
     @property
     def flying(self) -> int: ...
     def step(self) -> bool: ...
@@ -40,6 +48,20 @@ class Driven(Protocol):
     def next_due(self) -> float | None: ...
     def pausing_until(self) -> float: ...
     def abandon(self, ticket: Ticket) -> None: ...
+    def thread_failed(self, error: BaseException) -> None: ...
+
+
+def _alone(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call unless another thread does so; return the result or None. See Note [Interrupts]."""
+    me = object()
+    try:
+        return call(*arguments) if taken.setdefault(0, me) is me else None
+    finally:
+        try:
+            if taken[0] is me:
+                del taken[0]
+        except KeyError:
+            pass
 
 
 class Driver:
@@ -67,16 +89,15 @@ class Driver:
         self._engine = engine
         self._spin = spin_seconds
         self._doorbell = doorbell
-        self._place = threading.Lock()
-        self._chief = threading.Lock()
-        self._bench: list[Ticket] = []
+        self._stepping: dict[int, object] = {}
+        self._leading: dict[int, object] = {}
         self._wake = threading.Event()
         self.asleep = False
         self._looked = time.monotonic()
         self._on_start = on_start
         self._thread: threading.Thread | None = None
         if thread:
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread = threading.Thread(target=self._thread_main, name=name, daemon=True)
             self._thread.start()
 
     # -- callers -------------------------------------------------------------------------------
@@ -90,22 +111,21 @@ class Driver:
     def wait(self, ticket: Ticket, timeout: float | None) -> None:
         """Block until ``ticket`` is done, driving the engine. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while not ticket.done():
-                if self._chief.acquire(False):
-                    try:
-                        self._drive(ticket, deadline)
-                    finally:
-                        self._chief.release()
-                        if self._bench:
-                            self._hand_over()
-                else:
-                    self._sit_out(ticket, deadline)
-        finally:
-            if self.asleep and not self._engine.callers and self._engine.next_due() is not None:
-                self.wake()
+        while not ticket.done():
+            if _alone(self._leading, self._drive, ticket, deadline) is None:
+                self._follow(ticket, deadline)
 
-    def _drive(self, ticket: Ticket, deadline: float | None) -> None:
+    def caller_left(self) -> None:
+        """Let another caller lead, or the engine thread work, now that ``Driven.callers`` has one less."""
+        if callers := self._engine.callers:
+            for ticket in list(callers.values()):
+                if not ticket.done():
+                    ticket.waiter().set()
+                    return
+        if self.asleep and self._engine.next_due() is not None:
+            self.wake()
+
+    def _drive(self, ticket: Ticket, deadline: float | None) -> bool:
         spin_until = time.monotonic() + self._spin
         nap = 5e-5
         while not ticket.done():
@@ -113,7 +133,7 @@ class Driver:
                 spin_until = 0.0
                 continue
             if ticket.done():
-                return
+                break
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, nap = now + self._spin, 5e-5
@@ -121,46 +141,27 @@ class Driver:
                 raise _timeout(ticket)
             if now < spin_until:
                 yield_core()
-            elif self._engine.closed:
-                self._give_up(ticket)
+            elif self._engine.closed:  # a ticket not done when nobody is in a step never will be
+                if _alone(self._stepping, self._engine.abandon, ticket) is None:
+                    time.sleep(1e-3)
             else:
                 nap = self._sleep(now, nap)
+        return True
 
-    def _give_up(self, ticket: Ticket) -> None:
-        """The engine is closed: a ticket that is not done when nobody is in a step never will be."""
-        if self._place.acquire(timeout=0.02):
-            try:
-                if not ticket.done():
-                    self._engine.abandon(ticket)
-            finally:
-                self._place.release()
-
-    def _sit_out(self, ticket: Ticket, deadline: float | None) -> None:
-        """Wait while another caller drives; it hands its place over when it leaves."""
-        if deadline is not None and time.monotonic() > deadline:
+    def _follow(self, ticket: Ticket, deadline: float | None) -> None:
+        """Wait while another caller leads, until it leaves or the ticket is done."""
+        seconds = _FOLLOWER_POLL if deadline is None else deadline - time.monotonic()
+        if seconds < 0:
             raise _timeout(ticket)
         event = ticket.waiter()
-        self._bench.append(ticket)
-        event.wait(0.02 if deadline is None else min(0.02, max(0.0, deadline - time.monotonic())))
-        self._bench.remove(ticket)
+        event.wait(min(_FOLLOWER_POLL, seconds))
         if not ticket.done():
             event.clear()
-
-    def _hand_over(self) -> None:
-        for ticket in list(self._bench):
-            if not ticket.done():
-                ticket.waiter().set()
-                return
 
     # -- both ----------------------------------------------------------------------------------
 
     def _try_step(self) -> bool:
-        if not self._place.acquire(False):
-            return False
-        try:
-            return self._engine.step()
-        finally:
-            self._place.release()
+        return bool(_alone(self._stepping, self._engine.step))
 
     def _sleep(self, now: float, nap: float) -> float:
         """Sleep until something may have changed; return the next nap's length."""
@@ -184,30 +185,26 @@ class Driver:
     def look(self, now: float) -> None:
         """Look for notes from others, for lost peers and for stalls."""
         self._looked = now
-        if self._place.acquire(blocking=False):
-            try:
-                self._engine.look()
-            finally:
-                self._place.release()
+        _alone(self._stepping, self._engine.look)
 
     # -- the engine thread ---------------------------------------------------------------------
 
+    def _thread_main(self) -> None:
+        try:
+            self._on_start()
+            self._run()
+        except BaseException as error:
+            self._engine.thread_failed(error)
+
     def _run(self) -> None:
-        self._on_start()
         spin_until = 0.0
         nap = 5e-5
         while not self._engine.closed:
             now = time.monotonic()
-            due = None if self._engine.callers else self._engine.next_due()
-            if due is None or due > now:
-                self._rest(_IDLE if due is None else min(_IDLE, due - now))
+            if self._seconds_to_work(now) > 0:
+                self._rest()
                 spin_until = 0.0
-                continue
-            try:
-                moved = self._try_step()
-            except BaseException:
-                return  # the engine is broken and has told everybody
-            if moved:
+            elif self._try_step():
                 spin_until = 0.0
             elif spin_until == 0.0:
                 spin_until, nap = now + self._spin, 5e-5
@@ -216,9 +213,15 @@ class Driver:
             else:
                 nap = self._sleep(now, nap)
 
-    def _rest(self, seconds: float) -> None:
-        self.asleep = True
-        if (not self._engine.callers and self._engine.next_due() is None) or seconds > 0:
+    def _seconds_to_work(self, now: float) -> float:
+        """Return how long the engine thread has nothing to do, at most ``_IDLE`` (callers drive)."""
+        due = None if self._engine.callers else self._engine.next_due()
+        return _IDLE if due is None else min(_IDLE, due - now)
+
+    def _rest(self) -> None:
+        self.asleep = True  # before the look: who submits after it wakes this thread
+        seconds = self._seconds_to_work(time.monotonic())
+        if seconds > 0:
             self._wake.wait(seconds)
         self.asleep = False
         self._wake.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
+import os
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from ringdance.errors import (
     OUT_OF_DATA,
     CollectiveError,
     EngineError,
+    NotInitializedError,
     RankLostError,
     ShutDownError,
     StallError,
@@ -147,6 +149,7 @@ class EngineEnd(ProcessSets):
         while not self._stop_reason and time.monotonic() < patience:
             for sender, message in self.transport.messages():
                 self._hear(sender, json.loads(message))
+            time.sleep(1e-3)
         self._stop_reason = self._stop_reason or "Another rank has shut down"
 
     def fail(self, error: CollectiveError, tell: bool = True) -> None:
@@ -167,8 +170,22 @@ class EngineEnd(ProcessSets):
             self._fail_tickets(state, error)
         self._stop_ticket.finish(error=None)
 
+    def disown(self) -> None:
+        """In a forked child: answer rank and size, refuse collectives, leave the parent's memory alone."""
+        if self.size == 1:
+            return  # it works by itself
+        self.broken = NotInitializedError(
+            f"This process (pid {os.getpid()}) was forked from {self.identity} and is not part of the job: "
+            "rank() and size() answer, collectives can be used in the rank itself only, not in DataLoader "
+            "workers."
+        )
+        self.closed = True
+        self._driver = self._bell = None  # the thread was not forked, and may have held locks
+
     def abandon(self, ticket: Ticket) -> None:
         """Fail a ticket that an interrupt has taken out of all lists; the engine is closed."""
+        if ticket.done():
+            return
         ticket.finish(error=None if ticket is self._stop_ticket else self._closed_error())
 
     def leave(self, message: str) -> None:
@@ -183,7 +200,11 @@ class EngineEnd(ProcessSets):
             f"{self._stop_reason or 'This rank has shut down'}; nothing more can be submitted."
         )
 
-    def _failure(self, error: Exception) -> EngineError:
+    def thread_failed(self, error: BaseException) -> None:
+        """The engine thread has ended in an error: nothing would start asynchronous work any more."""
+        self.fail(self._failure(error))
+
+    def _failure(self, error: BaseException) -> EngineError:
         failure = EngineError(f"The engine of {self.identity} failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure

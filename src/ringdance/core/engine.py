@@ -204,19 +204,19 @@ class Engine(EngineEnd):
 
     def _wait(self, ticket: Ticket, timeout: float | None) -> None:
         known = self._sets.get(ticket.request.set_id)
-        state = None if known is None else known.state
-        assert self._driver is not None
-        with self._lock:
-            self._progress.callers += 1
-            if state is not None:
-                state.wanted += 1
-        try:
-            self._driver.wait(ticket, timeout)
+        waiting = self._progress.callers if known is None or known.state is None else known.state.waiting
+        callers, driver, me = self._progress.callers, self._driver, object()
+        if driver is None:  # a ticket from before the fork
+            raise self._closed_error()
+        try:  # each statement by itself leaves nothing behind when Ctrl-C comes: Note [Interrupts]
+            callers[me] = waiting[me] = ticket
+            driver.wait(ticket, timeout)
         finally:
-            with self._lock:
-                self._progress.callers -= 1
-                if state is not None:
-                    state.wanted -= 1
+            try:
+                callers.pop(me, None)
+            finally:
+                waiting.pop(me, None)
+            driver.caller_left()
 
     # -- driven --------------------------------------------------------------------------------
 
@@ -244,8 +244,8 @@ class Engine(EngineEnd):
         return self._progress.count != before
 
     @property
-    def callers(self) -> int:
-        """Threads that wait for tickets."""
+    def callers(self) -> dict[object, Ticket]:
+        """What threads wait for."""
         return self._progress.callers
 
     @property

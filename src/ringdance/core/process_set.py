@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.core.agreed import AgreedRequests
-from ringdance.core.agreement import CALM, GO, HEAD, RUN, Entry, Rides, run_digest, set_bits
+from ringdance.core.agreement import CALM, GO, HEAD, RIDER_SLOTS, RUN, Entry, Rides, run_digest, set_bits
 from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import description_bytes
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
@@ -44,7 +44,7 @@ class ProcessSetState(AgreedRequests):
         self, set_id: int, transport: Transport, exchange: Exchange, *, cycle_seconds: float, **others: Any
     ) -> None:
         super().__init__(set_id, transport, exchange, **others)
-        self.wanted = 0  # threads that wait for a ticket of this set
+        self.waiting: dict[object, Ticket] = {}  # what threads wait for in this set
         self.urgent = False
         self.stopping = False
         self.stopped = False
@@ -65,8 +65,9 @@ class ProcessSetState(AgreedRequests):
         if not (self.pending or self.unnamed or self.join_ticket is not None):
             self.urgent = False
             return False
+        since = self.eager_since
         if not (self._progress.callers or self.urgent) and (
-            self.eager_since is None or time.monotonic() < self._eager_due(self.eager_since)
+            since is None or time.monotonic() < self._eager_due(since)
         ):
             return False
         if self._pause and time.monotonic() < self.not_before:
@@ -79,7 +80,8 @@ class ProcessSetState(AgreedRequests):
             return None
         if self._progress.callers or self.urgent:
             return self.not_before
-        return None if self.eager_since is None else max(self._eager_due(self.eager_since), self.not_before)
+        since = self.eager_since  # read once: a step in another thread may end what it tells of
+        return None if since is None else max(self._eager_due(since), self.not_before)
 
     def _eager_due(self, since: float) -> float:
         """Return when what was submitted asynchronously is due: a cycle later, or once a burst has ended.
@@ -116,13 +118,13 @@ class ProcessSetState(AgreedRequests):
         if not (self.unnamed or self.news or self.stopping or self.join_ticket is not None):  # the usual case
             if self._ready and self._window is not None:
                 vector |= self._load_rider(self._window)
-            if self.wanted:
+            if self.waiting:
                 vector ^= CALM
             return (vector ^ HEAD) | self._ready << layout.ready_at
         place = self.transport.rank
         if self.stopping:
             vector ^= GO
-        if self.wanted:
+        if self.waiting:
             vector ^= CALM
         if self.join_ticket is not None and not (self.pending or self.unnamed):
             self._joined_here = True
@@ -154,7 +156,7 @@ class ProcessSetState(AgreedRequests):
         slot = (self._ready & -self._ready).bit_length() - 1
         entry = self._table.entries[slot]
         assert entry is not None
-        if entry.rides is None:
+        if entry.rides is None or slot >= RIDER_SLOTS:
             return 0
         how, turns = entry.rides
         parts = turns[window.vector_turn ^ 1]

@@ -185,9 +185,13 @@ class ProcessSets(abc.ABC):
         self._sets_changed()
         return [result]
 
-    @staticmethod
-    def _off_driver(call: Callable[[], Any]) -> Steps:
-        """Run a call that may block on a thread of its own, so that other sets are stepped meanwhile."""
+    def _off_driver(self, call: Callable[[], Any]) -> Steps:
+        """Run a call that may block on a thread of its own, so that other sets are stepped meanwhile.
+
+        On this thread where MPI allows no other: all ranks come here in one order and wait for nothing else.
+        """
+        if not self.transport.several_threads:
+            return call()
         outcome: list[Any] = []
 
         def run() -> None:

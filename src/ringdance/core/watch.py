@@ -87,7 +87,7 @@ class StallWatch:
         return {
             "kind": "status",
             "pending": pending[:200],
-            "waiting": sum(s.wanted for s in sets) > 0,
+            "waiting": any(s.waiting for s in sets),
             "joined": any(s.join_ticket is not None for s in sets),
             "where": main_thread_place(),
         }
@@ -118,7 +118,7 @@ class StallWatch:
         waiting = [
             (state, ticket.name, now - ticket.submitted)
             for state in sets
-            if state.wanted or state.eager_since is not None
+            if state.waiting or state.eager_since is not None
             for ticket in state.tickets()
             if ticket.refusal is None and ticket is not state.join_ticket
         ]

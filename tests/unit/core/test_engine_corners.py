@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringdance.core.agreement import RIDER_SLOTS
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
 from ringdance.core.request import Description, Operation, Request, Ticket, Verb
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
@@ -165,3 +166,15 @@ def test_a_thread_that_submits_while_its_set_is_removed_gets_an_error() -> None:
 
     for _ in range(5):
         assert on_ranks(3, program)[0] == "ended"
+
+
+def test_a_table_larger_than_the_number_of_what_rides_along() -> None:
+    capacity = RIDER_SLOTS + 100
+
+    def program(engine: Engine) -> list[float]:
+        view = np.full(3, 1.0 + engine.rank)
+        allreduce(engine, view, "first").wait()
+        engine._machines[0][0]._table.entries += [None] * (RIDER_SLOTS + 10)  # as if so many had been known
+        return [float(allreduce(engine, view, name).wait()[0][0]) for name in "abab" for _ in range(3)]
+
+    assert on_ranks(2, program, cache_capacity=capacity) == [[3.0] * 12] * 2

@@ -27,15 +27,15 @@ class Progress:
 
     Attributes:
         count: grows with whatever is achieved, so that whoever drives knows whether to pause.
-        callers: threads that wait for tickets. While there are any, all that is pending is due, in every
-            set: two ranks may wait for two sets in different orders.
+        callers: what threads wait for, by a key of each wait. While there are any, all that is pending is
+            due, in every set: two ranks may wait for two sets in different orders.
         flying: how many wait for data that is on its way between hosts: long naps would stop it.
     """
 
     __slots__ = ("callers", "count", "flying")
 
     def __init__(self) -> None:
-        self.callers = 0
+        self.callers: dict[object, Any] = {}
         self.count = 0
         self.flying = 0
 

@@ -1,0 +1,59 @@
+"""A forked child, such as a DataLoader worker, knows its rank and can do its parent no harm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringdance.numpy as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+def in_child(call: Callable[[], Any]) -> str:
+    """Return what ``call`` returns or raises in a forked child."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            text = str(call())
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return text
+
+
+def test_a_child_knows_its_rank() -> None:
+    def ask() -> list[Any]:
+        return [hvd.is_initialized(), hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()]
+
+    assert in_child(ask) == str(ask())
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_child_takes_no_part() -> None:
+    ones = np.ones(100_000, np.float32)
+    handle = hvd.allreduce_async(ones, op=hvd.Sum, name="from before") if RANK == 0 else None
+    for call in (
+        lambda: hvd.allreduce(ones, name="from before"),
+        lambda: hvd.allreduce_async(ones, name="from before"),
+        lambda: hvd.synchronize(handle) if handle is not None else hvd.barrier(),
+        lambda: hvd.add_process_set([0]),
+    ):
+        text = in_child(call)
+        assert text.startswith("NotInitializedError"), text
+        assert f"was forked from rank {RANK}" in text
+    assert in_child(hvd.shutdown) == "None"
+    if handle is None:
+        handle = hvd.allreduce_async(ones, op=hvd.Sum, name="from before")
+    assert (hvd.synchronize(handle) == SIZE).all()

@@ -1,0 +1,224 @@
+"""Who drives the engine: no wake-up is lost, no interrupt leaves anything taken, no thread dies unheard."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from loopback_job import job
+
+from ringdance.core import driver as driver_module
+from ringdance.core.engine import Engine
+from ringdance.core.process_set import ProcessSetState
+from ringdance.core.request import Operation, Ticket
+from ringdance.errors import EngineError
+from ringdance.settings import Settings
+from ringdance.training import verbs
+from ringdance.transport.loopback import LoopbackTransport
+
+
+def start(engine: Engine, name: str, wake: bool = False) -> Ticket:
+    array = np.ones(3, np.float32)
+    return verbs.allreduce(engine, (array,), (array,), name=name, operation=Operation.SUM, wake=wake)
+
+
+def until(what: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 15
+    while not what():
+        assert time.monotonic() < limit, "it did not come"
+        time.sleep(1e-3)
+
+
+@pytest.fixture
+def no_idle_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine thread finds work only by being woken."""
+    monkeypatch.setattr(driver_module, "_IDLE", 60.0)
+
+
+@pytest.mark.usefixtures("no_idle_look")
+def test_asynchronous_work_goes_on_after_a_blocking_call() -> None:
+    def program(engine: Engine) -> None:
+        for name in ("A", "B"):
+            start(engine, name).wait()
+        for _ in range(3):
+            verbs.barrier(engine)
+            if engine.rank == 0:
+                early = start(engine, "A", wake=True)
+                start(engine, "B").wait()
+            else:
+                time.sleep(0.02)
+                start(engine, "B").wait()
+                early = start(engine, "A", wake=True)
+            until(early.done)  # nobody waits for it
+
+    job(2, program)
+
+
+@pytest.mark.usefixtures("no_idle_look")
+def test_a_submission_while_the_engine_thread_lies_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its look for work and its sleep."""
+    told = threading.local()
+    original = ProcessSetState.next_due
+
+    def next_due(state: ProcessSetState) -> float | None:
+        due = original(state)
+        submit = getattr(told, "submit", None)
+        if due is None and submit is not None and threading.current_thread().name.startswith("ringdance"):
+            told.submit = None
+            submit()
+        return due
+
+    def program(engine: Engine) -> None:
+        start(engine, "A").wait()
+        found: list[Ticket] = []
+        assert engine._driver is not None
+        run = engine._driver._rest
+
+        def rest() -> None:  # on the engine thread, which has just found nothing to do
+            if not found:
+                told.submit = lambda: found.append(start(engine, "A", wake=True))
+            run()
+
+        monkeypatch.setattr(engine._driver, "_rest", rest)
+        engine._driver.wake()
+        until(lambda: bool(found) and found[0].done())
+
+    monkeypatch.setattr(ProcessSetState, "next_due", next_due)
+    job(2, program)
+
+
+def test_an_engine_thread_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = threading.Event()
+    original = ProcessSetState.next_due
+
+    def next_due(state: ProcessSetState) -> float | None:
+        name = threading.current_thread().name
+        if dying.is_set() and name == "ringdance engine 1":
+            raise TypeError("planted")
+        return original(state)
+
+    monkeypatch.setattr(ProcessSetState, "next_due", next_due)
+
+    def program(engine: Engine) -> str:
+        start(engine, "A").wait()
+        dying.set()
+        until(lambda: engine.broken is not None)
+        with pytest.raises(Exception, match="planted") as caught:
+            start(engine, "A").wait()
+        return type(caught.value).__name__
+
+    assert job(2, program)[1] == EngineError.__name__
+
+
+def test_followers_are_promoted_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads wait: whoever leads hands over when its own operation is complete."""
+    monkeypatch.setattr(driver_module, "_FOLLOWER_POLL", 60.0)
+
+    def program(engine: Engine) -> None:
+        def one(name: str) -> None:
+            for _ in range(30):
+                start(engine, name).wait(30.0)
+
+        threads = [threading.Thread(target=one, args=(f"t{i}",)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+    job(2, program)
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, from the trace function."""
+
+
+# Where CPython looks for signals, beside the start of a function.
+_LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "CALL_KW")
+
+
+def after_looks(code: CodeType) -> Iterator[int]:
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if before in _LOOKS:
+            yield instruction.offset
+        before = instruction.opname
+
+
+def interrupt(call: Callable[[], Any], codes: dict[CodeType, set[int]], at: int) -> bool:
+    """Raise at the ``at``-th place where a signal could be seen; return whether there was one."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "call" or (event == "opcode" and frame.f_lasti in codes[frame.f_code]):
+            count += 1
+            if count == at:
+                raise Interrupted
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(None)
+    return count >= at
+
+
+def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
+    functions = (
+        driver_module._alone, driver_module.Driver.wait, driver_module.Driver._drive,
+        driver_module.Driver._try_step, driver_module.Driver.look, Engine._wait,
+    )  # fmt: skip
+    codes = {function.__code__: set(after_looks(function.__code__)) for function in functions}
+
+    def program(engine: Engine) -> int:
+        driver = engine._driver
+        assert driver is not None
+        for places in range(1, 200):
+            name = f"n{places}"
+            ticket, found = start(engine, name), False
+            if engine.rank == 0:
+                found = interrupt(lambda ticket=ticket: ticket.wait(), codes, places)  # type: ignore[misc]
+                assert not engine._progress.callers
+                assert not engine._machines[0][0].waiting
+            ticket.wait(20.0)  # also what an interrupt has left
+            again = np.array([found])
+            verbs.allreduce(engine, (again,), (again,), name="again", operation=Operation.MAX).wait(20.0)
+            if not again[0]:
+                return places
+        raise AssertionError("there was always one more")
+
+    assert job(2, program, Settings())[0] > 15
+
+
+def test_without_threads_mpi_is_called_on_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI_THREAD_SINGLE: a process set is split off on the thread that made MPI."""
+    monkeypatch.setattr(LoopbackTransport, "several_threads", False)
+    callers: list[tuple[int, int]] = []
+    split = LoopbackTransport.split
+
+    def spying(self: LoopbackTransport, *arguments: Any) -> Any:
+        callers.append((self.rank, threading.get_ident()))
+        return split(self, *arguments)
+
+    monkeypatch.setattr(LoopbackTransport, "split", spying)
+
+    def program(engine: Engine) -> tuple[int, int]:
+        engine.add_process_set([0, 1])
+        engine.remove_process_set(1)
+        return engine.rank, threading.get_ident()
+
+    assert sorted(job(3, program, threaded=False)) == sorted(callers)
