@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringdance import session
-from ringdance.core.request import Operation, Ticket
+from ringdance.core.request import Operation, Ticket, Verb
 from ringdance.errors import ArgumentError
 from ringdance.training import handles, verbs
 from ringdance.training.basics import (
@@ -71,16 +71,14 @@ def _view(value: npt.ArrayLike) -> Array:
     return array if array.flags.c_contiguous else array.copy(order="C")
 
 
-def _views(values: Arrays) -> tuple[Array, ...]:
-    return tuple([_view(value) for value in values])
-
-
-def _own(values: Sequence[Any]) -> tuple[Array, ...]:
-    """Return arrays that can be written to as one block, for operations in place."""
+def _views(values: Arrays, in_place: bool = False) -> tuple[Array, ...]:
+    """Return contiguous arrays; for operations in place the arrays themselves."""
+    if not in_place:
+        return tuple([_view(value) for value in values])
     for array in values:
         if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
             raise ArgumentError("An operation in place needs a contiguous, writable NumPy array.")
-    return tuple(values)
+    return tuple(values)  # type: ignore[arg-type]
 
 
 def _first(ticket: Ticket) -> Any:
@@ -91,13 +89,16 @@ def _all(ticket: Ticket) -> Any:
     return tuple(ticket.result)
 
 
+@verbs.refusing(Verb.ALLREDUCE)
 def _allreduce(
-    views: tuple[Array, ...], outputs: tuple[Array, ...] | None, name: str | None, op: int | None,
-    prescale: float, postscale: float, process_set: ProcessSet, grouped: bool, wake: bool,
+    arrays: Arrays, in_place: bool, name: str | None, op: int | None, prescale: float, postscale: float,
+    process_set: ProcessSet, grouped: bool, wake: bool,
 ) -> Ticket:
+    views = _views(arrays, in_place)
     return verbs.allreduce(
-        session.engine(), views, outputs, name=name, operation=pick_operation(None, op), prescale=prescale,
-        postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
+        session.engine(), views, views if in_place else None, name=name,
+        operation=pick_operation(None, op), prescale=prescale, postscale=postscale,
+        set_id=set_id(process_set), grouped=grouped, wake=wake,
     )
 
 
@@ -119,8 +120,8 @@ def allreduce(
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    views = (_view(array),)
-    ticket = _allreduce(views, None, name, op, prescale_factor, postscale_factor, process_set, False, False)
+    scales = prescale_factor, postscale_factor
+    ticket = _allreduce((array,), False, name, op, *scales, process_set, False, False)
     result: Array = ticket.wait()[0]
     return result
 
@@ -130,8 +131,7 @@ def allreduce_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduce ``array`` over all ranks in place and return it."""
-    views = _own((array,))
-    _allreduce(views, views, name, op, prescale_factor, postscale_factor, process_set, False, False).wait()
+    _allreduce((array,), True, name, op, prescale_factor, postscale_factor, process_set, False, False).wait()
     return array
 
 
@@ -140,8 +140,8 @@ def allreduce_async(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce``; returns a handle."""
-    views = (_view(array),)
-    ticket = _allreduce(views, None, name, op, prescale_factor, postscale_factor, process_set, False, True)
+    scales = prescale_factor, postscale_factor
+    ticket = _allreduce((array,), False, name, op, *scales, process_set, False, True)
     return handles.hold(ticket, _first)
 
 
@@ -150,8 +150,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce_``; returns a handle."""
-    views = _own((array,))
-    ticket = _allreduce(views, views, name, op, prescale_factor, postscale_factor, process_set, False, True)
+    ticket = _allreduce((array,), True, name, op, prescale_factor, postscale_factor, process_set, False, True)
     return handles.hold(ticket, lambda _: array)
 
 
@@ -160,8 +159,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Return the reductions of several arrays that are exchanged together; as ``allreduce``."""
-    views = _views(arrays)
-    ticket = _allreduce(views, None, name, op, prescale_factor, postscale_factor, process_set, True, False)
+    ticket = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, False)
     return list(ticket.wait())
 
 
@@ -170,8 +168,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Reduce several arrays in place, exchanged together, and return them."""
-    views = _own(arrays)
-    _allreduce(views, views, name, op, prescale_factor, postscale_factor, process_set, True, False).wait()
+    _allreduce(arrays, True, name, op, prescale_factor, postscale_factor, process_set, True, False).wait()
     return list(arrays)
 
 
@@ -180,8 +177,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce``; ``synchronize`` gives a tuple."""
-    views = _views(arrays)
-    ticket = _allreduce(views, None, name, op, prescale_factor, postscale_factor, process_set, True, True)
+    ticket = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, True)
     return handles.hold(ticket, _all)
 
 
@@ -190,11 +186,11 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce_``; ``synchronize`` gives a tuple of the arrays."""
-    views = _own(arrays)
-    ticket = _allreduce(views, views, name, op, prescale_factor, postscale_factor, process_set, True, True)
+    ticket = _allreduce(arrays, True, name, op, prescale_factor, postscale_factor, process_set, True, True)
     return handles.hold(ticket, lambda _: tuple(arrays))
 
 
+@verbs.refusing(Verb.ALLGATHER)
 def _allgather(
     arrays: Arrays, name: str | None, process_set: ProcessSet, grouped: bool, wake: bool
 ) -> Ticket:
@@ -232,12 +228,15 @@ def grouped_allgather_async(
     return handles.hold(_allgather(arrays, name, process_set, True, True), _all)
 
 
+@verbs.refusing(Verb.BROADCAST)
 def _broadcast(
-    views: tuple[Array, ...], outputs: tuple[Array, ...] | None, root_rank: int, name: str | None,
-    process_set: ProcessSet, wake: bool,
+    array: npt.ArrayLike, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet,
+    wake: bool,
 ) -> Ticket:
+    views = _views((array,), in_place)
     return verbs.broadcast(
-        session.engine(), views, outputs, root_rank, name=name, set_id=set_id(process_set), wake=wake
+        session.engine(), views, views if in_place else None, root_rank, name=name,
+        set_id=set_id(process_set), wake=wake,
     )
 
 
@@ -246,7 +245,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Return the array of global rank ``root_rank``; shape and type equal on all ranks."""
-    result: Array = _broadcast((_view(array),), None, root_rank, name, process_set, False).wait()[0]
+    result: Array = _broadcast(array, False, root_rank, name, process_set, False).wait()[0]
     return result
 
 
@@ -254,8 +253,7 @@ def broadcast_(
     array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Overwrite ``array`` with that of global rank ``root_rank`` and return it."""
-    views = _own((array,))
-    _broadcast(views, views, root_rank, name, process_set, False).wait()
+    _broadcast(array, True, root_rank, name, process_set, False).wait()
     return array
 
 
@@ -264,17 +262,17 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``broadcast``; returns a handle."""
-    return handles.hold(_broadcast((_view(array),), None, root_rank, name, process_set, True), _first)
+    return handles.hold(_broadcast(array, False, root_rank, name, process_set, True), _first)
 
 
 def broadcast_async_(
     array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a ``broadcast_``; returns a handle."""
-    views = _own((array,))
-    return handles.hold(_broadcast(views, views, root_rank, name, process_set, True), lambda _: array)
+    return handles.hold(_broadcast(array, True, root_rank, name, process_set, True), lambda _: array)
 
 
+@verbs.refusing(Verb.ALLTOALL)
 def _alltoall(
     array: npt.ArrayLike, splits: npt.ArrayLike | None, name: str | None, process_set: ProcessSet, wake: bool
 ) -> Ticket:
@@ -317,6 +315,7 @@ def alltoall_async(
     return handles.hold(_alltoall(array, splits, name, process_set, True), _exchanged)
 
 
+@verbs.refusing(Verb.REDUCESCATTER)
 def _reducescatter(
     arrays: Arrays, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     grouped: bool, wake: bool,

@@ -331,6 +331,17 @@ def test_mismatches_raise_on_all_ranks() -> None:
 
 
 @several
+@pytest.mark.parametrize("wrong", ["text", torch.ones(4) * 1j, torch.eye(4).to_sparse()])
+def test_a_wrong_tensor_on_one_rank(wrong: Any) -> None:
+    odd = SIZE - 1 == RANK
+    for name in ("wrong.tensor", None):
+        told = "" if odd else f"the call on rank {SIZE - 1} .* was wrong"
+        with pytest.raises(ValueError if odd else RuntimeError, match=told):
+            hvd.allreduce(wrong if odd else torch.ones(4), name=name)
+        assert hvd.allreduce(torch.ones(4), name=name).tolist() == [1.0] * 4
+
+
+@several
 def test_an_error_of_one_rank_reaches_the_others() -> None:
     with pytest.raises(ValueError if RANK == 0 else RuntimeError, match="splits"):
         hvd.alltoall(torch.ones(SIZE), [SIZE] * SIZE if RANK == 0 else [1] * SIZE, name="bad.splits")

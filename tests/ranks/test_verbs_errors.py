@@ -188,6 +188,29 @@ def test_bad_splits_on_one_rank(way: str, what: str, named: bool) -> None:
     same(hvd.alltoall(np.ones((SIZE, 2)), name=name), np.ones((SIZE, 2)))
 
 
+WRONG_ALONE: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    "complex": (hvd.allreduce, lambda _, **k: hvd.allreduce(np.ones(4, complex), **k), "complex128"),
+    "text": (hvd.allgather, lambda _, **k: hvd.allgather("abc", **k), "<U3"),
+    "operation": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, op="sum", **k), "op='sum' is not one of"),
+    "not a number": (hvd.reducescatter, lambda x, **k: hvd.reducescatter(x, prescale_factor="a", **k), "'a'"),
+    "in place": (hvd.allreduce_, lambda x, **k: hvd.allreduce_(np.ones((4, 4)).T, **k), "contiguous"),
+    "no Max": (hvd.reducescatter, lambda x, **k: hvd.reducescatter(x, op=hvd.Max, **k), "not Max"),
+}
+
+
+@several
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("what", WRONG_ALONE)
+def test_a_wrong_argument_on_one_rank(way: str, what: str, named: bool) -> None:
+    """Raised there at once; the others, who wait for this call, are told why."""
+    right, wrong, said = WRONG_ALONE[what]
+    name = "wrong alone" if named else None
+    told = f"because the call on rank {LAST} on host .* was wrong: .*{said}"
+    with pytest.raises((ArgumentError, ValueError) if ODD else MismatchError, match=said if ODD else told):
+        (wrong if ODD else right)(np.ones(4), name=name)
+    same(hvd.allreduce(np.ones(4), op=hvd.Sum, name=name), np.full(4, float(SIZE)))
+
+
 @several
 @pytest.mark.parametrize("named", [True, False])
 def test_bad_splits_on_all_ranks(way: str, named: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.request import Operation, Ticket
+from ringdance.core.request import Operation, Ticket, Verb
 from ringdance.errors import ArgumentError
 from ringdance.torch.memory import Array, array_of, from_array
 from ringdance.training import verbs
@@ -101,6 +101,7 @@ def _like(views: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple([np.empty(view.shape, view.dtype) for view in views])
 
 
+@verbs.refusing(Verb.ALLREDUCE)
 def submit_allreduce(
     tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False, in_place: bool = False, wake: bool = False,
@@ -113,6 +114,7 @@ def submit_allreduce(
     )
 
 
+@verbs.refusing(Verb.ALLGATHER)
 def submit_allgather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False, wake: bool = False
 ) -> Ticket:
@@ -122,6 +124,7 @@ def submit_allgather(
     )
 
 
+@verbs.refusing(Verb.BROADCAST)
 def submit_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool = False,
     wake: bool = False,
@@ -145,6 +148,7 @@ def _splits_of(splits: Any) -> Array | None:
     return np.asarray(splits)
 
 
+@verbs.refusing(Verb.ALLTOALL)
 def submit_alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet, wake: bool = False
 ) -> Ticket:
@@ -155,6 +159,7 @@ def submit_alltoall(
     )
 
 
+@verbs.refusing(Verb.REDUCESCATTER)
 def submit_reducescatter(
     tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False, wake: bool = False,

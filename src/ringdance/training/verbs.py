@@ -6,30 +6,35 @@ allocate; giving the inputs again works in place. ``wake=False`` is for callers 
 
 Names are ``<verb>.<name>`` and ``grouped_<verb>.<name>`` (contract 3.7); ``None`` matches by order.
 An argument error that only this rank can see is raised here at once, and the ranks that wait for
-the same name are told through ``Engine.refuse`` instead of being left waiting.
+the same call get its message (``refuse``) instead of being left waiting.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
 
+from ringdance import session
 from ringdance.core.request import Description, Operation, Request, Ticket, Verb
-from ringdance.errors import ArgumentError, CollectiveError
+from ringdance.errors import ArgumentError, CollectiveError, DuplicateNameError
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
     "Operation", "UnsupportedOperationError", "allgather", "allreduce", "alltoall", "barrier", "broadcast",
-    "join", "pick_operation", "reducescatter", "tell_of_joins",
+    "join", "pick_operation", "reducescatter", "refusing", "tell_of_joins",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, ...]
@@ -116,9 +121,55 @@ def _full_name(verb: str, name: str | None, grouped: bool) -> str | None:
     return f"grouped_{verb}.{name}" if grouped else f"{verb}.{name}"
 
 
-def _refuse(engine: Engine, request: Request, error: ArgumentError) -> NoReturn:
-    engine.refuse(request, str(error))
-    raise error
+def _refuse(
+    engine: Engine, verb: Verb, name: str | None, set_id: int, grouped: bool, error: Exception
+) -> None:
+    """Let the ranks that wait for this call fail with the message of ``error``, once for each error."""
+    if not getattr(error, "told_to_peers", False):
+        error.told_to_peers = True  # type: ignore[attr-defined]
+        full = _full_name(verb.name.lower(), name, grouped)
+        engine.refuse(Request(Description(verb), name=full, set_id=set_id), str(error))
+
+
+def refusing(verb: Verb) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a binding's function that prepares a call and submits it: where it raises, the peers are told.
+
+    The function has the arguments ``name`` and ``process_set``, and may have ``grouped``.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except (ArgumentError, TypeError, ValueError, IndexError, AttributeError) as error:
+                if not isinstance(error, DuplicateNameError) and session.is_initialized():
+                    given = signature.bind(*args, **kwargs).arguments
+                    set_id = getattr(given["process_set"], "process_set_id", None)
+                    if isinstance(set_id, int):
+                        grouped = given.get("grouped", False)
+                        _refuse(session.engine(), verb, given["name"], set_id, grouped, error)
+                raise
+
+        return checked
+
+    return decorate
+
+
+def _described(
+    engine: Engine, verb: Verb, views: Arrays, name: str | None, set_id: int, grouped: bool, *others: Any
+) -> tuple[Description, str | None]:
+    """Return the description of a request and its full name; others: operation, scales, root."""
+    try:
+        return (
+            _describe(verb, *_dtypes_and_shapes(views), *others),
+            _full_name(verb.name.lower(), name, grouped),
+        )
+    except ArgumentError as error:
+        _refuse(engine, verb, name, set_id, grouped, error)
+        raise
 
 
 def _members(engine: Engine, set_id: int) -> tuple[int, ...]:
@@ -144,11 +195,12 @@ def allreduce(
     """
     if set_id:
         _members(engine, set_id)
-    full: str | None = None
+    scales = operation, prescale, postscale
     if name is None:
-        description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(inputs), operation, prescale, postscale)
+        described = _described(engine, Verb.ALLREDUCE, inputs, name, set_id, grouped, *scales)
     else:
-        description, full = _describe_again(name, grouped, inputs, operation, prescale, postscale)
+        described = _described_again(engine, inputs, name, set_id, grouped, *scales)
+    description, full = described
     if operation is Operation.ADASUM:
         _check_adasum(len(engine.members(set_id)))
     return engine.submit(Request(description, inputs, outputs, full, set_id), wake=wake)
@@ -156,28 +208,27 @@ def allreduce(
 
 # Name -> what was reduced under it last, alone or as a group: comparing is quicker than hashing, and a step's
 # names come again.
-_recent: tuple[dict[str, tuple[tuple[Any, ...], Description, str]], ...] = ({}, {})
+_recent: tuple[dict[str, tuple[tuple[Any, ...], tuple[Description, str | None]]], ...] = ({}, {})
 _MOST_RECENT = 4096
 
 
-def _describe_again(
-    name: str, grouped: bool, views: Arrays, operation: Operation, prescale: float, postscale: float
-) -> tuple[Description, str]:
-    """Return description and full name of a named allreduce."""
+def _described_again(
+    engine: Engine, views: Arrays, name: str, set_id: int, grouped: bool, *others: Any
+) -> tuple[Description, str | None]:
+    """Return what ``_described`` does for a named allreduce."""
     recent = _recent[grouped]
     if grouped:
-        key: tuple[Any, ...] = (*_dtypes_and_shapes(views), operation, prescale, postscale)
+        key: tuple[Any, ...] = (*_dtypes_and_shapes(views), *others)
     else:
-        key = (views[0].dtype, views[0].shape, operation, prescale, postscale)
+        key = (views[0].dtype, views[0].shape, *others)
     known = recent.get(name)
     if known is not None and known[0] == key:
-        return known[1], known[2]
+        return known[1]
     if len(recent) >= _MOST_RECENT:
         recent.clear()
-    description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(views), operation, prescale, postscale)
-    full = f"grouped_allreduce.{name}" if grouped else f"allreduce.{name}"
-    recent[name] = (key, description, full)
-    return description, full
+    described = _described(engine, Verb.ALLREDUCE, views, name, set_id, grouped, *others)
+    recent[name] = key, described
+    return described
 
 
 def _check_adasum(size: int) -> None:
@@ -195,10 +246,8 @@ def allgather(
     """Join the members' tensors along dimension 0, which may differ; the other dimensions are equal."""
     if set_id:
         _members(engine, set_id)
-    description = _describe(Verb.ALLGATHER, *_dtypes_and_shapes(inputs))
-    return engine.submit(
-        Request(description, inputs, None, _full_name("allgather", name, grouped), set_id), wake=wake
-    )
+    description, full = _described(engine, Verb.ALLGATHER, inputs, name, set_id, grouped)
+    return engine.submit(Request(description, inputs, None, full, set_id), wake=wake)
 
 
 def broadcast(
@@ -213,14 +262,16 @@ def broadcast(
     members = _members(engine, set_id)
     if not isinstance(root, int):
         root = int(root)
-    description = _describe(Verb.BROADCAST, *_dtypes_and_shapes(inputs), Operation.SUM, 1.0, 1.0, root)
-    request = Request(description, inputs, outputs, _full_name("broadcast", name, grouped), set_id)
+    scales = Operation.SUM, 1.0, 1.0
+    description, full = _described(engine, Verb.BROADCAST, inputs, name, set_id, grouped, *scales, root)
     if root not in members:
-        _refuse(engine, request, ArgumentError(
+        error = ArgumentError(
             f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with "
             f"the ranks {list(members)}; the root is given as a global rank."
-        ))
-    return engine.submit(request, wake=wake)
+        )
+        _refuse(engine, Verb.BROADCAST, name, set_id, grouped, error)
+        raise error
+    return engine.submit(Request(description, inputs, outputs, full, set_id), wake=wake)
 
 
 def alltoall(
@@ -242,15 +293,16 @@ def alltoall(
         ArgumentError: splits do not fit; peers that wait for this name get the same message.
     """
     members = _members(engine, set_id)
-    description = _describe(Verb.ALLTOALL, *_dtypes_and_shapes(inputs))
-    full = _full_name("alltoall", name, grouped)
-    checked: list[Array] = []
-    for view, rows in zip(inputs, splits, strict=True):
-        try:
-            checked.append(_splits(view, rows, len(members), full or "alltoall", engine))
-        except ArgumentError as error:
-            _refuse(engine, Request(description, inputs, None, full, set_id), error)
-    return engine.submit(Request(description, inputs, None, full, set_id, tuple(checked)), wake=wake)
+    description, full = _described(engine, Verb.ALLTOALL, inputs, name, set_id, grouped)
+    try:
+        checked = tuple([
+            _splits(view, rows, len(members), full or "alltoall", engine)
+            for view, rows in zip(inputs, splits, strict=True)
+        ])
+    except ArgumentError as error:
+        _refuse(engine, Verb.ALLTOALL, name, set_id, grouped, error)
+        raise
+    return engine.submit(Request(description, inputs, None, full, set_id, checked), wake=wake)
 
 
 def _splits(view: Array, splits: Array | None, size: int, name: str, engine: Engine) -> Array:
@@ -281,10 +333,9 @@ def reducescatter(
     """Reduce (Sum or Average) and give each member its rows: d // n of them, the first d % n one more."""
     if set_id:
         _members(engine, set_id)
-    description = _describe(Verb.REDUCESCATTER, *_dtypes_and_shapes(inputs), operation, prescale, postscale)
-    return engine.submit(
-        Request(description, inputs, None, _full_name("reducescatter", name, grouped), set_id), wake=wake
-    )
+    scales = operation, prescale, postscale
+    description, full = _described(engine, Verb.REDUCESCATTER, inputs, name, set_id, grouped, *scales)
+    return engine.submit(Request(description, inputs, None, full, set_id), wake=wake)
 
 
 _BARRIER = Description(Verb.BARRIER)
