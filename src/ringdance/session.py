@@ -285,6 +285,7 @@ def _at_exit() -> None:
         return
     if found is not None and not _process.failed:
         _process.clean &= found.shutdown("has ended its program", departing=True)
+        _tell_incomplete(found)
         if found.unclean and found.stopped_first:
             ended = f"{found.identity} ended its program while other ranks waited for it. {OUT_OF_DATA}"
             _cause(found, "exit", ended)
@@ -295,6 +296,19 @@ def _at_exit() -> None:
         from ringdance.transport.mpi import finalize
 
         finalize(_process.clean and not _process.failed)
+
+
+def _tell_incomplete(found: Engine) -> None:
+    """Warn of asynchronous operations that nobody waited for and that are lost now."""
+    names = found.incomplete
+    if names and not found.unclean:  # else the rank that waited is told
+        shown = ", ".join(f"'{name}'" for name in names[:6])
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+        _log.warning(
+            "ringdance: %s ended its program before %d of its operations were complete: %s%s. Call "
+            "synchronize() with each handle; what other ranks never submit does not complete.",
+            found.identity, len(names), shown, more,
+        )  # fmt: skip
 
 
 def _after_fork() -> None:

@@ -393,3 +393,14 @@ def test_a_guardian_outlives_its_launcher_only_to_clean_up(tmp_path: Path) -> No
         time.monotonic() - began,
         job.leftovers(),
     )
+
+
+def test_operations_that_are_lost_at_the_end_are_told(program: Callable[[str], str]) -> None:
+    path = program(
+        "import numpy as np, ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()\n"
+        "for i in range(20 * (1 - rank)): hvd.allreduce_async(np.ones(3), name=f'm{i}')\n"
+    )
+    done = run("-np", "2", "python", path)
+    assert done.returncode == 0
+    assert done.stderr.count("before 20 of its operations were complete: 'allreduce.m0', ") == 1
+    assert "and 14 more. Call synchronize()" in done.stderr

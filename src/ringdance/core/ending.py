@@ -50,6 +50,7 @@ class EngineEnd(ProcessSets):
         self.unclean = False
         self.stopped_first = False
         self.departed = ""
+        self.incomplete: list[str] = []
         self._stop_reason = ""
         self._stop_ticket = Ticket(Request(Description(Verb.BARRIER)), "shutdown", self._wait)
 
@@ -133,6 +134,7 @@ class EngineEnd(ProcessSets):
             state = self._sets[set_id].state
             if state is not None:
                 self.unclean |= not state.calm
+                self.incomplete += [t.name for t in state.tickets() if t.refusal is None]
                 self._fail_tickets(state, error)
         self._bell = None
         try:

@@ -54,6 +54,7 @@ class Engine(EngineEnd):
         broken: why the engine failed, or None.
         unclean: after a stop, whether some rank was still waiting for something.
         stopped_first: whether this rank asked for the stop before it heard of another's.
+        incomplete: after a stop, the names of this rank's operations that were not complete.
         departed: a rank whose program has ended, so that this job cannot be started again; else "".
 
     Args:
