@@ -15,6 +15,7 @@
         ├── ShutDownError                       a rank shut down or ended while others waited
         ├── RankLostError                       a rank died
         ├── StallError                          a rank did not submit in time
+        │   └── DeadlockError                   ranks wait for operations that others never submitted
         └── EngineError                         the engine itself failed
 
 The families and which ranks get them: contract section 3.2. After an error of the
@@ -97,6 +98,10 @@ class RankLostError(CollectiveError):
 
 class StallError(CollectiveError):
     """A rank did not submit an operation within the stall shutdown time."""
+
+
+class DeadlockError(StallError):
+    """All ranks wait, each for an operation that another has not submitted: none can ever complete."""
 
 
 class EngineError(CollectiveError):

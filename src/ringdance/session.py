@@ -276,6 +276,7 @@ def _on_exception(
     _cause(found, how, text, "".join(traceback.format_exception(kind, error, trace)))
     if not found.closed:
         found.leave(f"{found.identity} ended with {text}")
+    if found.failed_here:
         time.sleep(_GRACE)
 
 

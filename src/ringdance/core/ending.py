@@ -20,7 +20,6 @@ from ringdance.errors import (
     NotInitializedError,
     RankLostError,
     ShutDownError,
-    StallError,
 )
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
@@ -47,6 +46,7 @@ class EngineEnd(ProcessSets):
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
         self.closed = False
         self.broken: CollectiveError | None = None
+        self.failed_here = False
         self.unclean = False
         self.stopped_first = False
         self.departed = ""
@@ -70,6 +70,10 @@ class EngineEnd(ProcessSets):
         self._stop_reason = self._stop_reason or reason
         for state, _ in self._machines:
             state.stopping = True
+
+    def _read_notes(self) -> None:
+        for sender, message in self.transport.messages():
+            self._hear(sender, json.loads(message))
 
     def _tell_all(self, note: dict[str, Any]) -> None:
         message = json.dumps(note).encode()
@@ -149,8 +153,7 @@ class EngineEnd(ProcessSets):
         """The note that says who stops can be slower than the round in which it does."""
         patience = time.monotonic() + 0.2
         while not self._stop_reason and time.monotonic() < patience:
-            for sender, message in self.transport.messages():
-                self._hear(sender, json.loads(message))
+            self._read_notes()
             time.sleep(1e-3)
         self._stop_reason = self._stop_reason or "Another rank has shut down"
 
@@ -166,8 +169,10 @@ class EngineEnd(ProcessSets):
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         if tell:
-            stall = isinstance(error, StallError)
-            self._tell_all({"kind": "failed", "message": message, "departed": self.departed, "stall": stall})
+            self.failed_here = True
+            self._tell_all({
+                "kind": "failed", "message": message, "departed": self.departed, "error": type(error).__name__
+            })  # fmt: skip
         for state, _ in self._machines:
             self._fail_tickets(state, error)
         self._stop_ticket.finish(error=None)

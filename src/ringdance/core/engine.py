@@ -24,6 +24,7 @@ from ringdance.core.watch import StallWatch
 from ringdance.errors import (
     ArgumentError,
     CollectiveError,
+    DeadlockError,
     EngineError,
     ProcessSetRemovedError,
     RankLostError,
@@ -52,6 +53,7 @@ class Engine(EngineEnd):
         hosts: the host name of each rank.
         settings: as given.
         broken: why the engine failed, or None.
+        failed_here: this rank has told the others why the job fails.
         unclean: after a stop, whether some rank was still waiting for something.
         stopped_first: whether this rank asked for the stop before it heard of another's.
         incomplete: after a stop, the names of this rank's operations that were not complete.
@@ -294,8 +296,7 @@ class Engine(EngineEnd):
             self.fail(self._failure(error))
 
     def _look(self) -> None:
-        for sender, message in self.transport.messages():
-            self._hear(sender, json.loads(message))
+        self._read_notes()
         if self.closed:
             return
         states = [state for state, _ in self._machines]
@@ -313,6 +314,8 @@ class Engine(EngineEnd):
                 self._report(text)
 
     def _check_living(self, state: ProcessSetState, place: int) -> None:
+        if not self.closed and state.transport.state(place) == "gone":
+            self._read_notes()  # what it has sent before it went says more
         if not self.closed and state.transport.state(place) == "gone":
             who = state.transport.identities[place]
             self.departed = str(who)
@@ -335,4 +338,5 @@ class Engine(EngineEnd):
             self._stop(f"{self.transport.identities[sender]} {note['reason']}")
         elif kind == "failed" and not self.closed:
             self.departed = self.departed or note["departed"]
-            self.fail((StallError if note["stall"] else RankLostError)(note["message"]), tell=False)
+            kinds = {"StallError": StallError, "DeadlockError": DeadlockError}
+            self.fail(kinds.get(note["error"], RankLostError)(note["message"]), tell=False)

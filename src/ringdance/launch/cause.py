@@ -11,7 +11,7 @@ MARK = b"::ringdance-cause::"
 """Marks the line on stderr in which a failing rank tells why, as JSON; see :func:`parse_mark`."""
 
 # Errors by which a rank tells of another's end; never the first failure if there is another.
-_OF_OTHERS = ("RankLostError", "ShutDownError", "StallError")
+_OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 
 
 @dataclass(frozen=True)
