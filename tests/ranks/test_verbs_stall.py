@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import shutil
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -53,6 +57,19 @@ def wait_for(found: list[str], words: str) -> str:
         time.sleep(0.02)
 
 
+def reduce(name: str) -> None:
+    """As a helper function of a user: all ranks wait at one line of it, called from different ones."""
+    same(hvd.allreduce(np.ones(3), name=name, op=hvd.Sum), np.full(3, float(SIZE)))
+
+
+def train(name: str) -> None:
+    reduce(name)
+
+
+def evaluate(name: str) -> None:
+    reduce(name)
+
+
 @several
 def test_disjoint_names_are_said_and_can_still_be_mended(hasty: None, said: list[str]) -> None:
     """After the warning a second thread on each rank submits what the others wait for."""
@@ -67,13 +84,17 @@ def test_disjoint_names_are_said_and_can_still_be_mended(hasty: None, said: list
 
     thread = threading.Thread(target=mend)
     thread.start()
-    same(hvd.allreduce(np.ones(3), name=mine, op=hvd.Sum), np.full(3, float(SIZE)))
+    (train if RANK == 0 else evaluate)(mine)
     thread.join()
     if RANK == 0:
         assert "has waited" in told[0]
         assert "'allreduce.this'" in told[0]
         assert f"rank {SIZE - 1} on host" in told[0]
-        assert "test_verbs_stall.py:" in told[0]
+        first, others = told[0].split("Not submitted by")
+        for text, caller in ((first, "train"), (others, "evaluate")):
+            assert "test_verbs_stall.py:" in text
+            assert " in reduce, called from " in text
+            assert f" in {caller}" in text.partition("called from")[2]
 
 
 @several
@@ -96,6 +117,68 @@ def test_a_rank_that_computes_is_named_with_its_line(hasty: None, said: list[str
         assert f"rank {SIZE - 1} on host" in told[0]
         assert "test_verbs_stall.py:" in told[0]
         assert "test_a_rank_that_computes_is_named_with_its_line" in told[0]
+
+
+@pytest.fixture
+def late() -> Iterator[None]:
+    with other_settings({"RINGDANCE_STALL_CHECK_TIME": "0.5"}):
+        yield
+
+
+@several
+def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]) -> None:
+    def load() -> None:
+        time.sleep(1.0)
+
+    def train_in_thread() -> None:
+        hvd.allreduce(np.ones(2), name="of a thread")
+
+    if RANK == SIZE - 1:
+        loader = threading.Thread(target=load, name="loader")
+        loader.start()
+        loader.join()
+    trainer = threading.Thread(target=train_in_thread, name="trainer")
+    trainer.start()
+    trainer.join()
+    if RANK == 0:
+        text = wait_for(said, "'allreduce.of a thread'")
+        own, _, other = text.partition("Not submitted by")
+        assert "(its thread 'trainer' is at " in own
+        assert " in train_in_thread; its main thread is at " in own
+        assert "its thread 'loader' is at " in other
+        assert " in load" in other
+
+
+@several
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_holds_pythons_lock_is_seen_from_outside(late: None, said: list[str]) -> None:
+    if RANK == SIZE - 1:
+        ctypes.PyDLL(None).usleep(3_000_000)  # PyDLL, unlike CDLL, keeps the lock
+    hvd.allreduce(np.ones(2), name="after the call")
+    if RANK == 0:
+        text = wait_for(said, "'allreduce.after the call'")
+        assert f"No answer from rank {SIZE - 1} on host" in text
+        assert "its main thread sleeps in the kernel (state S" in text
+        assert "probably in a call that holds Python's lock" in text
+
+
+@several
+def test_a_stopped_rank_is_named(late: None, said: list[str]) -> None:
+    pids = hvd.allgather_object(os.getpid())
+    if RANK == SIZE - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def go_on() -> None:
+        wait_for(said, f"`kill -CONT {pids[-1]}` continues it")
+        os.kill(pids[-1], signal.SIGCONT)
+
+    thread = threading.Thread(target=go_on)
+    if RANK == 0:
+        thread.start()
+    hvd.allreduce(np.ones(2), name="after the stop")
+    if RANK == 0:
+        thread.join()
+        assert f"No answer from rank {SIZE - 1} on host" in said[0]
 
 
 @several

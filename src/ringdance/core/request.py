@@ -108,13 +108,15 @@ class Ticket:
         refusal: why this rank's own call was refused, if it was (``Engine.refuse``).
         told: the round in which the other members were told of it as news, else 0.
         submitted: when, in seconds of ``time.monotonic``.
+        waited_since: when a thread first waited for it, likewise; 0.0 if none has.
+        thread: identifier of the thread that waits for it or, as long as none does, that submitted it.
     """
 
     # Slots, not an instance dictionary with defaults on the class: filled in by several threads in varying
     # order, such dictionaries crashed CPython 3.11.7 (dictresize of a key-sharing table).
     __slots__ = (
         "_done", "_waiter", "error", "name", "order", "received_splits", "refusal", "request", "result",
-        "submitted", "told", "wait_on",
+        "submitted", "thread", "told", "wait_on", "waited_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, name: str, wait_on: Callable[[Ticket, float | None], None]) -> None:
@@ -122,6 +124,8 @@ class Ticket:
         self.name = name
         self.wait_on = wait_on
         self.submitted = time.monotonic()
+        self.waited_since = 0.0
+        self.thread = threading.get_ident()
         self.order = -1
         self.told = 0
         self.result: Any = None
@@ -143,6 +147,9 @@ class Ticket:
             TimeoutError: ``timeout`` seconds passed; the request goes on.
         """
         if not self._done:
+            self.thread = threading.get_ident()
+            if not self.waited_since:
+                self.waited_since = time.monotonic()
             self.wait_on(self, timeout)
         if self.error is not None:
             raise self.error

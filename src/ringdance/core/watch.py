@@ -3,62 +3,43 @@
 A rank that has waited for some seconds, or has had an asynchronous request pending for so long,
 asks the members of the set for their status; the engine thread answers, even while the main
 thread computes. The lowest waiting rank then says once who has not submitted what, and where
-its main thread is.
+its threads are. Who does not answer is looked at from outside.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import sys
-import threading
 import time
+import zlib
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from ringdance.core.process_set import ProcessSetState
-from ringdance.errors import OUT_OF_DATA
-from ringdance.transport.base import Identity, Transport
+from ringdance.core.procfs import CpuSample, describe_threads, sample_cpu
+from ringdance.core.request import Ticket
+from ringdance.core.stacks import thread_locations
+from ringdance.core.stall_message import MOST_NAMES_SENT, Stall, stall_message
+from ringdance.transport.base import Transport
 
-__all__ = ["StallWatch", "main_thread_place", "stall_message"]
+__all__ = ["StallWatch"]
 
 _ANSWER_TIME = 0.5
-_MOST_NAMES = 6
-_OWN = ("ringdance", "horovod")
-_PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
-_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-
-
-def main_thread_place() -> str:
-    """Return file, line and function of the user's code that the main thread executes."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    # The user's own line says more than that of a library which it calls: go outward past those.
-    inner = script = frame
-    while frame is not None and not _is_users(frame):
-        if frame.f_globals.get("__name__") == "__main__":
-            script = frame
-        frame = frame.f_back
-    frame = frame or script or inner
-    if frame is None:
-        return "unknown place"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Whether this is neither our code nor an installed package's nor Python's own."""
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    path = frame.f_code.co_filename
-    return package not in _OWN and not (path.startswith(_PYTHONS) or _INSTALLED.search(path))
+_LONGEST_ANSWER_TIME = 1.5  # of a process that runs: with all cores busy its engine may get none for so long
+_RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
 
 
 @dataclass
 class _Inquiry:
+    """What was asked about, and what was so at that time."""
+
     asked: float
-    waited: float
-    name: str
-    set_id: int
+    state: ProcessSetState
+    ticket: Ticket
+    seconds: float
+    rounds: int
+    count: int
+    cpu: dict[int, CpuSample | None] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -79,17 +60,26 @@ class StallWatch:
         self._shutdown = shutdown_seconds
         self._disabled = disabled
         self._next_report: dict[tuple[int, str], float] = {}
+        self._quiet_until = 0.0  # a report on one request speaks for those behind it
         self._inquiry: _Inquiry | None = None
+        self._moved: dict[int, tuple[int, float]] = {}  # by set: what ``_count`` was last, and since when
 
     def status(self, sets: list[ProcessSetState]) -> dict[str, Any]:
-        """Return this rank's answer to an inquiry."""
-        pending = [(s.set_id, t.name) for s in sets for t in s.tickets() if t.refusal is None]
+        """Return this rank's answer to an inquiry.
+
+        Its fields: ``pending``: set and name of up to 200 requests, ``more``: checksums of the names of the
+        others; ``due``: the sets in which this rank takes part in rounds now; ``waiting``: whether a thread
+        waits; ``joined``; ``threads``: see ``stacks.thread_locations``.
+        """
+        tickets = [(s.set_id, t) for s in sets for t in s.tickets() if t.refusal is None]
         return {
             "kind": "status",
-            "pending": pending[:200],
+            "pending": [(number, ticket.name) for number, ticket in tickets[:MOST_NAMES_SENT]],
+            "more": [zlib.crc32(ticket.name.encode()) for _, ticket in tickets[MOST_NAMES_SENT:]],
+            "due": [s.set_id for s in sets if _takes_part(s)],
             "waiting": any(s.waiting for s in sets),
             "joined": any(s.join_ticket is not None for s in sets),
-            "where": main_thread_place(),
+            "threads": thread_locations({ticket.thread for _, ticket in tickets}),
         }
 
     def hear(self, sender: int, note: dict[str, Any]) -> None:
@@ -102,109 +92,130 @@ class StallWatch:
         if self._disabled:
             return None, False
         now = time.monotonic()
+        for state in sets:
+            count = _count(state)
+            if self._moved.get(state.set_id, (-1, 0.0))[0] != count:
+                self._moved[state.set_id] = count, now
         if self._inquiry is not None:
-            return self._conclude(now, sets)
+            return self._conclude(self._inquiry, now, sets)
         oldest = self._oldest(sets, now)
         if oldest is not None:
-            set_state, name, age = oldest
-            self._next_report[(set_state.set_id, name)] = age * 2
-            self._inquiry = _Inquiry(now, age, name, set_state.set_id)
-            for place in set_state.members:
-                if place != self._transport.rank:
-                    self._transport.post(place, json.dumps({"kind": "ask"}).encode())
+            self._ask(*oldest, now)
         return None, False
 
-    def _oldest(self, sets: list[ProcessSetState], now: float) -> tuple[ProcessSetState, str, float] | None:
+    def _oldest(
+        self, sets: list[ProcessSetState], now: float
+    ) -> tuple[ProcessSetState, Ticket, float] | None:
+        """Return what has waited longest, of what is due for a report."""
         waiting = [
-            (state, ticket.name, now - ticket.submitted)
+            (state, ticket, now - since)
             for state in sets
-            if state.waiting or state.eager_since is not None
             for ticket in state.tickets()
             if ticket.refusal is None and ticket is not state.join_ticket
+            if (since := _pending_since(state, ticket)) is not None
         ]
         if not waiting:
             self._next_report.clear()
             return None
-        oldest = max(waiting, key=lambda item: item[2])
-        due = self._next_report.get((oldest[0].set_id, oldest[1]), self._check)
-        if 0 < self._shutdown <= oldest[2]:
-            due = min(due, self._shutdown)
-        return oldest if oldest[2] >= due else None
+        oldest = state, ticket, age = max(waiting, key=lambda item: item[2])
+        ends = 0 < self._shutdown <= age
+        at = self._next_report.get((state.set_id, ticket.name), 0.0 if ends else self._quiet_until)
+        return oldest if now >= at and (ends or age >= self._check) else None
 
-    def _conclude(self, now: float, sets: list[ProcessSetState]) -> tuple[str | None, bool]:
-        inquiry = self._inquiry
-        assert inquiry is not None
-        state = next((s for s in sets if s.set_id == inquiry.set_id), None)
-        if state is None or all(ticket.name != inquiry.name for ticket in state.tickets()):
+    def _ask(self, state: ProcessSetState, ticket: Ticket, age: float, now: float) -> None:
+        inquiry = self._inquiry = _Inquiry(now, state, ticket, age, state.rounds, _count(state))
+        pause = min(age, self._shutdown - age) if age < self._shutdown else age
+        self._next_report[(state.set_id, ticket.name)] = now + pause
+        for rank in state.members:
+            if rank != self._transport.rank:
+                inquiry.cpu[rank] = self._sample(rank)
+                self._transport.post(rank, json.dumps({"kind": "ask"}).encode())
+
+    def _sample(self, rank: int) -> CpuSample | None:
+        pid = self._transport.identities[rank].pid
+        here = self._transport.state(rank) == "running" and pid != os.getpid()
+        return sample_cpu(pid) if here else None
+
+    def _conclude(
+        self, inquiry: _Inquiry, now: float, sets: list[ProcessSetState]
+    ) -> tuple[str | None, bool]:
+        state, ticket = inquiry.state, inquiry.ticket
+        if ticket.done() or state not in sets:
             self._inquiry = None
             return None, False
-        others = [place for place in state.members if place != self._transport.rank]
-        if now - inquiry.asked < _ANSWER_TIME and any(place not in inquiry.answers for place in others):
-            return None, False
-        self._inquiry = None
-        give_up = 0 < self._shutdown <= inquiry.waited + 0.001
         own = self._transport.rank
+        others = [rank for rank in state.members if rank != own]
+        silent = [rank for rank in others if rank not in inquiry.answers]
+        if silent and now - inquiry.asked < _LONGEST_ANSWER_TIME:
+            runs = any(self._transport.state(rank) not in ("stopped", "gone") for rank in silent)
+            if runs or now - inquiry.asked < _ANSWER_TIME:
+                return None, False
+        self._inquiry = None
+        give_up = 0 < self._shutdown <= inquiry.seconds + 0.001
         if not give_up and any(inquiry.answers.get(p, {}).get("waiting") for p in others if p < own):
             return None, False  # a lower rank waits too, and will say it
-        states = {place: self._transport.state(place) for place in others}
-        own_status = self.status(sets)
-        return (
-            stall_message(
-                self._transport.identities,
-                own,
-                own_status,
-                inquiry.waited,
-                inquiry.name,
-                inquiry.set_id,
-                others,
-                inquiry.answers,
-                states,
-            ),
-            give_up,
+        stall = self._describe(inquiry, now, others)
+        if stall.under_way(self._check):
+            give_up = False
+            if inquiry.seconds < 4 * self._check:
+                self._next_report[(state.set_id, ticket.name)] = now + _RECHECK
+                return None, False
+        self._quiet_until = now + self._check
+        return stall_message(stall), give_up
+
+    def _describe(self, inquiry: _Inquiry, now: float, others: list[int]) -> Stall:
+        state, ticket, transport = inquiry.state, inquiry.ticket, self._transport
+        window = state.transport.window
+        group = state.transport.host_group
+        behind = window.missing() if window is not None and state.in_round else []
+        return Stall(
+            identities=transport.identities,
+            rank=transport.rank,
+            status=self.status([state]),
+            seconds=inquiry.seconds,
+            waits=bool(ticket.waited_since and state.waiting),
+            name=ticket.name,
+            set_id=state.set_id,
+            others=others,
+            answers=inquiry.answers,
+            silent={r: self._outside(r, inquiry.cpu[r]) for r in others if r not in inquiry.answers},
+            in_round=state.in_round,
+            behind=[state.members[group[place]] for place in behind],
+            idle=now - self._moved[state.set_id][1],
+            # Within one round: rounds that follow each other and achieve nothing move no data.
+            moving=state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
         )
 
+    def _outside(self, rank: int, before: CpuSample | None) -> str:
+        """Say what can be known of a rank that does not answer."""
+        state, pid = self._transport.state(rank), self._transport.identities[rank].pid
+        if state == "stopped":
+            return f"its process is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` continues it"
+        if state == "gone":
+            return "its process is gone"
+        seen = describe_threads(pid, before) if state == "running" and pid != os.getpid() else ""
+        if not seen:
+            seen = "its main thread is probably in a call that holds Python's lock"
+        return f"{seen}; `py-spy dump --pid {pid}` on that host shows its stack"
 
-def stall_message(
-    who: tuple[Identity, ...],
-    own: int,
-    own_status: dict[str, Any],
-    waited: float,
-    name: str,
-    set_id: int,
-    others: list[int],
-    answers: dict[int, dict[str, Any]],
-    states: dict[int, str],
-) -> str:
-    """Return the sentence about a stall: who waits for what, and what the others do instead."""
-    late = []
-    kind = "has waited {:.0f} s for" if own_status["waiting"] else "submitted {:.0f} s ago"
-    for place in others:
-        answer = answers.get(place)
-        if answer is None:
-            doing = {
-                "stopped": "its process is stopped (SIGSTOP or a debugger)",
-                "gone": "its process is gone",
-            }.get(
-                states[place], "it does not answer: its process may hang in a call that holds Python's lock"
-            )
-            late.append(f"{who[place]}: {doing}")
-            continue
-        names = [pending for sid, pending in answer["pending"] if sid == set_id]
-        if name in names:
-            continue
-        if answer["joined"]:
-            doing = "it has joined"
-        elif names:
-            more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
-            doing = "it waits for " if answer["waiting"] else "it has submitted "
-            doing += ", ".join(f"'{n}'" for n in names[:_MOST_NAMES]) + more
-        else:
-            doing = "it waits in another set" if answer["waiting"] else "it does not wait for anything"
-        late.append(f"{who[place]}: {doing}; its main thread is at {answer['where']}")
-    where = f" in process set {set_id}" if set_id else ""
-    head = f"{who[own]} {kind.format(waited)} '{name}'{where} (its main thread is at {own_status['where']})."
-    if not late:
-        return f"{head} All members have submitted it; the exchange itself is slow or stuck."
-    # Those who have no more batches can join, which helps with the reductions of all ranks.
-    advice = f" {OUT_OF_DATA}" if set_id == 0 and "allreduce." in name else ""
-    return f"{head} Not submitted by " + "; by ".join(late) + f". All ranks must make the same calls.{advice}"
+
+def _takes_part(state: ProcessSetState) -> bool:
+    """Whether this rank is in a round of the set or enters one as soon as something is pending."""
+    return bool(
+        state.in_round or state.exchange.progress.callers or state.urgent or state.eager_since is not None
+    )
+
+
+def _count(state: ProcessSetState) -> int:
+    """Return a number that grows while the set's rounds and exchanges make progress."""
+    window = state.transport.window
+    if window is not None and state.transport.one_host:
+        return window.count
+    return state.exchange.progress.count  # that of all sets: between hosts a set has none of its own
+
+
+def _pending_since(state: ProcessSetState, ticket: Ticket) -> float | None:
+    """Return since when somebody waits for it or, asynchronous, it should have been started; else None."""
+    if ticket.waited_since and state.waiting:
+        return ticket.waited_since
+    return ticket.submitted if state.eager_since is not None else None

@@ -108,6 +108,11 @@ class Window:
         ]
         return doorbell
 
+    @property
+    def count(self) -> int:
+        """How often this member has signalled."""
+        return self._count
+
     def touch(self) -> None:
         """Write every page of this member's areas, so that they lie near it and exist."""
         for turn in (0, 1):

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from loopback_job import job
 
-from ringdance.core.watch import main_thread_place, stall_message
+from ringdance.core.engine import Engine
+from ringdance.core.procfs import describe_threads, sample_cpu
+from ringdance.core.stacks import thread_locations, user_frames
+from ringdance.core.stall_message import Stall, stall_message
+from ringdance.settings import Settings
+from ringdance.training import verbs
 from ringdance.transport.base import Identity
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
-OWN = {"where": "train.py:7 in step", "waiting": True}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def answer(*names: str, waiting: bool = True, joined: bool = False) -> dict[str, Any]:
+def thread(*frames: str, name: str = "main thread", pending: bool = False) -> dict[str, Any]:
+    return {"name": name, "pending": pending, "frames": list(frames)}
+
+
+OWN = {"threads": [thread("train.py:7 in step")]}
+
+
+def answer(
+    *names: str, waiting: bool = True, joined: bool = False, due: bool = True, threads: Any = None
+) -> dict[str, Any]:
     return {
         "pending": [[0, name] for name in names],
+        "due": [0] if due else [],
         "waiting": waiting,
         "joined": joined,
-        "where": "other.py:9 in f",
+        "threads": threads or [thread("other.py:9 in f")],
     }
 
 
-def message(answers: dict[int, dict[str, Any]], states: dict[int, str] | None = None) -> str:
-    return stall_message(
-        WHO, 1, OWN, 12.4, "grad", 0, [0, 2, 3], answers, states or dict.fromkeys(range(4), "running")
-    )
+def message(answers: dict[int, dict[str, Any]], **others: Any) -> str:
+    known: dict[str, Any] = {"status": OWN, "name": "grad", "set_id": 0, "others": [0, 2, 3], "waits": True}
+    known |= {"silent": {rank: "its process is gone" for rank in range(4)}} | others
+    return stall_message(Stall(WHO, 1, seconds=12.4, answers=answers, **known))
 
 
 def test_names_on_both_sides_with_lines() -> None:
@@ -55,12 +76,9 @@ def test_what_another_rank_does(found: dict[str, Any], words: str) -> None:
     assert words in message({0: answer("grad"), 2: answer("grad"), 3: found})
 
 
-@pytest.mark.parametrize(
-    ("state", "words"), [("stopped", "is stopped"), ("gone", "is gone"), ("running", "does not answer")]
-)
-def test_a_rank_that_does_not_answer(state: str, words: str) -> None:
-    said = message({0: answer("grad"), 2: answer("grad")}, {0: "running", 2: "running", 3: state})
-    assert f"rank 3 on host host1 (pid 103): it{'s process' if state != 'running' else ''} {words}" in said
+def test_a_rank_that_does_not_answer_is_not_said_to_be_late() -> None:
+    said = message({0: answer("grad"), 2: answer("grad")})
+    assert said.endswith(" No answer from rank 3 on host host1 (pid 103): its process is gone.")
 
 
 def test_the_same_name_in_another_set_does_not_count() -> None:
@@ -68,16 +86,64 @@ def test_the_same_name_in_another_set_does_not_count() -> None:
     assert "rank 3" in message({0: answer("grad"), 2: answer("grad"), 3: other})
 
 
-def test_all_have_submitted_it() -> None:
-    said = message({place: answer("grad") for place in (0, 2, 3)})
-    assert "All members have submitted it" in said
+def test_who_has_submitted_and_computes_on_is_named() -> None:
+    said = message({0: answer("grad"), 2: answer("grad"), 3: answer("grad", due=False, waiting=False)})
+    words = "Submitted but not yet waited for by rank 3 on host host1 (pid 103): its main thread is at other"
+    assert words in said
+    assert "slow" not in said
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"moving": True}, "and its exchange is under way."),
+        ({"in_round": True, "idle": 9.0}, "its exchange has made no progress for 9 s."),
+        (
+            {"in_round": True, "idle": 9.0, "behind": [2]},
+            "made no progress for 9 s, in which it waits for rank 2 on host host1 (pid 102): its main thread",
+        ),
+        ({"idle": 9.0}, "no exchange has begun for 9 s."),
+    ],
+)
+def test_all_have_submitted_it(facts: dict[str, Any], words: str) -> None:
+    answers = {rank: answer("grad") for rank in (0, 2, 3)}
+    assert words in message(answers, **facts)
+
+
+def test_an_exchange_that_moves_is_no_stall() -> None:
+    known: Any = {"status": OWN, "seconds": 9.0, "waits": True, "name": "grad", "set_id": 0, "others": [0]}
+    known |= {"identities": WHO, "rank": 1, "silent": {0: ""}, "idle": 0.1}
+    assert Stall(answers={0: answer("grad")}, **known).under_way(4.0)
+    assert Stall(answers={}, **known, in_round=True, moving=True).under_way(4.0)
+    assert not Stall(answers={}, **known, in_round=True).under_way(4.0)
+    assert not Stall(answers={0: answer()}, **known, moving=True).under_way(4.0)
+    assert not Stall(answers={0: answer("grad", due=False)}, **known, moving=True).under_way(4.0)
 
 
 def test_what_was_submitted_and_is_not_waited_for() -> None:
-    own = {**OWN, "waiting": False}
-    states = dict.fromkeys(range(4), "running")
-    said = stall_message(WHO, 1, own, 4.2, "grad", 3, [0], {0: answer(waiting=False)}, states)
-    assert "rank 1 on host host0 (pid 101) submitted 4 s ago 'grad' in process set 3" in said
+    said = message({0: answer(waiting=False)}, set_id=3, others=[0], waits=False)
+    assert "rank 1 on host host0 (pid 101) submitted 12 s ago 'grad' in process set 3" in said
+
+
+def test_the_line_that_differs_is_shown_where_a_helper_function_calls_us() -> None:
+    helper, script = "utils.py:4 in metric_average", "train.py:120 in <module>"
+    own = {"threads": [thread(helper, "train.py:80 in train", script)]}
+    late = [thread(helper, "train.py:95 in evaluate", script)]
+    said = message({0: answer(), 2: answer(threads=late), 3: answer(threads=late)}, status=own, others=[2, 3])
+    assert f"(its main thread is at {helper}, called from train.py:80 in train)" in said
+    assert said.count(f"its main thread is at {helper}, called from train.py:95 in evaluate") == 2
+    elsewhere = [thread("train.py:97 in evaluate", script)]
+    said = message({2: answer(threads=elsewhere)}, status=own, others=[2])
+    assert f"(its main thread is at {helper}, called from train.py:80 in train)" in said
+    assert "its main thread is at train.py:97 in evaluate. " in said
+
+
+def test_other_threads_are_shown_where_they_matter() -> None:
+    main, loader = thread("train.py:9 in main"), thread("data.py:3 in load", name="thread 'loader'")
+    own = {"threads": [thread("train.py:70 in loop", name="thread 'trainer'", pending=True), main, loader]}
+    said = message({2: answer(threads=[main, loader])}, status=own, others=[2])
+    assert "(its thread 'trainer' is at train.py:70 in loop; its main thread is at train.py:9 in" in said
+    assert "its main thread is at train.py:9 in main; its thread 'loader' is at data.py:3 in load. " in said
 
 
 @pytest.mark.parametrize(
@@ -91,14 +157,30 @@ def test_what_was_submitted_and_is_not_waited_for() -> None:
 )
 def test_what_to_do_where_a_rank_has_no_more_data(name: str, set_id: int, told: bool) -> None:
     idle = {**answer(waiting=False), "pending": []}
-    states = dict.fromkeys(range(4), "running")
-    said = stall_message(WHO, 1, OWN, 4.2, name, set_id, [0], {0: idle}, states)
+    said = message({0: idle}, name=name, set_id=set_id, others=[0])
     advised = "ends='pad'" in said and "hvd.join() after the last batch" in said
     assert advised is told
 
 
-def test_place_of_the_main_thread_is_the_users_line() -> None:
-    assert "test_watch.py:" in main_thread_place()
+def test_threads_in_the_users_code_are_found() -> None:
+    done = threading.Event()
+
+    def work() -> None:
+        done.wait()  # here the other thread is
+
+    other = threading.Thread(target=work, name="worker")
+    other.start()
+    try:
+        while not any(found["name"] == "thread 'worker'" for found in thread_locations()):
+            time.sleep(0.01)
+        first, second = thread_locations([other.ident])[:2]
+    finally:
+        done.set()
+        other.join()
+    assert (first["name"], first["pending"]) == ("thread 'worker'", True)
+    assert first["frames"][0].endswith(" in work")
+    assert (second["name"], second["pending"]) == ("main thread", False)
+    assert "test_watch.py:" in second["frames"][0]
 
 
 @pytest.mark.parametrize(
@@ -117,4 +199,79 @@ def test_place_of_the_main_thread_is_the_users_line() -> None:
 def test_libraries_are_not_the_users(path: str, module: str, users: bool) -> None:
     space: dict[str, Any] = {"__name__": module}
     exec(compile("def call(function):\n    return function()", path, "exec"), space)
-    assert space["call"](main_thread_place).startswith(path if users else __file__)
+    inner, *outer = space["call"](lambda: user_frames(sys._getframe(1)))
+    assert inner.startswith(path if users else __file__)
+    assert not users or outer[0].startswith(__file__)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("import ctypes; print(flush=True); ctypes.PyDLL(None).usleep(9000000)", "its main thread sleeps in"),
+        ("print(flush=True)\nwhile True: pass", "its main thread computes"),
+    ],
+)
+def test_a_process_seen_from_outside(script: str, words: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        before = sample_cpu(process.pid)
+        time.sleep(0.3)
+        assert words in describe_threads(process.pid, before)
+    finally:
+        process.kill()
+        process.wait()
+    assert describe_threads(process.pid, None) == ""
+
+
+def run_late(program: Callable[[Engine, list[str]], None], **settings: Any) -> list[str]:
+    """Run a program on two ranks; return what is said."""
+    said: list[str] = []
+    found = Settings(stall_check_time=0.4, **settings)
+    job(2, lambda engine: program(engine, said), found, report=said.append)
+    return said
+
+
+def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> None:
+    """Both submit early without waking the engine, as where all cores compute; one waits 1 s earlier."""
+
+    def program(engine: Engine, said: list[str]) -> None:
+        ticket = verbs.allreduce(engine, (np.ones(3),), None, name="gradient", wake=False)
+        time.sleep(0.6)
+        assert not said  # longer than stall_check_time, but nobody has waited
+        if engine.rank == 1:
+            time.sleep(1.0)
+        ticket.wait()
+
+    text = run_late(program)[0]
+    assert "has waited 0 s for 'allreduce.gradient'" in text
+    assert "Submitted but not yet waited for by rank 1" in text
+
+
+def test_one_report_speaks_for_all_that_is_behind() -> None:
+    def program(engine: Engine, said: list[str]) -> None:
+        tickets = []
+        for i in range(7):
+            if engine.rank == 1:
+                time.sleep(0.1 if i else 0.6)
+            tickets.append(verbs.allreduce(engine, (np.ones(3),), None, name=f"g{i}"))
+        for ticket in tickets:
+            ticket.wait()
+
+    assert len(run_late(program)) <= 3  # at least 0.4 s apart
+
+
+def test_more_names_than_are_sent() -> None:
+    def program(engine: Engine, said: list[str]) -> None:
+        tickets = [verbs.allreduce(engine, (np.ones(3),), None, name=f"g{i}", wake=False) for i in range(300)]
+        if engine.rank == 1:
+            time.sleep(0.7)
+        tickets[299 if engine.rank == 0 else 0].wait()
+        for ticket in tickets:
+            ticket.wait()
+
+    (text,) = run_late(program)
+    assert "'allreduce.g299'" in text
+    assert "Submitted but not yet waited for by rank 1" in text

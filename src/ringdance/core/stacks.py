@@ -1,0 +1,75 @@
+"""Where the threads of this process are in the user's code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+__all__ = ["thread_locations", "user_frames"]
+
+_OWN = ("ringdance", "horovod")
+_PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_MOST_FRAMES = 8
+_MOST_THREADS = 4
+
+
+def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any]]:
+    """List where the main thread and others are in the user's code.
+
+    Args:
+        pending: identifiers of the threads that have submitted, or wait for, a pending request.
+
+    Returns:
+        For each thread ``name``, ``pending`` and ``frames`` as from ``user_frames``; threads with pending
+        requests first, others than the main thread only where they run the user's code; at most 4.
+    """
+    frames = sys._current_frames()
+    main = threading.main_thread().ident or 0
+    names = {thread.ident: f"thread '{thread.name}'" for thread in threading.enumerate()}
+    names[main] = "main thread"
+    found = []
+    for ident in sorted(frames, key=lambda ident: (ident not in pending, ident != main)):
+        listed = user_frames(frames[ident], outermost=ident == main)
+        if listed and ident in names:
+            found.append({"name": names[ident], "pending": ident in pending, "frames": listed})
+    return found[:_MOST_THREADS]
+
+
+def user_frames(frame: FrameType | None, outermost: bool = True) -> list[str]:
+    """List file, line and function of the user's frames, innermost first, at most 8.
+
+    The user's own line says more than that of a library which it calls.
+
+    Args:
+        frame: the innermost frame of a thread.
+        outermost: whether to name another frame, the script's if there is one, where none is the user's.
+    """
+    found: list[str] = []
+    inner = script = frame
+    while frame is not None and len(found) < _MOST_FRAMES:
+        if _is_users(frame):
+            found.append(_location(frame))
+        if frame.f_globals.get("__name__") == "__main__":
+            script = frame
+        frame = frame.f_back
+    if not found and outermost:
+        shown = script or inner
+        return [_location(shown)] if shown is not None else ["unknown place"]
+    return found
+
+
+def _location(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether this is neither our code nor an installed package's nor Python's own."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    path = frame.f_code.co_filename
+    return package not in _OWN and not (path.startswith(_PYTHONS) or _INSTALLED.search(path))

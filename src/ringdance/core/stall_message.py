@@ -1,0 +1,161 @@
+"""The warning about a stall: who waits for what and where, who is late and what it does, what to do."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ringdance.errors import OUT_OF_DATA
+from ringdance.transport.base import Identity
+
+__all__ = ["MOST_NAMES_SENT", "Stall", "pending_names", "stall_message"]
+
+MOST_NAMES_SENT = 200
+_MOST_NAMES = 6
+_MOST_THREADS = 3
+
+
+@dataclass
+class Stall:
+    """What is known of a request that has been pending for long.
+
+    Attributes:
+        identities: of all ranks.
+        rank: the one that says it.
+        status: of that rank, as from ``StallWatch.status``.
+        seconds: for how long it has waited, or since it has submitted.
+        waits: whether a thread of it waits for this request.
+        name: of the request.
+        set_id: of its process set.
+        others: the other members' ranks.
+        answers: their status, from those that have answered.
+        silent: what is known of those that have not.
+        in_round: whether a round of the process set is under way here.
+        behind: the members of this host that have not come as far in it.
+        idle: seconds since anything was achieved.
+        moving: whether data move.
+    """
+
+    identities: tuple[Identity, ...]
+    rank: int
+    status: dict[str, Any]
+    seconds: float
+    waits: bool
+    name: str
+    set_id: int
+    others: list[int]
+    answers: dict[int, dict[str, Any]]
+    silent: dict[int, str]
+    in_round: bool = False
+    behind: Collection[int] = ()
+    idle: float = 0.0
+    moving: bool = False
+
+    def __post_init__(self) -> None:
+        answered = [rank for rank in self.others if rank in self.answers]
+        has = {rank: _has_submitted(self.answers[rank], self.set_id, self.name) for rank in answered}
+        self.missing = [rank for rank in answered if not has[rank]]
+        # Submitted without waking the engine: such a rank enters no round before a thread of it waits.
+        self.unstarted = [
+            rank for rank in answered if has[rank] and self.set_id not in self.answers[rank]["due"]
+        ]
+        self.unheard = [rank for rank in self.others if rank not in self.answers]
+
+    def under_way(self, patience: float) -> bool:
+        """Whether its exchange moves, or all have submitted it and idle for less than ``patience``."""
+        if self.missing or self.unstarted:
+            return False
+        return self.moving or (not self.unheard and self.idle < patience)
+
+
+def pending_names(status: dict[str, Any], set_id: int) -> list[str]:
+    """Return the names that a rank has pending in a process set, as far as its status lists them."""
+    return [name for number, name in status["pending"] if number == set_id]
+
+
+def _has_submitted(status: dict[str, Any], set_id: int, name: str) -> bool:
+    return name in pending_names(status, set_id) or zlib.crc32(name.encode()) in status.get("more", ())
+
+
+def stall_message(stall: Stall) -> str:
+    """Return the warning."""
+    who, own = stall.identities, _frames(stall.status)
+    parts = []
+    if stall.missing:
+        late = [f"{who[rank]}: {_late(stall, stall.answers[rank], own)}" for rank in stall.missing]
+        parts.append(f"Not submitted by {'; by '.join(late)}.")
+    if stall.unstarted:
+        late = [f"{who[rank]}: {_locations(stall.answers[rank], own)}" for rank in stall.unstarted]
+        parts.append(f"Submitted but not yet waited for by {'; by '.join(late)}.")
+    if stall.unheard:
+        silent = [f"{who[rank]}: {stall.silent[rank]}" for rank in stall.unheard]
+        parts.append(f"No answer from {'; from '.join(silent)}.")
+    if stall.missing:
+        parts.append("All ranks must make the same calls.")
+        # Those who have no more batches can join, which helps with the reductions of all ranks.
+        if stall.set_id == 0 and "allreduce." in stall.name:
+            parts.append(OUT_OF_DATA)
+    elif stall.unstarted:
+        parts.append("A rank takes part in the exchange once it waits for a result.")
+    elif stall.moving or not stall.unheard:
+        parts = [_exchange(stall, own)]
+    return " ".join([_head(stall), *parts])
+
+
+def _head(stall: Stall) -> str:
+    kind = f"has waited {stall.seconds:.0f} s for" if stall.waits else f"submitted {stall.seconds:.0f} s ago"
+    where = f" in process set {stall.set_id}" if stall.set_id else ""
+    late = [*stall.missing, *stall.unstarted, *stall.behind]
+    others = _frames(stall.answers[late[0]]) if late and late[0] in stall.answers else set()
+    location = _locations(stall.status, others, only_pending=True)
+    return f"{stall.identities[stall.rank]} {kind} '{stall.name}'{where} ({location})."
+
+
+def _late(stall: Stall, status: dict[str, Any], own: set[str]) -> str:
+    """Say what a rank does that has not submitted the request."""
+    names = pending_names(status, stall.set_id)
+    if status["joined"]:
+        doing = "it has joined"
+    elif names:
+        more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
+        doing = "it waits for " if status["waiting"] else "it has submitted "
+        doing += ", ".join(f"'{n}'" for n in names[:_MOST_NAMES]) + more
+    else:
+        doing = "it waits in another set" if status["waiting"] else "it does not wait for anything"
+    return f"{doing}; {_locations(status, own)}"
+
+
+def _exchange(stall: Stall, own: set[str]) -> str:
+    """Say how far the exchange is that all members have submitted."""
+    if stall.moving:
+        return "All members have submitted it, and its exchange is under way."
+    if not stall.in_round:
+        return f"All members have submitted it, but no exchange has begun for {stall.idle:.0f} s."
+    text = f"All members have submitted it, but its exchange has made no progress for {stall.idle:.0f} s"
+    behind = [
+        f"{stall.identities[rank]}: {_locations(stall.answers[rank], own)}"
+        for rank in stall.behind
+        if rank in stall.answers
+    ]
+    return f"{text}, in which it waits for {'; for '.join(behind)}." if behind else f"{text}."
+
+
+def _frames(status: dict[str, Any]) -> set[str]:
+    return {frame for thread in status["threads"] for frame in thread["frames"]}
+
+
+def _locations(status: dict[str, Any], others: Collection[str], only_pending: bool = False) -> str:
+    """Say where a rank's threads are: the innermost frame, and the next that the other rank is not in.
+
+    Where a helper function makes the call on both ranks, it is the line it was called from that differs.
+    """
+    shown = []
+    for thread in status["threads"][:_MOST_THREADS]:
+        if only_pending and not thread["pending"] and thread["name"] != "main thread":
+            continue
+        inner, *outer = thread["frames"]
+        caller = next((frame for frame in outer if frame not in others), None)
+        shown.append(f"its {thread['name']} is at {inner}" + (f", called from {caller}" if caller else ""))
+    return "; ".join(shown)
