@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any
@@ -107,6 +108,8 @@ def init(comm: Any = None) -> None:
         if is_initialized():
             return
         settings = settings_module.load()
+        if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
+            settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
         _configure_log(settings)
         _process.pid = os.getpid()
         _process.engine = _start(comm, settings)

@@ -78,9 +78,7 @@ class Engine(EngineEnd):
         super().__init__(transport, settings)
         self._set_local_places()
         self._report = report or (lambda text: None)
-        self._watch = StallWatch(
-            transport, settings.stall_check_time, settings.stall_shutdown_time, settings.stall_check_disable
-        )
+        self._watch = StallWatch(transport, settings, self.process_sets)
         self._register(0, tuple(range(self.size)), transport)
         self._bell = self._find_bell()
         if self.size > 1:
@@ -150,6 +148,7 @@ class Engine(EngineEnd):
             if state.stopped or self.closed:  # since the look above; nobody would finish this ticket
                 raise self._gone_error(request.set_id)
             state.add(ticket, name, wake)
+        self._watch.submitters.last[ticket.thread] = ticket.submitted
         if wake and (self._progress.callers or self._driver is None or self._driver.asleep):
             self._nudge()
         return ticket
@@ -305,11 +304,11 @@ class Engine(EngineEnd):
             if state.in_round and window is not None:
                 for place in window.missing():
                     self._check_living(state, state.transport.host_group[place])
-        text, give_up = self._watch.check(states)
+        text, error = self._watch.check(states)
         if text is not None:
             self.recorder.add("stall", text)
-            if give_up:
-                self.fail(StallError(text + " Gave up after the stall shutdown time."))
+            if error is not None:
+                self.fail(error(text))
             else:
                 self._report(text)
 

@@ -12,18 +12,26 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringdance.core.deadlock import Submitters, deadlocked
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.procfs import CpuSample, describe_threads, sample_cpu
 from ringdance.core.request import Ticket
 from ringdance.core.stacks import thread_locations
 from ringdance.core.stall_message import MOST_NAMES_SENT, Stall, stall_message
+from ringdance.errors import DeadlockError, StallError
+from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 
 __all__ = ["StallWatch"]
 
+DEADLOCK = (
+    "All ranks wait, each for an operation that another has not submitted, and nothing was submitted for "
+    "{:g} s (setting deadlock_time): none of them can ever go on."
+)
 _ANSWER_TIME = 0.5
 _LONGEST_ANSWER_TIME = 1.5  # of a process that runs: with all cores busy its engine may get none for so long
 _RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
@@ -48,17 +56,27 @@ class StallWatch:
 
     Args:
         transport: the whole job's; notes go through it.
-        check_seconds: report after this time, and again after twice, four times that.
-        shutdown_seconds: give up after this time; 0: never.
+        settings: report after ``stall_check_time``, and again after twice, four times that; give up after
+            ``stall_shutdown_time``, or ``deadlock_time`` where no rank can ever go on.
+        process_sets: returns the ranks of all process sets.
+
+    Attributes:
+        submitters: to be told of each submission.
     """
 
     def __init__(
-        self, transport: Transport, check_seconds: float, shutdown_seconds: float, disabled: bool
+        self,
+        transport: Transport,
+        settings: Settings,
+        process_sets: Callable[[], Mapping[int, Sequence[int]]],
     ) -> None:
+        self.submitters = Submitters()
         self._transport = transport
-        self._check = check_seconds
-        self._shutdown = shutdown_seconds
-        self._disabled = disabled
+        self._process_sets = process_sets
+        self._check = settings.stall_check_time
+        self._shutdown = settings.stall_shutdown_time
+        self._deadlock = settings.deadlock_time
+        self._disabled = settings.stall_check_disable
         self._next_report: dict[tuple[int, str], float] = {}
         self._quiet_until = 0.0  # a report on one request speaks for those behind it
         self._inquiry: _Inquiry | None = None
@@ -69,7 +87,8 @@ class StallWatch:
 
         Its fields: ``pending``: set and name of up to 200 requests, ``more``: checksums of the names of the
         others; ``due``: the sets in which this rank takes part in rounds now; ``waiting``: whether a thread
-        waits; ``joined``; ``threads``: see ``stacks.thread_locations``.
+        waits; ``joined``; ``threads``: see ``stacks.thread_locations``; ``blocked`` and ``quiet``: see
+        ``deadlock.Submitters``.
         """
         tickets = [(s.set_id, t) for s in sets for t in s.tickets() if t.refusal is None]
         return {
@@ -80,6 +99,7 @@ class StallWatch:
             "waiting": any(s.waiting for s in sets),
             "joined": any(s.join_ticket is not None for s in sets),
             "threads": thread_locations({ticket.thread for _, ticket in tickets}),
+            **self.submitters.status(list(sets[0].exchange.progress.callers.values()) if sets else ()),
         }
 
     def hear(self, sender: int, note: dict[str, Any]) -> None:
@@ -87,10 +107,10 @@ class StallWatch:
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
 
-    def check(self, sets: list[ProcessSetState]) -> tuple[str | None, bool]:
-        """Return (what to tell people, whether to give up)."""
+    def check(self, sets: list[ProcessSetState]) -> tuple[str | None, type[StallError] | None]:
+        """Return (what to tell people, the error to give up with or None)."""
         if self._disabled:
-            return None, False
+            return None, None
         now = time.monotonic()
         for state in sets:
             count = _count(state)
@@ -101,7 +121,7 @@ class StallWatch:
         oldest = self._oldest(sets, now)
         if oldest is not None:
             self._ask(*oldest, now)
-        return None, False
+        return None, None
 
     def _oldest(
         self, sets: list[ProcessSetState], now: float
@@ -124,9 +144,9 @@ class StallWatch:
 
     def _ask(self, state: ProcessSetState, ticket: Ticket, age: float, now: float) -> None:
         inquiry = self._inquiry = _Inquiry(now, state, ticket, age, state.rounds, _count(state))
-        pause = min(age, self._shutdown - age) if age < self._shutdown else age
-        self._next_report[(state.set_id, ticket.name)] = now + pause
-        for rank in state.members:
+        limits = [limit - age for limit in (self._shutdown, self._deadlock) if limit > age]
+        self._next_report[(state.set_id, ticket.name)] = now + min(age, *limits, age)
+        for rank in range(self._transport.size):
             if rank != self._transport.rank:
                 inquiry.cpu[rank] = self._sample(rank)
                 self._transport.post(rank, json.dumps({"kind": "ask"}).encode())
@@ -138,30 +158,40 @@ class StallWatch:
 
     def _conclude(
         self, inquiry: _Inquiry, now: float, sets: list[ProcessSetState]
-    ) -> tuple[str | None, bool]:
+    ) -> tuple[str | None, type[StallError] | None]:
         state, ticket = inquiry.state, inquiry.ticket
         if ticket.done() or state not in sets:
             self._inquiry = None
-            return None, False
+            return None, None
         own = self._transport.rank
         others = [rank for rank in state.members if rank != own]
-        silent = [rank for rank in others if rank not in inquiry.answers]
-        if silent and now - inquiry.asked < _LONGEST_ANSWER_TIME:
-            runs = any(self._transport.state(rank) not in ("stopped", "gone") for rank in silent)
-            if runs or now - inquiry.asked < _ANSWER_TIME:
-                return None, False
+        if now - inquiry.asked < _ANSWER_TIME and len(inquiry.answers) < self._transport.size - 1:
+            return None, None
         self._inquiry = None
         give_up = 0 < self._shutdown <= inquiry.seconds + 0.001
         if not give_up and any(inquiry.answers.get(p, {}).get("waiting") for p in others if p < own):
-            return None, False  # a lower rank waits too, and will say it
+            return None, None  # a lower rank waits too, and will say it
         stall = self._describe(inquiry, now, others)
+        if self._deadlocked(inquiry, sets):
+            return f"{DEADLOCK.format(self._deadlock)} {stall_message(stall)}", DeadlockError
         if stall.under_way(self._check):
             give_up = False
             if inquiry.seconds < 4 * self._check:
                 self._next_report[(state.set_id, ticket.name)] = now + _RECHECK
-                return None, False
+                return None, None
         self._quiet_until = now + self._check
-        return stall_message(stall), give_up
+        text = stall_message(stall)
+        return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
+
+    def _deadlocked(self, inquiry: _Inquiry, sets: list[ProcessSetState]) -> bool:
+        if not 0 < self._deadlock <= inquiry.seconds + 0.001:
+            return False
+        statuses = dict(inquiry.answers)
+        statuses[self._transport.rank] = self.status(sets)
+        everybody = range(self._transport.size)
+        return len(statuses) == len(everybody) and deadlocked(
+            self._process_sets(), [statuses[rank] for rank in everybody], self._deadlock
+        )
 
     def _describe(self, inquiry: _Inquiry, now: float, others: list[int]) -> Stall:
         state, ticket, transport = inquiry.state, inquiry.ticket, self._transport

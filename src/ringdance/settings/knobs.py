@@ -166,6 +166,10 @@ class Settings:
         0.0, number(), "After this time such a tensor ends the job; 0: never.",
         unit="s", legacy="STALL_SHUTDOWN_TIME_SECONDS",
     )
+    deadlock_time: float = _knob(
+        30.0, number(), "After this time without a new call ranks that all wait for each other raise "
+        "DeadlockError; 0: never (as with Horovod's names).", unit="s",
+    )
     log_level: str = _knob(
         "warning", choice("trace", "debug", "info", "warning", "error", "fatal"),
         "Least severity of the messages that are printed.", legacy="LOG_LEVEL",

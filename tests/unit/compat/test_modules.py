@@ -48,6 +48,14 @@ def test_no_framework_is_imported(names: str) -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+def test_ranks_that_wait_for_each_other_are_only_warned_of() -> None:
+    """Without the names of Horovod they raise DeadlockError."""
+    ask = "from ringdance import session; session.init(); print(session.engine().settings.deadlock_time)"
+    assert python(ask).stdout == "30.0\n"
+    assert python(f"import horovod; {ask}").stdout == "0.0\n"
+    assert python(f"import horovod; {ask}", RINGDANCE_DEADLOCK_TIME="7").stdout == "7.0\n"
+
+
 def test_the_original_is_noticed(tmp_path: Path) -> None:
     """Its package would be mixed with this one, whichever was installed last."""
     folder = tmp_path / "horovod-0.28.1.dist-info"

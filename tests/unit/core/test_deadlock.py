@@ -1,0 +1,92 @@
+"""Ranks that wait for each other's operations get an error; ranks that may go on do not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from loopback_job import job
+
+import ringdance.numpy as hvd
+from ringdance.core.engine import Engine
+from ringdance.errors import DeadlockError, ShutDownError
+from ringdance.settings import Settings
+
+SOON = 0.8
+
+
+def crossed(engine: Engine) -> None:
+    for name in ("a", "b") if engine.rank else ("b", "a"):
+        hvd.allreduce(np.ones(3), name=name)
+
+
+def on_one_rank_only(engine: Engine) -> None:
+    if engine.rank == 0:
+        hvd.allreduce(np.ones(3), name="metric")
+    for number in range(3):
+        hvd.allreduce(np.ones(3), name=f"x{number}")
+
+
+def other_collective(engine: Engine) -> None:
+    (hvd.allgather if engine.rank else hvd.allreduce)(np.ones(3), name="same")
+
+
+def around_sets(engine: Engine) -> None:
+    """Each waits in a set with its neighbour, who waits in another."""
+    sets = [hvd.add_process_set([i, (i + 1) % 3]) for i in range(3)]
+    hvd.barrier(sets[engine.rank])
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (crossed, ("'allreduce.b'", "it waits for 'allreduce.a'", "rank 1", "in crossed")),
+        (on_one_rank_only, ("'allreduce.metric'", "it waits for 'allreduce.x0'", "in on_one_rank_only")),
+        (other_collective, ("'allreduce.same'", "it waits for 'allgather.same'")),
+        (around_sets, ("in process set", "none of them can ever go on")),
+    ],
+)
+def test_all_ranks_are_told(program: Callable[[Engine], None], words: tuple[str, ...]) -> None:
+    told = []
+
+    def rank(engine: Engine) -> None:
+        with pytest.raises(DeadlockError) as caught:
+            program(engine)
+        told.append(str(caught.value))
+
+    job(3, rank, Settings(stall_check_time=0.2, deadlock_time=SOON))
+    assert len(told) == 3
+    for text in told:
+        assert all(word in text for word in words), text
+
+
+def test_who_computes_may_go_on() -> None:
+    """A rank is late for much longer than the time, and has other work in flight."""
+
+    def program(engine: Engine) -> None:
+        handle = hvd.allreduce_async(np.ones(3), name="x") if engine.rank == 0 else None
+        hvd.allreduce(np.ones(3), name="before")
+        if handle is None:
+            time.sleep(2.5 * SOON)
+            handle = hvd.allreduce_async(np.ones(3), name="x")
+        hvd.synchronize(handle)
+
+    job(2, program, Settings(stall_check_time=0.2, deadlock_time=SOON))
+
+
+def test_zero_only_warns() -> None:
+    said: list[str] = []
+
+    def program(engine: Engine) -> None:
+        with pytest.raises(ShutDownError):
+            crossed(engine)
+
+    def ended(engine: Engine) -> None:
+        threading.Timer(3 * SOON, lambda: engine.shutdown(patience=0.1)).start()
+        program(engine)
+
+    job(2, ended, Settings(stall_check_time=0.2, deadlock_time=0.0), report=said.append)
+    assert any("Not submitted by" in text for text in said)
