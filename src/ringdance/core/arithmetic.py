@@ -72,7 +72,8 @@ class Reduction:
         simple: reducing two parts is one call of ``ufunc``.
         late: scaling happens while the result is copied out (float32, float64), else the one
             who reduces a slice also finishes it.
-        wire: name of the equal MPI operation, or None where MPI has none for this dtype.
+        wire: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, and
+            for Min and Max of floats, whose NaN MPI's comparisons drop.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Reduction:
         self._wide_prescale = np.float32(prescale) if self.wide and prescale != 1.0 else None
         self.identity = prescale == 1.0 or self.wide
         self.ufunc = _UFUNC[operation]
-        self.wire = None if self.wide or dtype == np.bool_ else _WIRE_NAME.get(operation)
+        drops_nan = dtype.kind == "f" and operation in (Operation.MIN, Operation.MAX)
+        self.wire = None if self.wide or dtype == np.bool_ or drops_nan else _WIRE_NAME.get(operation)
         divisor = size if operation == Operation.AVERAGE else 1
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)

@@ -28,10 +28,11 @@ __all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled"]
 
 T = TypeVar("T")
 
+# As MPI libraries do: min and max compare, so that a NaN is kept or dropped by its place.
 _REDUCE: dict[str, Any] = {
     "sum": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": lambda total, part, out: np.copyto(out, part, where=part < total),
+    "max": lambda total, part, out: np.copyto(out, part, where=part > total),
     "product": np.multiply,
     "and": np.bitwise_and,
 }
