@@ -24,8 +24,7 @@ def exchange_for(transport: Transport, piece_bytes: int, small_bytes: int, progr
         return WindowExchange(
             transport.window, transport.rank, transport.size, piece_bytes, small_bytes, progress
         )
-    if len({identity.host for identity in transport.identities}) > 1:
-        owners = transport.owners()
-        if owners is not None and transport.window is not None:
-            return ClusterExchange(transport, owners, piece_bytes, small_bytes, progress)
+    hierarchy = None if transport.one_host else transport.hierarchy()
+    if hierarchy is not None:
+        return ClusterExchange(transport, hierarchy, piece_bytes, small_bytes, progress)
     return WireExchange(transport, piece_bytes, small_bytes, progress)

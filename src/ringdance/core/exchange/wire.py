@@ -49,7 +49,7 @@ class _Flight:
         self._pending: Pending | None = None
 
     def start(self, buffer: Array, how: Reduction) -> None:
-        """Send what ``buffer`` holds, a part of ``piece``; it will hold the result."""
+        """Send what ``buffer`` holds, a part of ``piece``; ``self.buffer`` will hold the result."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
         self._whole = how.wire is not None and (size > _FEW or buffer.nbytes <= self._small)
@@ -57,7 +57,10 @@ class _Flight:
             return
         if self._whole:
             assert how.wire is not None
-            self._pending = self._transport.allreduce(buffer, how.wire)
+            # Not in place: then Open MPI's Iallreduce takes a binomial tree, whose root moves it log2(size)
+            # times each way.
+            self.buffer = self._scratch[: buffer.nbytes].view(how.dtype)
+            self._pending = self._transport.allreduce(buffer, how.wire, self.buffer)
             return
         item = how.dtype.itemsize
         rows = even_rows(buffer.size, size)
@@ -329,4 +332,3 @@ class _Memory:
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = np.empty(nbytes, np.uint8)
         return buffer[:nbytes]
-
