@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import not_numbers
 import numpy as np
 import pytest
 from by_numpy import (
@@ -255,3 +256,10 @@ def test_arrays_that_are_not_contiguous_are_copied(way: str) -> None:
     inputs = all_values(SIZE, "int32", (6, 8))
     same(hvd.allreduce(inputs[RANK][:, ::2], op=hvd.Sum), reduced(inputs, "sum")[:, ::2])
     same(hvd.allreduce(inputs[RANK].T, op=hvd.Sum), reduced(inputs, "sum").T)
+
+
+def test_not_a_number_and_infinities(way: str) -> None:
+    for dtype, operation, culprit, inputs in not_numbers.cases(SIZE, (1, 1000, 5000, 300_000)):
+        got = hvd.allreduce(inputs[RANK], op=OPERATIONS[operation])
+        case = f"{operation} of {inputs[0].size} {dtype}, NaN on rank {culprit}"
+        not_numbers.check(got, inputs, operation, case)

@@ -3,7 +3,8 @@
 Rules (contract 3.4, its defects mended):
 
 - Sums are taken in rank order, so that the result does not depend on who computes it.
-- float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once.
+- float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once. In two
+  stages (inside hosts, across hosts) they are rounded once in each.
 - Averages of integers are exact and truncate toward zero; other scales of integers are
   computed in double and truncated toward zero.
 - An average of float32 or float64 is the sum divided by the number of ranks, as NumPy does.
@@ -11,8 +12,9 @@ Rules (contract 3.4, its defects mended):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +22,7 @@ import numpy as np
 
 from ringdance.core.request import Operation
 
-__all__ = ["Reduction", "dtype_named", "reduction"]
+__all__ = ["Reduction", "dtype_named", "reduction", "two_stages"]
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +53,13 @@ def _copy(source: Array, out: Array) -> None:
     out[...] = source
 
 
+def _widen(part: Array, factor: np.float32 | None) -> Array:
+    widened: Array = part.astype(np.float32)
+    if factor is not None:
+        widened *= factor
+    return widened
+
+
 def _truncating_divide(total: Array, divisor: int, out: Array) -> None:
     quotient = total // divisor
     if np.issubdtype(total.dtype, np.signedinteger):
@@ -65,6 +74,10 @@ def _scale_integers(source: Array, factor: float, out: Array) -> None:
 class Reduction:
     """How one kind of batch is reduced: dtype, operation, scales, number of ranks.
 
+    Args:
+        dtype, operation, prescale, postscale, size: as in the request; ``size`` is what averages divide by.
+        weights: of each part, for a weighted sum of 16-bit floats; empty for none.
+
     Attributes:
         identity: the exchange need not touch inputs before the sum: there is no prescale, or ``combine``
             applies it (16-bit floats: in float32, so that they are rounded once).
@@ -72,19 +85,29 @@ class Reduction:
         simple: reducing two parts is one call of ``ufunc``.
         late: scaling happens while the result is copied out (float32, float64), else the one
             who reduces a slice also finishes it.
-        wire: name of the equal MPI operation, or None where MPI has none for this dtype.
+        wire: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, and
+            for Min and Max of floats, whose NaN MPI's comparisons drop.
     """
 
     def __init__(
-        self, dtype: np.dtype[Any], operation: Operation, prescale: float, postscale: float, size: int
+        self,
+        dtype: np.dtype[Any],
+        operation: Operation,
+        prescale: float,
+        postscale: float,
+        size: int,
+        weights: Sequence[float] = (),
     ):
-        self.dtype = dtype
+        self.dtype, self.operation = dtype, operation
         self.wide = dtype.itemsize == 2 and not np.issubdtype(dtype, np.integer)
-        self.prescale = prescale
-        self._wide_prescale = np.float32(prescale) if self.wide and prescale != 1.0 else None
+        self.prescale, self.postscale, self.size = prescale, postscale, size
+        self._factors: Iterable[np.float32 | None] = tuple(map(np.float32, weights)) or repeat(
+            None if prescale == 1.0 else np.float32(prescale)
+        )
         self.identity = prescale == 1.0 or self.wide
         self.ufunc = _UFUNC[operation]
-        self.wire = None if self.wide or dtype == np.bool_ else _WIRE_NAME.get(operation)
+        drops_nan = dtype.kind == "f" and operation in (Operation.MIN, Operation.MAX)
+        self.wire = None if self.wide or dtype == np.bool_ or drops_nan else _WIRE_NAME.get(operation)
         divisor = size if operation == Operation.AVERAGE else 1
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)
@@ -119,12 +142,13 @@ class Reduction:
         else:
             np.multiply(source, self.dtype.type(self.prescale), out=out)
 
-    def combine(self, parts: Sequence[Array], out: Array, finish: bool = True) -> None:
-        """Reduce ``parts`` (in rank order) into ``out``; scaled too, unless ``late`` or not to ``finish``."""
+    def combine(self, parts: Sequence[Array], out: Array) -> None:
+        """Reduce ``parts`` (in rank order) into ``out``; scaled too, unless ``late``."""
         if self.wide:
-            total = self._widen(parts[0])
-            for part in parts[1:]:
-                self.ufunc(total, self._widen(part), out=total)
+            widened = map(_widen, parts, self._factors)
+            total = next(widened)
+            for part in widened:
+                self.ufunc(total, part, out=total)
             if not self.plain:
                 self._finish(total, total)
             out[...] = total
@@ -135,14 +159,7 @@ class Reduction:
             self.ufunc(parts[0], parts[1], out=out)
             for part in parts[2:]:
                 self.ufunc(out, part, out=out)
-        if finish:
-            self.complete(out)
-
-    def _widen(self, part: Array) -> Array:
-        widened: Array = part.astype(np.float32)
-        if self._wide_prescale is not None:
-            widened *= self._wide_prescale
-        return widened
+        self.complete(out)
 
     def complete(self, total: Array) -> None:
         """Scale a sum in place as ``combine`` does."""
@@ -169,3 +186,26 @@ class Reduction:
 def reduction(dtype: str, operation: Operation, prescale: float, postscale: float, size: int) -> Reduction:
     """Return the (cached) ``Reduction`` of these parameters."""
     return Reduction(dtype_named(dtype), operation, prescale, postscale, size)
+
+
+@lru_cache(maxsize=1024)
+def two_stages(how: Reduction, members: int, host_sizes: tuple[int, ...]) -> tuple[Reduction, Reduction]:
+    """Return how to reduce inside a host, then across hosts.
+
+    Between the stages an average of 16-bit floats is a host's mean, in range where a sum need not be; across
+    hosts means are weighted by the number of ranks. All else is a host's partial result.
+
+    Args:
+        how: of all ranks.
+        members: ranks of this host.
+        host_sizes: ranks of each host.
+    """
+    mean = how.wide and how.operation == Operation.AVERAGE
+    first = Operation.SUM if how.operation == Operation.AVERAGE and not mean else how.operation
+    total = sum(host_sizes)
+    return (
+        Reduction(how.dtype, first, how.prescale, 1.0, members),
+        Reduction(how.dtype, Operation.SUM, 1.0, how.postscale, 1, [size / total for size in host_sizes])
+        if mean
+        else Reduction(how.dtype, how.operation, 1.0, how.postscale, how.size),
+    )

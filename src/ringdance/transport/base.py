@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ringdance.transport.waiting import Doorbell
     from ringdance.transport.window import Window
 
-__all__ = ["Buffer", "Identity", "Pending", "Transport"]
+__all__ = ["Buffer", "Hierarchy", "Identity", "Pending", "Transport"]
 
 Buffer = "np.ndarray[Any, Any]"
 
@@ -50,6 +50,22 @@ class Identity:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """How the members on several hosts can reduce in two stages: inside each host, then across hosts.
+
+    Attributes:
+        host_sizes: members on each host; hosts in the order of their lowest members.
+        area_bytes: data area of a member in the window of each host, the smallest of them.
+        cross: cross-host communicator of the members with this local index, one of each host in that order;
+            None where the local index is not below ``min(host_sizes)``.
+    """
+
+    host_sizes: tuple[int, ...]
+    area_bytes: int
+    cross: Transport | None
 
 
 class Transport(abc.ABC):
@@ -87,8 +103,13 @@ class Transport(abc.ABC):
         raise ArgumentError(f"{comm!r} means nothing here: this process is not in an MPI job.")
 
     @abc.abstractmethod
-    def allreduce(self, buffer: np.ndarray[Any, Any], operation: str) -> Pending:
-        """Reduce ``buffer`` in place over all members; operation "sum", "min", "max", "product" or "and"."""
+    def allreduce(
+        self, buffer: np.ndarray[Any, Any], operation: str, receive: np.ndarray[Any, Any] | None = None
+    ) -> Pending:
+        """Reduce ``buffer`` over all members into ``receive``, or in place.
+
+        Operations are "sum", "min", "max", "product" and "and".
+        """
 
     @abc.abstractmethod
     def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
@@ -119,10 +140,11 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def owners(self) -> Transport | None:
-        """Return the communicator of the members with this place on their hosts, one of each host.
+    def hierarchy(self) -> Hierarchy | None:
+        """Make what reducing in two stages needs; collective over all members, may block.
 
-        None when hosts have different numbers of members.
+        Returns None, on all members alike, where it gains nothing (one host, or one member on each) and where
+        the members of some host share no memory.
         """
 
     @abc.abstractmethod

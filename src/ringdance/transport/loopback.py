@@ -21,17 +21,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringdance.transport.base import Identity, Pending, Transport
+from ringdance.transport.base import Hierarchy, Identity, Pending, Transport
 from ringdance.transport.window import Window, window_size
 
 __all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled"]
 
 T = TypeVar("T")
 
+# As MPI libraries do: min and max compare, so that a NaN is kept or dropped by its place.
 _REDUCE: dict[str, Any] = {
     "sum": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": lambda total, part, out: np.copyto(out, part, where=part < total),
+    "max": lambda total, part, out: np.copyto(out, part, where=part > total),
     "product": np.multiply,
     "and": np.bitwise_and,
 }
@@ -144,18 +145,23 @@ class LoopbackTransport(Transport):
         self._number += 1
         return _LoopbackPending(self, self._number - 1, finish)
 
-    def allreduce(self, buffer: np.ndarray[Any, Any], operation: str) -> Pending:
+    def allreduce(
+        self, buffer: np.ndarray[Any, Any], operation: str, receive: np.ndarray[Any, Any] | None = None
+    ) -> Pending:
+        target = buffer if receive is None else receive
+
         def finish(brought: dict[int, Any]) -> None:
             total = brought[0].copy()
             for place in range(1, self.size):
                 _REDUCE[operation](total, brought[place], out=total)
-            buffer[...] = total
+            target[...] = total
 
         return self._meet(buffer.copy(), finish)
 
     def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
         def finish(brought: dict[int, Any]) -> None:
-            buffer[...] = brought[root]
+            if self.rank != root:
+                buffer[...] = brought[root]
 
         return self._meet(buffer.copy() if self.rank == root else None, finish)
 
@@ -200,15 +206,20 @@ class LoopbackTransport(Transport):
         window_bytes = window_bytes if self.board.world.window else 0
         return self._child(("split", self._splits, tuple(members)), members, window_bytes)
 
-    def owners(self) -> Transport | None:
+    def hierarchy(self) -> Hierarchy | None:
         groups: dict[str, list[int]] = {}
         for place, identity in enumerate(self.identities):
             groups.setdefault(identity.host, []).append(place)
-        if len({len(group) for group in groups.values()}) > 1:
+        sizes = tuple(len(group) for group in groups.values())
+        if len(sizes) == 1 or max(sizes) == 1 or not self.board.window_bytes:
             return None
         index = self.host_group.index(self.rank)
         self._splits += 1
-        return self._child(("owners", self._splits, index), [group[index] for group in groups.values()], 0)
+        cross = None
+        if index < min(sizes):
+            members = [group[index] for group in groups.values()]
+            cross = self._child(("cross", self._splits, index), members, 0)
+        return Hierarchy(sizes, self.board.window_bytes, cross)
 
     def post(self, place: int, message: bytes) -> None:
         self.check_alive()

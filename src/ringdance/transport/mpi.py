@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.errors import ArgumentError, RankLostError, SettingError
-from ringdance.transport.base import Identity, Pending, Transport
+from ringdance.transport.base import Hierarchy, Identity, Pending, Transport
 from ringdance.transport.library import finalize, library_version, load_mpi
 from ringdance.transport.rollcall import tell, waiting_in_init
 from ringdance.transport.waiting import process_state
@@ -61,7 +61,7 @@ class MpiTransport(Transport):
         self.host_group = tuple(self._node.allgather(self.rank))
         self._vector_bytes = vector_bytes
         self._memory: Any = None
-        self._owners: MpiTransport | None = None
+        self._cross: MpiTransport | None = None
         if window_bytes and self._node.Get_size() > 1:
             self._make_window(window_bytes, vector_bytes, parent)
 
@@ -112,10 +112,13 @@ class MpiTransport(Transport):
         mpi = self._mpi
         return {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND}[name]
 
-    def allreduce(self, buffer: np.ndarray[Any, Any], operation: str) -> Pending:
-        return _MpiPending(
-            self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=self._operation(operation)), buffer
-        )
+    def allreduce(
+        self, buffer: np.ndarray[Any, Any], operation: str, receive: np.ndarray[Any, Any] | None = None
+    ) -> Pending:
+        op = self._operation(operation)
+        if receive is None:
+            return _MpiPending(self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=op), buffer)
+        return _MpiPending(self._comm.Iallreduce(buffer, receive, op=op), buffer, receive)
 
     def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
         return _MpiPending(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), buffer)
@@ -154,16 +157,22 @@ class MpiTransport(Transport):
         ranks = [self.identities[place].rank for place in sorted(members)]
         return MpiTransport(mpi, comm, ranks, window_bytes, self._vector_bytes, self)
 
-    def owners(self) -> Transport | None:
-        sizes = self._comm.allgather(len(self.host_group))
-        index = self.host_group.index(self.rank)
-        comm = self._comm.Split(index, self.rank)
-        if len(set(sizes)) > 1:
-            comm.Free()
+    def hierarchy(self) -> Hierarchy | None:
+        own = self.host_group[0]
+        area = 0 if self.window is None else self.window.area_bytes
+        everyone = self._comm.allgather((own, len(self.host_group), area))
+        lowest = sorted({first for first, _, _ in everyone})
+        sizes = tuple(everyone[first][1] for first in lowest)
+        areas = [area for _, size, area in everyone if size > 1]
+        if len(sizes) == 1 or max(sizes) == 1 or not all(areas):
             return None
-        ranks = [self.identities[place].rank for place in comm.allgather(self.rank)]
-        self._owners = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
-        return self._owners
+        index = self.host_group.index(self.rank)
+        inside = index < min(sizes)
+        comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
+        if inside:
+            ranks = [self.identities[place].rank for place in comm.allgather(self.rank)]
+            self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
+        return Hierarchy(sizes, min(areas), self._cross)
 
     def post(self, place: int, message: bytes) -> None:
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
@@ -189,8 +198,8 @@ class MpiTransport(Transport):
     def close(self, agreed: bool) -> None:
         if not agreed:
             return  # a posted collective cannot be taken back: leave everything as it is
-        if self._owners is not None:
-            self._owners.close(True)
+        if self._cross is not None:
+            self._cross.close(True)
         if self._memory is not None:
             # Views of the window may outlive it in somebody's hands; from here on they must not be used.
             if self.doorbell is not None and not self._borrowed_bell:

@@ -76,14 +76,22 @@ def test_hosts_and_splits() -> None:
     LoopbackWorld(4, hosts=("a", "a", "b", "a")).run(program)
 
 
-def test_owners() -> None:
-    def program(transport: LoopbackTransport) -> None:
-        owners = transport.owners()
-        assert owners is not None
-        assert owners.members == ((0, 1) if transport.rank < 2 else (2, 3))
+def test_hierarchy() -> None:
+    """A cross-host communicator for each local index that all hosts have; hosts in the same order in each."""
 
-    LoopbackWorld(4, hosts=("a", "b", "a", "b")).run(program)
-    assert LoopbackWorld(3, hosts=("a", "a", "b")).run(lambda transport: transport.owners()) == [None] * 3
+    def members(transport: LoopbackTransport) -> tuple[int, ...]:
+        hierarchy = transport.hierarchy()
+        assert hierarchy is not None
+        return hierarchy.cross.members if hierarchy.cross is not None else ()
+
+    assert LoopbackWorld(4, hosts=("a", "b", "b", "a")).run(members) == [(0, 1), (0, 1), (3, 2), (3, 2)]
+    assert LoopbackWorld(4, hosts=("b", "a", "a", "a")).run(members) == [(0, 1), (0, 1), (), ()]
+    world = LoopbackWorld(5, hosts=("a", "a", "b", "b", "b"))
+    assert world.run(members) == [(0, 2), (1, 3), (0, 2), (1, 3), ()]
+    for hosts in ("aaa", "abc"):
+        assert LoopbackWorld(3, hosts=tuple(hosts)).run(lambda transport: transport.hierarchy()) == [None] * 3
+    without = LoopbackWorld(3, hosts=("a", "a", "b"), window=False)
+    assert without.run(lambda transport: transport.hierarchy()) == [None] * 3
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.7])

@@ -12,17 +12,19 @@ from ringdance.core.exchange.window import WindowExchange
 from ringdance.core.exchange.wire import WireExchange
 from ringdance.transport.base import Transport
 
+_LARGEST = 64 << 20  # bytes of a piece: what is summed at a time stays far below the 2^31 of MPI's counts
+
 __all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "exchange_for"]
 
 
 def exchange_for(transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress) -> Exchange:
     """Return the exchange for a communicator. May be collective: call it on all members alike."""
+    piece_bytes, small_bytes = min(piece_bytes, _LARGEST), min(small_bytes, _LARGEST)
     if transport.window is not None and transport.one_host:
         return WindowExchange(
             transport.window, transport.rank, transport.size, piece_bytes, small_bytes, progress
         )
-    if len({identity.host for identity in transport.identities}) > 1:
-        owners = transport.owners()
-        if owners is not None and transport.window is not None:
-            return ClusterExchange(transport, owners, piece_bytes, small_bytes, progress)
+    hierarchy = None if transport.one_host else transport.hierarchy()
+    if hierarchy is not None:
+        return ClusterExchange(transport, hierarchy, piece_bytes, small_bytes, progress)
     return WireExchange(transport, piece_bytes, small_bytes, progress)

@@ -57,6 +57,12 @@ def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, area: Array, outward: bool
 ) -> None:
     """Copy bytes [start, stop) of the row that ``views`` form to the area, or from it (``outward``)."""
+    if len(views) == 1:  # the usual case, in a fifth of the time
+        if outward:
+            views[0][start:stop] = area[: stop - start]
+        else:
+            area[: stop - start] = views[0][start:stop]
+        return
     for segment in segments(bounds, start, stop, 0):
         part = views[segment.tensor][segment.start : segment.stop]
         if outward:
@@ -144,4 +150,4 @@ class Exchange(abc.ABC):
     @staticmethod
     def bounds(views: Sequence[Array]) -> list[int]:
         """Return where each view begins in the row they form, and the row's length."""
-        return [0, *accumulate(view.size for view in views)]
+        return [0, *accumulate([view.size for view in views])]

@@ -1,49 +1,74 @@
-"""Several hosts: ranks of a host meet in their window, the owners of a slice all-reduce between hosts."""
+"""Several hosts: blocks are reduced inside each host, then across hosts, then gathered inside each host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringdance.core.arithmetic import Reduction
+import numpy as np
+
+from ringdance.core.arithmetic import Reduction, two_stages
 from ringdance.core.exchange.base import Array, Progress, Steps
-from ringdance.core.exchange.window import WindowExchange
+from ringdance.core.exchange.window import LEAST_SHARE, WindowExchange
 from ringdance.core.exchange.wire import Flights, WireExchange
 from ringdance.core.pieces import pieces
-from ringdance.transport.base import Transport
+from ringdance.transport.base import Hierarchy, Transport
+from ringdance.transport.window import Window, window_size
 
 __all__ = ["ClusterExchange"]
 
 
 class ClusterExchange(WireExchange):
-    """As ``WireExchange``, but large all-reduces are summed inside each host first.
+    """As ``WireExchange``, but large all-reduces are reduced inside each host first.
 
-    Only for hosts with equal numbers of members: then each slice has one owner on each host.
+    Each block of a chunk has one owner on each host: as many blocks as the smallest host has members. Members
+    beyond them own none: they bring their data to the intra-host reduce, and take part in the gather.
     """
 
     def __init__(
-        self, transport: Transport, owners: Transport, piece_bytes: int, small_bytes: int, progress: Progress
+        self,
+        transport: Transport,
+        hierarchy: Hierarchy,
+        piece_bytes: int,
+        small_bytes: int,
+        progress: Progress,
     ) -> None:
         super().__init__(transport, piece_bytes, small_bytes, progress)
-        assert transport.window is not None
-        self._small = small_bytes
-        place, count = transport.host_group.index(transport.rank), len(transport.host_group)
-        self._inside = WindowExchange(transport.window, place, count, piece_bytes, small_bytes, progress)
-        self._owners = Flights(owners, self._inside.piece_bytes, small_bytes, progress)
+        self._small, self._sizes = small_bytes, hierarchy.host_sizes
+        self._blocks = min(self._sizes)
+        # The same on all hosts, however many members each has.
+        self._chunk = min(max(piece_bytes, LEAST_SHARE * max(self._sizes)), hierarchy.area_bytes)
+        index, count = transport.host_group.index(transport.rank), len(transport.host_group)
+        window = transport.window or _window_of_one(self._chunk)
+        self._inside = WindowExchange(window, index, count, self._chunk, small_bytes, progress)
+        cross = hierarchy.cross
+        self._across = Flights(cross or transport, self._chunk if cross else 0, small_bytes, progress)
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        if how.wire is None or sum(view.nbytes for view in inputs) <= self._small:
+        if sum(view.nbytes for view in inputs) <= self._small:
             return super().allreduce(inputs, outputs, how)
         return self._large_allreduce(inputs, outputs, how)
 
     def _large_allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        """While pieces travel between hosts, the host's ranks meet for those that come next and have come."""
-        inside = self._inside
+        """While chunks travel between hosts, the host's members reduce the next and gather the last ones."""
+        inside, index = self._inside, self._inside.rank
+        in_host, across = two_stages(how, inside.size, self._sizes)
         sizes = tuple([view.size for view in inputs])
-        plan = pieces(sizes, inside.piece_bytes // how.dtype.itemsize, inside.size)
-        owned = [slices[inside.rank] for slices in plan]
-        yield from self._owners.run(
-            [part[-1].end - part[0].at if part else 0 for part in owned],
-            how,
-            lambda number, buffer: inside.sum_inside(plan[number], inputs, how, buffer),
-            lambda number, buffer: inside.hand_out(plan[number], buffer, outputs, how),
+        plan = pieces(sizes, self._chunk // how.dtype.itemsize, self._blocks)
+        owned = [blocks[index] if index < self._blocks else () for blocks in plan]
+        yield from self._across.run(
+            [block[-1].end - block[0].at if block else 0 for block in owned],
+            across,
+            lambda number, buffer: inside.reduce_in_host(
+                plan[number], owned[number], inputs, in_host, buffer
+            ),
+            lambda number, buffer: inside.gather_in_host(
+                plan[number], owned[number], buffer, outputs, across
+            ),
         )
+
+
+def _window_of_one(area_bytes: int) -> Window:
+    """Return the window of a member that is alone on its host: memory of its own."""
+    size = window_size(1, 0, area_bytes)
+    memory = np.zeros(size // 8, np.int64).view(np.uint8)
+    return Window(memory, 0, 1, 0, area_bytes, lambda: None)

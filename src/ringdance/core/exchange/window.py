@@ -19,9 +19,9 @@ from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, copy_
 from ringdance.core.pieces import Segment, pieces
 from ringdance.transport.window import Window
 
-__all__ = ["WindowExchange"]
+__all__ = ["LEAST_SHARE", "WindowExchange"]
 
-_LEAST_SHARE = 256  # bytes of a piece for each member: 16 elements of any dtype
+LEAST_SHARE = 256  # bytes of a piece for each member: 16 elements of any dtype
 
 
 class WindowExchange(Exchange):
@@ -38,7 +38,7 @@ class WindowExchange(Exchange):
     ) -> None:
         super().__init__(rank, size, progress)
         self._window = window
-        self.piece_bytes = self._piece = min(max(piece_bytes, _LEAST_SHARE * size), window.area_bytes)
+        self.piece_bytes = self._piece = min(max(piece_bytes, LEAST_SHARE * size), window.area_bytes)
         self._small = min(small_bytes, self._piece)
         self._typed: dict[int, list[list[Array]]] = {}
 
@@ -152,27 +152,36 @@ class WindowExchange(Exchange):
             for tensor, start, stop, at, end in part:
                 deliver(result[at:end], outputs[tensor][start:stop])
 
-    def sum_inside(
-        self, slices: Sequence[Sequence[Segment]], inputs: Sequence[Array], how: Reduction, total: Array
+    def reduce_in_host(
+        self,
+        blocks: Sequence[Sequence[Segment]],
+        owned: Sequence[Segment],
+        inputs: Sequence[Array],
+        how: Reduction,
+        total: Array,
     ) -> Steps:
-        """Reduce a piece over this host alone, unscaled: this rank's slice into ``total``."""
+        """Reduce a chunk over this host alone: the block that this rank owns, if any, into ``total``."""
         areas = self._areas(how.dtype)
-        self._copy_in(slices, areas[self._window.index], inputs, how)
+        self._copy_in(blocks, areas[self._window.index], inputs, how)
         yield from self._meet()
-        part = slices[self._window.index]
-        self._reduce_slice(part, areas, inputs, how, total, part[0].at if part else 0, False)
+        self._reduce_slice(owned, areas, inputs, how, total, owned[0].at if owned else 0)
 
-    def hand_out(
-        self, slices: Sequence[Sequence[Segment]], total: Array, outputs: Sequence[Array], how: Reduction
+    def gather_in_host(
+        self,
+        blocks: Sequence[Sequence[Segment]],
+        owned: Sequence[Segment],
+        total: Array,
+        outputs: Sequence[Array],
+        how: Reduction,
     ) -> Steps:
-        """Copy a piece to all ranks of this host; ``total`` is this rank's slice."""
+        """Copy a reduced chunk to all ranks of this host; ``total`` is the block that this rank owns."""
         areas, own = self._areas(how.dtype), self._window.index
-        for tensor, start, stop, at, end in slices[own]:
-            first = slices[own][0].at
+        for tensor, start, stop, at, end in owned:
+            first = owned[0].at
             areas[own][at:end] = total[at - first : end - first]
             how.deliver(total[at - first : end - first], outputs[tensor][start:stop])
         yield from self._meet()
-        self._copy_out(slices, areas, outputs, how)
+        self._copy_out(blocks, areas, outputs, how)
 
     def _add_slice(
         self, part: Sequence[Segment], areas: Sequence[Array], inputs: Sequence[Array], how: Reduction
@@ -195,11 +204,10 @@ class WindowExchange(Exchange):
         how: Reduction,
         out: Array | None = None,
         first: int = 0,
-        finish: bool = True,
     ) -> None:
         """Reduce the slice this rank owns, in rank order, its own tensors uncopied.
 
-        Into its own area, or into ``out``, which begins at ``first``; scaled, if it is to ``finish`` it.
+        Into its own area, or into ``out``, which begins at ``first``.
         """
         own = self._window.index
         target = areas[own] if out is None else out
@@ -212,7 +220,6 @@ class WindowExchange(Exchange):
             how.combine(
                 [source if place == own else area[at:end] for place, area in enumerate(areas)],
                 target[at - first : end - first],
-                finish,
             )
 
     def stream(

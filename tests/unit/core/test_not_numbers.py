@@ -1,0 +1,25 @@
+"""NaN and infinities go through every reduction, whatever the size, type, rank and way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from loopback_job import job
+from not_numbers import OPS, cases, check
+
+import ringdance.numpy as hvd
+from ringdance.core.engine import Engine
+from ringdance.settings import Settings
+
+
+@pytest.mark.parametrize(("hosts", "window"), [("aaa", True), ("aabb", True), ("abb", True), ("aabb", False)])
+def test_max_min_and_sum(hosts: str, window: bool) -> None:
+    table = list(cases(len(hosts), (1, 2, 33, 1000, 5000, 30_000)))
+
+    def program(engine: Engine) -> None:
+        for dtype, operation, culprit, inputs in table:
+            with np.errstate(invalid="ignore"):
+                got = hvd.allreduce(inputs[engine.rank], op=OPS[operation])
+            check(got, inputs, operation, f"{operation} of {inputs[0].size} {dtype}, NaN on rank {culprit}")
+
+    job(len(hosts), program, Settings(window=window, piece_bytes=1 << 16), hosts=tuple(hosts))

@@ -1,0 +1,54 @@
+"""Data of any size move in bounded rounds: MPI's counts end at 2^31, and packing it all would cost memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from by_numpy import same
+from loopback_job import job
+
+import ringdance.numpy as hvd
+from ringdance.core.engine import Engine
+from ringdance.settings import Settings
+from ringdance.transport.loopback import LoopbackTransport
+
+PIECE = 1 << 16
+MOST = 32 * PIECE  # bytes that one call of MPI sends or receives
+LENGTH = 5_000_003
+
+
+def test_no_call_moves_more_than_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def watch(name: str) -> None:
+        real = getattr(LoopbackTransport, name)
+
+        def call(self: LoopbackTransport, *args: Any) -> Any:
+            calls.append(max(arg.nbytes for arg in args if isinstance(arg, np.ndarray)))
+            return real(self, *args)
+
+        monkeypatch.setattr(LoopbackTransport, name, call)
+
+    for name in ("allreduce", "broadcast", "allgather", "alltoall"):
+        watch(name)
+
+    def program(engine: Engine) -> None:
+        rank = engine.rank
+        rows = [(np.arange(LENGTH) % (97 + place)).astype(np.uint8) for place in range(2)]
+        own = rows[rank]
+        same(hvd.allreduce(own, op=hvd.Max), np.maximum(*rows))
+        same(hvd.broadcast(own, 1), rows[1])
+        half = LENGTH // 2
+        same(hvd.allgather(own[: half + rank]), np.concatenate([rows[0][:half], rows[1][: half + 1]]))
+        got, received = hvd.alltoall(own, [5, LENGTH - 5] if rank == 0 else [7, LENGTH - 7])
+        assert received.tolist() == ([5, 7] if rank == 0 else [LENGTH - 5, LENGTH - 7])
+        parts = [row[: 5 + 2 * i] if rank == 0 else row[5 + 2 * i :] for i, row in enumerate(rows)]
+        same(got, np.concatenate(parts))
+        total = rows[0] + rows[1]
+        same(hvd.reducescatter(own, op=hvd.Sum), total[: half + 1] if rank == 0 else total[half + 1 :])
+
+    job(2, program, Settings(window=False, piece_bytes=PIECE))
+    assert max(calls) <= MOST
+    assert sum(size > MOST // 4 for size in calls) >= 2 * 4 * (LENGTH // MOST)  # and not much less
