@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
+from ringdance.torch._private import compiler_disable
 
 __all__ = ["SyncBatchNorm"]
 
@@ -56,6 +57,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
+    @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         normal, scale, weight = ctx.saved_tensors
         given = gradients[0]
@@ -104,6 +106,7 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ArgumentError(f"SyncBatchNorm needs 2 dimensions (N, C) or more, got {tuple(input.shape)}.")
 
+    @compiler_disable
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, in its shape and type."""
         self._check_input_dim(input)
