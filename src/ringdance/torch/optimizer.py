@@ -24,7 +24,15 @@ from ringdance.torch.adasum import AdasumOptimizer
 from ringdance.torch.compression import Compression
 from ringdance.torch.gradients import Gradients
 from ringdance.torch.hooks import Hooks
-from ringdance.torch.wrapped import Options, Wrapped, check_optimizer, check_whole, names_of, wrap
+from ringdance.torch.wrapped import (
+    Options,
+    Wrapped,
+    check_optimizer,
+    check_whole,
+    names_of,
+    warn_of_local_batch_norm,
+    wrap,
+)
 from ringdance.training.optimizer import GradientExchange
 from ringdance.training.options import check_groups, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
@@ -215,6 +223,8 @@ def DistributedOptimizer(
     """
     engine = session.engine()
     check_optimizer(optimizer)
+    if engine.size > 1:
+        warn_of_local_batch_norm(named_parameters)
     operation = pick_operation(None, op)
     pairs, given = names_of(optimizer, named_parameters)
     if backward_passes_per_step <= 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,9 @@ from ringdance.torch import _private
 from ringdance.torch._private import compiler_disable
 from ringdance.training.process_sets import ProcessSet
 
-__all__ = ["Options", "Wrapped", "check_optimizer", "names_of", "wrap"]
+__all__ = [
+    "Options", "Wrapped", "check_optimizer", "check_whole", "names_of", "warn_of_local_batch_norm", "wrap",
+]
 
 
 @dataclass
@@ -145,6 +149,25 @@ def check_whole(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
                 "the optimizer as it is, with torch.distributed alone; or DistributedOptimizer with a model "
                 "that is whole on each rank (without FSDP, fully_shard or parallelize_module)."
             )
+
+
+def warn_of_local_batch_norm(named_parameters: Any) -> None:
+    """Warn if ``named_parameters`` is that of a module with torch's ``SyncBatchNorm``."""
+    distributed = torch.distributed
+    if not inspect.isgenerator(named_parameters) or (
+        distributed.is_available() and distributed.is_initialized()
+    ):
+        return
+    module = inspect.getgeneratorlocals(named_parameters).get("self")
+    if isinstance(module, torch.nn.Module) and any(
+        isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules()
+    ):
+        warnings.warn(
+            "The model has torch.nn.SyncBatchNorm, which without torch.distributed normalises each rank's "
+            "batch alone: before making the optimizer, say "
+            "model = hvd.SyncBatchNorm.convert_sync_batchnorm(model).",
+            stacklevel=3,
+        )
 
 
 def _number_name(group: int, place: int) -> str:
