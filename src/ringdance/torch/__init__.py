@@ -5,6 +5,7 @@ Names, signatures and results are those of Horovod's torch module; see the funct
 
 from ringdance.errors import CollectiveError
 from ringdance.torch import elastic as elastic
+from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
 from ringdance.torch.compression import Compression, Compressor
 from ringdance.torch.operations import (
@@ -45,6 +46,7 @@ from ringdance.torch.operations import (
 from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
+from ringdance.training import objects
 from ringdance.training.basics import (
     ccl_built,
     cross_rank,
@@ -69,7 +71,6 @@ from ringdance.training.basics import (
     start_timeline,
     stop_timeline,
 )
-from ringdance.training.objects import allgather_object, broadcast_object
 from ringdance.training.process_sets import (
     ProcessSet,
     add_process_set,
@@ -79,6 +80,8 @@ from ringdance.training.process_sets import (
 from ringdance.training.sparse import sparse_routes
 
 HorovodInternalError = CollectiveError
+allgather_object = compiler_disable(objects.allgather_object)
+broadcast_object = compiler_disable(objects.broadcast_object)
 
 __all__ = [
     "Adasum", "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",

@@ -17,6 +17,7 @@ from torch import Tensor
 from ringdance import session
 from ringdance.core.request import Operation
 from ringdance.torch import requests
+from ringdance.torch._private import compiler_disable
 from ringdance.torch.requests import Tensors, wants_gradient
 from ringdance.training import verbs
 from ringdance.training.process_sets import ProcessSet, set_id
@@ -94,6 +95,7 @@ class _Allreduce(torch.autograd.Function):
         return tuple(allreduce(tensors, *arguments))
 
     @staticmethod
+    @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         operation, name, *others = ctx.arguments
         return None, *allreduce(gradients, operation, _of_gradient(name), *others)
@@ -109,6 +111,7 @@ class _Allgather(torch.autograd.Function):
         return tuple(allgather(tensors, *arguments))
 
     @staticmethod
+    @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         name, process_set, grouped = ctx.arguments
         averaged = allreduce(
@@ -137,6 +140,7 @@ class _Broadcast(torch.autograd.Function):
         return (broadcast(tensor, *arguments),)
 
     @staticmethod
+    @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         root_rank, name, process_set = ctx.arguments
         (averaged,) = allreduce(gradients, Operation.AVERAGE, _of_gradient(name), 1.0, 1.0, process_set)
@@ -155,6 +159,7 @@ class _Alltoall(torch.autograd.Function):
         return output, received
 
     @staticmethod
+    @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         rows, received, name, process_set = ctx.arguments
         returned, _ = alltoall(gradients[0], received, name, process_set)
@@ -175,6 +180,7 @@ class _Reducescatter(torch.autograd.Function):
         return tuple(reducescatter(tensors, *arguments))
 
     @staticmethod
+    @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         scale, *others = ctx.arguments
         return None, *allgather([gradient * scale for gradient in gradients], *others)

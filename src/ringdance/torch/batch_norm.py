@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
+from ringdance.torch._private import compiler_disable
 
 __all__ = ["SyncBatchNorm"]
 
@@ -56,6 +57,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
+    @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         normal, scale, weight = ctx.saved_tensors
         given = gradients[0]
@@ -100,10 +102,29 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """Replace each batch norm within ``module``, torch's ``SyncBatchNorm`` too, by one of this class.
+
+        Parameters and buffers stay the same objects. Returns ``module``, or what replaces it.
+        """
+        result = module
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            result = cls(
+                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+            )
+            for name in (*module._parameters, *module._buffers):
+                setattr(result, name, getattr(module, name))
+            result.training = module.training
+        for name, child in module.named_children():
+            result.add_module(name, cls.convert_sync_batchnorm(child))
+        return result
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ArgumentError(f"SyncBatchNorm needs 2 dimensions (N, C) or more, got {tuple(input.shape)}.")
 
+    @compiler_disable
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, in its shape and type."""
         self._check_input_dim(input)

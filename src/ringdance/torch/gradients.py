@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from ringdance.torch.compression import Compression
 from ringdance.torch.memory import Array, from_array, host_tensor, view_of
 from ringdance.training.gradients import AS_DENSE, DENSE
 from ringdance.training.sparse import Rows
 
-__all__ = ["Gradients", "Hooks", "fill_from_host", "host_copies"]
-
-_NESTED = CheckpointFunction.backward.__code__
+__all__ = ["Gradients", "fill_from_host", "host_copies"]
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -43,10 +39,11 @@ class Gradients:
 
     A dense contiguous gradient on the CPU is lent as it is and reduced in place. Others (on a GPU, with
     compression, not contiguous as with channels_last) go through a copy that ``put`` writes back.
+    ``parameters`` may grow (``GradientExchange.extend``).
     """
 
     def __init__(self, parameters: Sequence[Tensor], compression: Any, sparse_as_dense: bool) -> None:
-        self.parameters = list(parameters)
+        self.parameters = parameters
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self._copies: dict[int, tuple[Tensor, Any]] = {}
@@ -154,74 +151,3 @@ class Gradients:
             is_coalesced=True,
         )
         parameter.grad = joined.to(parameter.device)
-
-
-def _in_nested_pass() -> bool:
-    """Whether this backward pass runs within another (checkpointing with use_reentrant=True)."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _NESTED:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
-
-
-class Hooks:
-    """Tells about each gradient that backward has accumulated, and about the end of the pass.
-
-    Args:
-        parameters: what to watch; those that need no gradient are looked at again in ``late``.
-        computed: called with the parameter's index.
-        pass_done: called at the end of a backward pass that computed at least one.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], computed: Callable[[int], None], pass_done: Callable[[], None]
-    ) -> None:
-        self._parameters = parameters
-        self._computed = computed
-        self._pass_done = pass_done
-        self._tasks: set[int] = set()  # passes whose end we have asked to be told; several if nested
-        self._late: list[int] = []
-        self._handles: list[Any] = []
-        for index, parameter in enumerate(parameters):
-            if parameter.requires_grad:
-                self._watch(index)
-            else:
-                self._late.append(index)
-
-    def _watch(self, index: int) -> None:
-        computed = self._computed
-        current_task = torch._C._current_graph_task_id
-
-        def hook(_: Tensor) -> None:
-            computed(index)
-            if current_task() not in self._tasks:
-                self._tasks.add(current_task())
-                torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-        register: Any = self._parameters[index].register_post_accumulate_grad_hook
-        self._handles.append(register(hook))
-
-    def _end(self) -> None:
-        if not _in_nested_pass():
-            self._tasks.clear()
-            self._pass_done()
-
-    def late(self) -> list[int]:
-        """Return parameters that have begun to need a gradient, have one, and were not watched so far."""
-        if not self._late:
-            return []
-        begun = [index for index in self._late if self._parameters[index].requires_grad]
-        for index in begun:
-            self._watch(index)
-            self._late.remove(index)
-        return [index for index in begun if self._parameters[index].grad is not None]
-
-    def remove(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ringdance.errors import ArgumentError
+from ringdance.torch._private import divided_by
 
 __all__ = ["array_of", "check_in_place", "from_array", "host_tensor", "view_of"]
 
@@ -27,10 +28,20 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     What is not contiguous is copied (Horovod refuses it); what lies on a GPU goes to pinned memory.
 
     Raises:
-        ArgumentError: not a dense tensor.
+        ArgumentError: not a dense tensor, or one without data of its own.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"Expected a torch.Tensor, got {type(tensor).__name__}.")
+    if tensor.is_meta:
+        raise ArgumentError(
+            f"A meta tensor (shape {tuple(tensor.shape)}) has no data: make it on a device first, as with "
+            "module.to_empty(device='cpu')."
+        )
+    if divided_by(tensor) is not None and hasattr(tensor, "to_local"):
+        raise ArgumentError(
+            "A DTensor is divided over processes by torch.distributed: give tensor.to_local(), which is this "
+            "process's part, or tensor.full_tensor(), which is all of it."
+        )
     if tensor.layout is not torch.strided:
         raise ArgumentError(
             f"A tensor with layout {tensor.layout} ({tensor.type()}) cannot be exchanged as it is; "
@@ -55,8 +66,12 @@ def view_of(tensor: torch.Tensor) -> Array:
         if tensor.dtype is torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(_BFLOAT16)
         return tensor.numpy()
-    except TypeError:
-        raise ArgumentError(f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent.") from None
+    except (TypeError, RuntimeError):
+        raise ArgumentError(
+            f"Tensors of type {tensor.type()} ({tensor.dtype}) cannot be sent, as NumPy has no such type: "
+            "convert them to one that it has, as tensor.to(torch.bfloat16) for a reduction. Those of 8 bits "
+            "can be moved (not reduced) as tensor.view(torch.uint8)."
+        ) from None
 
 
 def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:

@@ -21,6 +21,7 @@ from ringdance import session
 from ringdance.core.request import Operation, Ticket
 from ringdance.errors import ArgumentError
 from ringdance.torch import autograd
+from ringdance.torch._private import compiler_disable
 from ringdance.torch.compression import Compression
 from ringdance.torch.requests import (
     Tensors,
@@ -386,3 +387,7 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return after all ranks of the set have called it."""
     verbs.barrier(session.engine(), set_id(process_set))
+
+
+# All of these leave a compiled graph: torch.compile calls them as they are.
+globals().update({name: compiler_disable(globals()[name]) for name in __all__ if name[0].islower()})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,12 +19,23 @@ from ringdance import session
 from ringdance.core.request import Operation
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
+from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
 from ringdance.torch.compression import Compression
-from ringdance.torch.gradients import Gradients, Hooks
+from ringdance.torch.gradients import Gradients
+from ringdance.torch.hooks import Hooks
+from ringdance.torch.wrapped import (
+    Options,
+    Wrapped,
+    check_optimizer,
+    check_whole,
+    names_of,
+    warn_of_local_batch_norm,
+    wrap,
+)
 from ringdance.training.optimizer import GradientExchange
 from ringdance.training.options import check_groups, scales_of, wants_overlap
-from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 from ringdance.training.verbs import pick_operation
 
 __all__ = ["DistributedOptimizer"]
@@ -33,27 +43,71 @@ __all__ = ["DistributedOptimizer"]
 Closure = Callable[[], Any]
 
 
-class _Distributed:
-    """What is put in front of the optimizer's own class; state lives in the shared ``__dict__``."""
+class _Distributed(Wrapped):
+    """Put in front of the optimizer's own class."""
 
-    _exchange: GradientExchange | None  # None: nothing to exchange, one rank or not a member
-    _hooks: Hooks | None
-    _passes: int
-    _process_set: ProcessSet
-    _skip: bool
-    _by_hand: bool  # synchronize() was called since the last step
+    # Class attributes: what a copy starts with.
+    _connected = False  # to the job
+    _exchange: GradientExchange | None = None  # None: nothing to exchange, one rank or not a member
+    _hooks: Hooks | None = None
+    _skip = False
+    _by_hand = False  # synchronize() was called since the last step
 
+    def _connect(self) -> None:
+        """Make the exchange and watch the parameters; local, in the same order on all ranks."""
+        options, engine = self._options, session.engine()
+        if options.process_set.process_set_id is None:  # a copy from another job
+            bind([options.process_set])
+        number = set_id(options.process_set)
+        self._connected = True
+        if len(engine.members(number)) == 1 or not options.process_set.included():
+            return
+        check_whole(options.names, options.parameters)
+        exchange = self._exchange = GradientExchange(
+            Gradients(options.parameters, options.compression, options.sparse_as_dense), options.names,
+            operation=options.operation, passes=self._passes, predivide=options.predivide,
+            groups=options.groups, set_id=number, early=options.early,
+            overlap=wants_overlap(engine, torch.get_num_threads()),
+        )
+        self._hooks = Hooks(options.parameters, exchange.computed, exchange.pass_done, options.early)
+
+    def _prepare(self) -> None:
+        """Connect a copy at its first use in a job; look for parameters added to the wrapped optimizer."""
+        if not self._connected and session.is_initialized():
+            self._connect()
+            if self._exchange is not None:
+                self._exchange.extend((), self._have_gradients(range(len(self._options.parameters))))
+        if self._exchange is not None:
+            self._take_in_new()
+
+    def _have_gradients(self, indices: Iterable[int]) -> list[int]:
+        parameters = self._options.parameters
+        return [index for index in indices if parameters[index].grad is not None]
+
+    def _take_in_new(self) -> list[int]:
+        new = super()._take_in_new()
+        if new and self._exchange is not None and self._hooks is not None:
+            names = self._options.names[new[0] :]
+            check_whole(names, self._options.parameters[new[0] :])
+            self._hooks.watch_new()
+            self._exchange.extend(names, self._have_gradients(new))
+        return new
+
+    @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Exchange after this many backward passes from now on; between steps only."""
         if passes <= 0:
             raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
+        self._prepare()
         self._passes = passes
         if self._exchange is not None:
             self._exchange.passes = passes
             self._exchange.reset()
 
+    @compiler_disable
     def synchronize(self) -> None:
         """Make sure that gradients are reduced; needed only before backward_passes_per_step is reached."""
+        self._prepare()
         self._settle()
         self._by_hand = True
 
@@ -77,11 +131,13 @@ class _Distributed:
         finally:
             self._skip = False
 
+    @compiler_disable
     def step(self, closure: Closure | None = None) -> Any:
         """Make a step with reduced gradients; those that ``closure`` computes are reduced before use.
 
         For LBFGS the closure's loss is averaged over the ranks, so that all search along the same line.
         """
+        self._prepare()
         exchange = self._exchange
         self._opt_called = True  # what learning rate schedulers look at
         if self._by_hand and not self._skip:
@@ -102,6 +158,8 @@ class _Distributed:
         exchange.step_done()
         return result
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch runs hooks around the optimizer's own step already
+
     def _reducing(self, closure: Closure, exchange: GradientExchange) -> Closure:
         average_loss = isinstance(self, torch.optim.LBFGS)
 
@@ -113,61 +171,26 @@ class _Distributed:
             if average_loss:
                 value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
                 return ops.allreduce(
-                    value, name=f"{exchange.name}.loss", op=ops.Average, process_set=self._process_set
+                    value, name=f"{exchange.name}.loss", op=ops.Average, process_set=self._options.process_set
                 )
             return loss
 
         return reducing
 
+    @compiler_disable
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, with the arguments of the optimizer's own ``zero_grad``."""
+        self._prepare()
         if self._exchange is not None:
             self._exchange.reset()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
+    @compiler_disable
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load state as the optimizer does; what was computed so far is forgotten."""
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         if self._exchange is not None:
             self._exchange.reset()
-
-
-def named(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
-) -> list[tuple[str, Tensor]]:
-    """Return (name, parameter) for the optimizer's parameters, in an order that is the same on all ranks.
-
-    Raises:
-        ArgumentError: not pairs, a name twice, a parameter of the optimizer without a name.
-    """
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    if named_parameters is None:
-        return [
-            (f"allreduce.noname.{i}.{j}", parameter)
-            for i, group in enumerate(groups) for j, parameter in enumerate(group)
-        ]
-    pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise ArgumentError("named_parameters must be (name, parameter) pairs: model.named_parameters().")
-    names = [name for name, _ in pairs]
-    doubled = sorted(name for name, times in Counter(names).items() if times > 1)
-    if doubled:
-        raise ArgumentError(f"named_parameters: names must be unique; more than once: {', '.join(doubled)}.")
-    given = {id(parameter) for _, parameter in pairs}
-    mine = {id(parameter): parameter for group in groups for parameter in group}
-    nameless = [tuple(parameter.shape) for key, parameter in mine.items() if key not in given]
-    if nameless:
-        raise ArgumentError(
-            f"named_parameters lacks {len(nameless)} of the optimizer's parameters, the first with shape "
-            f"{nameless[0]}: pass all of model.named_parameters()."
-        )
-    seen: set[int] = set()
-    found = []
-    for name, parameter in pairs:
-        if id(parameter) in mine and id(parameter) not in seen:
-            seen.add(id(parameter))
-            found.append((name, parameter))
-    return found
 
 
 def DistributedOptimizer(
@@ -196,69 +219,43 @@ def DistributedOptimizer(
         reduce_in_backward: False exchanges in ``step()`` only, once for each step.
 
     Raises:
-        ArgumentError: an argument is wrong.
+        ArgumentError: an argument is wrong, or, with several ranks, parameters are divided over processes.
     """
     engine = session.engine()
+    check_optimizer(optimizer)
+    if engine.size > 1:
+        warn_of_local_batch_norm(named_parameters)
     operation = pick_operation(None, op)
-    pairs = named(optimizer, named_parameters)
+    pairs, given = names_of(optimizer, named_parameters)
     if backward_passes_per_step <= 0:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
     if num_groups:
         warnings.warn("num_groups is old: say groups=<number>.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     parameters = [parameter for _, parameter in pairs]
-    place = {id(parameter): index for index, parameter in enumerate(parameters)}
-    trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+    scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together
+    total = sum(len(group["params"]) for group in optimizer.param_groups)
+    options = Options(
+        [name for name, _ in pairs], parameters, total, given, operation, compression, process_set,
+        gradient_predivide_factor, _index_groups(groups, parameters), sparse_as_dense, reduce_in_backward,
+    )
+    if operation is Operation.ADASUM and len(engine.members(set_id(process_set))) > 1:
+        if process_set is not global_process_set:
+            raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
+        return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)
+    result = wrap(optimizer, _Distributed, options, backward_passes_per_step)
+    result._connect()
+    return result
+
+
+def _index_groups(groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
+    """Return ``groups`` as indices; raise ArgumentError for what is no number and no lists of parameters."""
     if isinstance(groups, (list, tuple)) and any(
         isinstance(group, Tensor) or not all(isinstance(one, Tensor) for one in group) for group in groups
     ):
         raise ArgumentError("groups must be a positive number or a list of lists of parameters.")
     if groups is not None and (isinstance(groups, bool) or (isinstance(groups, int) and groups <= 0)):
         raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of parameters.")
-    index_groups = check_groups(groups, trained, lambda one: place.get(id(one)))
-    scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together
-    size = len(engine.members(set_id(process_set)))
-    member = bool(process_set.included())
-    if operation is Operation.ADASUM and size > 1:
-        if process_set is not global_process_set:
-            raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
-        return _subclassed(optimizer, AdasumOptimizer, _names=[name for name, _ in pairs],
-                           _parameters=parameters, _compression=compression, _passes=backward_passes_per_step)
-    result = _subclassed(
-        optimizer, _Distributed, _exchange=None, _hooks=None, _passes=backward_passes_per_step,
-        _process_set=process_set, _skip=False, _by_hand=False,
-    )
-    if member and size > 1:
-        exchange = GradientExchange(
-            Gradients(parameters, compression, sparse_as_dense), [name for name, _ in pairs],
-            operation=operation, passes=backward_passes_per_step,
-            predivide=gradient_predivide_factor, groups=index_groups,
-            set_id=set_id(process_set), early=reduce_in_backward,
-            overlap=wants_overlap(engine, torch.get_num_threads()),
-        )
-        result._exchange = exchange
-        result._hooks = Hooks(parameters, exchange.computed, exchange.pass_done)
-    return result
-
-
-def _subclassed(optimizer: torch.optim.Optimizer, front: type, **state: Any) -> Any:
-    """Return an object of a new subclass that shares everything with ``optimizer``.
-
-    The class has the optimizer's name and this module, by which scripts know it.
-    """
-    base = type(optimizer)
-    if issubclass(base, (_Distributed, AdasumOptimizer)):
-        raise ArgumentError("This optimizer is a DistributedOptimizer already.")
-    # A learning rate scheduler made before has put its wrapper of the plain step there: it would hide ours.
-    wrapper = optimizer.__dict__.pop("step", None)
-    result: Any = object.__new__(type(base.__name__, (front, base), {"__module__": __name__}))
-    result.__dict__ = optimizer.__dict__
-    result.__dict__.update(state)
-    if wrapper is not None:
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            return type(result).step(result, *args, **kwargs)
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what the scheduler looks for
-        result.step = step
-    return result
+    index = {id(parameter): number for number, parameter in enumerate(parameters)}
+    trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
+    return check_groups(groups, trained, lambda one: index.get(id(one)))

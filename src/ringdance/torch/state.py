@@ -11,6 +11,7 @@ from torch import Tensor
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.torch import requests
+from ringdance.torch._private import compiler_disable
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set
 
@@ -52,6 +53,7 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
             tensor.detach().copy_(wire)
 
 
+@compiler_disable
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters on all ranks with those of global rank ``root_rank``.
 
@@ -105,6 +107,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+@compiler_disable
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give all ranks the optimizer state and options of global rank ``root_rank``.
 

@@ -1,15 +1,17 @@
-"""How a framework's binding lends its gradients to ``optimizer.GradientExchange``, and kinds of gradients."""
+"""How a binding lends gradients to ``optimizer.GradientExchange``, their kinds, and what it notes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from ringdance.core.request import Ticket
 from ringdance.training.sparse import Rows
 
-__all__ = ["AS_DENSE", "DENSE", "GradientSource"]
+__all__ = ["AS_DENSE", "DENSE", "Bucket", "GradientSource", "State"]
 
 Array = np.ndarray[Any, Any]
 
@@ -50,3 +52,26 @@ class GradientSource(Protocol):
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
+
+
+@dataclass
+class Bucket:
+    """Gradients that are sent in one request."""
+
+    name: str
+    members: tuple[int, ...]
+    expected: tuple[int, ...]  # agreed: what was reduced last time
+    missing: int = 0  # of the expected ones, not computed yet
+    surprises: int = 0  # computed, though not expected
+    ticket: Ticket | None = None
+    kinds: bytes = b""  # when it was sent during the pass; sending makes sparse gradients dense
+
+
+@dataclass
+class State:
+    """What happened since the last step or zero_grad."""
+
+    passes: int = 0
+    exchanged_at: int = -1  # value of passes at the last exchange; -1: none yet
+    computed: bytearray = field(default_factory=bytearray)  # since the last exchange
+    reduced: bytearray = field(default_factory=bytearray)  # in this step

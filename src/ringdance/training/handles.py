@@ -9,7 +9,7 @@ from typing import Any
 from ringdance.core.request import Ticket
 from ringdance.errors import ArgumentError
 
-__all__ = ["clear", "hold", "poll", "synchronize"]
+__all__ = ["clear", "hold", "known", "poll", "synchronize"]
 
 Finish = Callable[[Ticket], Any]
 
@@ -25,28 +25,39 @@ def hold(ticket: Ticket, finish: Finish) -> int:
     return handle
 
 
+def known(handle: Any) -> bool:
+    """Return whether this is a handle that has not been synchronised."""
+    return isinstance(handle, int) and handle in _pending
+
+
+def _unknown(handle: Any) -> ArgumentError:
+    return ArgumentError(
+        f"{handle!r} is not a handle, or it has been synchronised: handles are what the functions with "
+        "_async in their names return, and each can be synchronised once."
+    )
+
+
 def poll(handle: int) -> bool:
     """Return whether the operation is complete, without waiting.
 
     Raises:
         ArgumentError: the handle is unknown or has been synchronised.
     """
-    try:
-        return _pending[handle][0].done()
-    except (KeyError, TypeError):
-        raise ArgumentError(f"{handle!r} is not a handle, or it has been synchronised.") from None
+    if not known(handle):
+        raise _unknown(handle)
+    return _pending[handle][0].done()
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for the operation and return its result; ``None`` for an unknown or already used handle.
+    """Wait for the operation and return its result.
 
     Raises:
+        ArgumentError: the handle is unknown or has been synchronised.
         CollectiveError: the operation failed.
     """
-    entry = _pending.pop(handle, None)
-    if entry is None:
-        return None
-    ticket, finish = entry
+    if not known(handle):
+        raise _unknown(handle)
+    ticket, finish = _pending.pop(handle)
     ticket.wait()
     return finish(ticket)
 

@@ -33,7 +33,6 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from ringdance import session
 from ringdance.core.request import Operation, Ticket
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import verbs
-from ringdance.training.gradients import AS_DENSE, GradientSource
+from ringdance.training.gradients import AS_DENSE, Bucket, GradientSource, State
 from ringdance.training.options import parts_of, scales_of
 from ringdance.training.shortcut import DifferentStepsError, Shortcut
 from ringdance.training.sparse import SparseExchange
@@ -59,31 +58,12 @@ Array = np.ndarray[Any, Any]
 STEPS = 251
 
 
-@dataclass
-class Bucket:
-    """Gradients that are sent in one request."""
-
-    name: str
-    members: tuple[int, ...]
-    expected: tuple[int, ...]  # agreed: what was reduced last time
-    missing: int = 0  # of the expected ones, not computed yet
-    surprises: int = 0  # computed, though not expected
-    ticket: Ticket | None = None
-    kinds: bytes = b""  # when it was sent during the pass; sending makes sparse gradients dense
-
-
-@dataclass
-class _State:
-    """What happened since the last step or zero_grad."""
-
-    passes: int = 0
-    exchanged_at: int = -1  # value of passes at the last exchange; -1: none yet
-    computed: bytearray = field(default_factory=bytearray)  # since the last exchange
-    reduced: bytearray = field(default_factory=bytearray)  # in this step
-
-
 # How many exchanges of the same parameter names among the same ranks there were: makes names unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
+
+
+def _digest_of(names: Sequence[str], size: int) -> bytes:
+    return hashlib.blake2b("\0".join(names).encode(), digest_size=size).digest()
 
 
 class GradientExchange:
@@ -117,21 +97,23 @@ class GradientExchange:
         self.early = early
         self.wants_overlap = overlap and early
         self.groups = [tuple(group) for group in groups]
-        self.state = _State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
+        self.state = State(computed=bytearray(len(names)), reduced=bytearray(len(names)))
+        self._digest = _digest_of(names, 4).hex()  # stays when names are added: see extend
         self._join(session.engine())
 
     def _join(self, engine: Engine) -> None:
         """Work in this job, all ranks from the same beginning: what earlier steps taught is forgotten."""
         self.engine = engine
-        digest = hashlib.blake2b("\0".join(self.names).encode(), digest_size=4).hexdigest()
         counter = _seen.setdefault(engine, Counter())
-        key = digest, engine.members(self.set_id)
-        self.name = f"gradients.{digest}.{counter[key]}"
+        key = self._digest, engine.members(self.set_id)
+        self.name = f"gradients.{self._digest}.{counter[key]}"
         counter[key] += 1
         self._forget()
         verbs.tell_of_joins(engine, self.start_afresh)
 
     def _forget(self) -> None:
+        digest = _digest_of(self.names, 2)
+        self._names_in_mask = digest + bytes(255 - byte for byte in digest)
         self.step = 0
         self.overlap = False  # not before all ranks have agreed, with the first mask
         self.buckets: list[Bucket] = []
@@ -176,13 +158,33 @@ class GradientExchange:
         self._forget()
         self.reset()
 
+    def extend(self, names: Sequence[str], computed: Sequence[int] = ()) -> None:
+        """Reduce gradients too that the source has gained; all ranks of the set, between the same steps.
+
+        The exchange keeps its name, so that all get an error in the next one if a rank has not done it.
+
+        Args:
+            names: as those given at first.
+            computed: indices of the gradients that exist already and are to be reduced with the next ones.
+        """
+        if any(bucket.ticket is not None for bucket in self.buckets):
+            self._abandon()
+        self._shortcut.leave()
+        self.names += names
+        self.state.computed += bytes(len(names))
+        self.state.reduced += bytes(len(names))
+        for index in computed:
+            self.state.computed[index] = 1
+            self.state.exchanged_at = -1
+        self._forget()
+
     def reset(self) -> None:
         """Forget what was computed and reduced (zero_grad, or after an error)."""
         state = self.state
         if not state.passes and state.exchanged_at < 0 and 1 not in state.computed:
             return
         count = len(self.names)
-        self.state = _State(computed=bytearray(count), reduced=bytearray(count))
+        self.state = State(computed=bytearray(count), reduced=bytearray(count))
         for bucket in self.buckets:
             if bucket.ticket is not None and not bucket.ticket.done():
                 bucket.ticket.wait()  # its memory is still being read
@@ -275,7 +277,7 @@ class GradientExchange:
         usual = kinds == self._shortcut.usual
         memory = kinds + bytes(
             (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if usual else 1)
-        )
+        ) + self._names_in_mask
         mask = np.frombuffer(memory, np.uint8)
         sent = verbs.allreduce(
             self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=Operation.MAX,
@@ -288,7 +290,7 @@ class GradientExchange:
         for bucket in self.buckets:
             if bucket.ticket is None and bucket.expected and self._complete(bucket, kinds):
                 bucket.ticket = self._send(bucket, bucket.expected, zeros)
-        sent.wait()
+        self._wait_for_mask(sent, memory)
         self._check_step(memory[count] - 1, STEPS - memory[count + 1])
         union = bytes(memory[:count])
         self._reduce(union, zeros)
@@ -378,6 +380,22 @@ class GradientExchange:
                 except Exception:
                     pass  # the error that brought us here is the one to be seen
         self.reset()
+
+    def _wait_for_mask(self, sent: Ticket, memory: bytearray) -> None:
+        """Wait for the mask; its length and last bytes are alike where the ranks have the same names."""
+        error: MismatchError | None = None
+        try:
+            sent.wait()
+        except MismatchError as found:
+            error = found
+        # Where digests differ, so does the maximum from one of them or from their complements.
+        if error is not None or not memory.endswith(self._names_in_mask):
+            raise MismatchError(
+                f"The ranks' optimizers have different parameters ({self.name}): rank {self.engine.rank} "
+                f"({self.engine.hosts[self.engine.rank]}) has {len(self.names)}, the last is "
+                f"{self.names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
+                f"parameters, between the same two steps. {error or ''}".rstrip()
+            ) from error
 
     def _check_step(self, latest: int, earliest: int) -> None:
         if latest != earliest:

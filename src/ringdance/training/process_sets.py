@@ -70,6 +70,12 @@ class ProcessSet:
         rank = session.engine().rank
         return None if self.ranks is None else rank in self.ranks
 
+    def __deepcopy__(self, memo: Any) -> ProcessSet:
+        return self  # it stands for a set of the job, as a communicator does
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"ranks": self.ranks, "mpi_comm": None}  # the number belongs to this job
+
     def __str__(self) -> str:
         return (
             f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -89,6 +95,9 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def ranks(self) -> list[int] | None:  # type: ignore[override]
         return list(range(session.engine().size)) if session.is_initialized() else None
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
 
     def included(self) -> bool:
         session.engine()

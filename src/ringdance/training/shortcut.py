@@ -110,6 +110,11 @@ class Shortcut:
         self._source.put(self._indices, self.usual)
         return True
 
+    def leave(self) -> None:
+        """Take the short way no more; ranks that still try it are told."""
+        if self.open:
+            self._refuse()
+
     def _views(self, computed: bytearray) -> tuple[Array, ...] | None:
         """Return views of the usual gradients; None if this rank has others."""
         if computed != self._computed:

@@ -67,6 +67,10 @@ def test_arguments_of_the_optimizer() -> None:
         ([("a", net.weight), ("a", net.bias)], {}),
         ([("a", net.weight)], {}),
         ([net.weight, net.bias], {}),
+        (net, {}),
+        (net.named_parameters, {}),
+        (net.state_dict(), {}),
+        ([(0, net.weight), (1, net.bias)], {}),
         (named, dict(groups=0)),
         (named, dict(groups="all")),
         (named, dict(groups=[["a"]])),
@@ -82,6 +86,9 @@ def test_arguments_of_the_optimizer() -> None:
     optimizer = make([*named, ("more", nn.Parameter(torch.ones(1)))])
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(optimizer)  # type: ignore[arg-type]
+    for wrong in (net, net.parameters(), net.named_parameters(), None):
+        with pytest.raises(ValueError, match=r"needs an optimizer, such as.*; got"):
+            hvd.DistributedOptimizer(wrong)  # type: ignore[arg-type]
 
 
 def test_not_initialized() -> None:
@@ -103,3 +110,36 @@ def test_process_sets_of_init() -> None:
     for wrong in (["a"], [0, 0], [-1]):
         with pytest.raises(ValueError):
             hvd.ProcessSet(wrong)
+
+
+def test_tensors_that_cannot_be_sent() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        given = torch.ones(3).to(dtype)
+        with pytest.raises(ValueError, match=r"tensor\.to\(torch\.bfloat16\).*view\(torch\.uint8\)"):
+            hvd.allreduce(given)
+        moved = hvd.broadcast(given.view(torch.uint8), 0).view(dtype)
+        assert torch.equal(moved.float(), given.float())
+    meta = nn.Linear(2, 2, device="meta")
+    for call in (lambda: hvd.allreduce(meta.weight), lambda: hvd.allreduce_(meta.bias.detach())):
+        with pytest.raises(ValueError, match=r"meta tensor .* no data.*to_empty"):
+            call()
+
+
+def test_sync_batch_norm_converts_a_model() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None, affine=False))
+        return nn.Sequential(
+            inner, nn.SyncBatchNorm(3, eps=0.1), nn.BatchNorm1d(3, track_running_stats=False)
+        )
+
+    plain = make()
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(make().double())
+    assert [isinstance(one, hvd.SyncBatchNorm) for one in converted.modules()].count(True) == 3
+    again = hvd.SyncBatchNorm.convert_sync_batchnorm(converted)
+    assert again[1] is converted[1]
+    assert list(converted.state_dict()) == list(plain.state_dict())
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        assert torch.allclose(converted(x.double()).float(), plain(x), atol=1e-5)
+    assert not hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(3).eval()).training

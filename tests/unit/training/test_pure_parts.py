@@ -68,6 +68,7 @@ def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:
 
 
 def test_unknown_handles() -> None:
-    assert handles.synchronize(10**9) is None
-    with pytest.raises(ArgumentError):
-        handles.poll(10**9)
+    for wrong in (10**9, None, "0", []):
+        for function in (handles.synchronize, handles.poll):
+            with pytest.raises(ArgumentError, match="not a handle"):
+                function(wrong)

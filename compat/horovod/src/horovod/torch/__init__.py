@@ -13,4 +13,6 @@ from horovod.torch import (  # isort: skip
     sync_batch_norm as sync_batch_norm,
 )
 
+from horovod.torch.mpi_ops import synchronize as synchronize  # isort: skip  # gives None where Horovod does
+
 __all__ = list(_names)

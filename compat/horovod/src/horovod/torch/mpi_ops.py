@@ -1,5 +1,7 @@
 """The collective functions, and what belongs to them."""
 
+from typing import Any
+
 from horovod.common.basics import HorovodBasics
 from ringdance.errors import CollectiveError as HorovodInternalError
 from ringdance.torch import (
@@ -61,8 +63,10 @@ from ringdance.torch import (
     sparse_allreduce_async,
     start_timeline,
     stop_timeline,
-    synchronize,
 )
+from ringdance.torch import synchronize as _synchronize
+from ringdance.torch._private import compiler_disable
+from ringdance.training import handles
 
 _basics = HorovodBasics(__file__)
 
@@ -79,3 +83,13 @@ __all__ = [
     "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async", "start_timeline",
     "stop_timeline", "synchronize",
 ]
+
+
+@compiler_disable
+def synchronize(handle: int) -> Any:
+    """Wait for the operation and return its result; ``None`` for an unknown or already used handle.
+
+    Raises:
+        HorovodInternalError: the operation failed.
+    """
+    return _synchronize(handle) if handles.known(handle) else None

@@ -1,0 +1,119 @@
+"""Private names of torch that the binding uses, all of them: why, and what happens without.
+
+Seen in torch 2.13. Each is looked up when this module is imported; where one is missing, the way without it
+is taken, which the tests try too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+__all__ = [
+    "compiler_disable", "divided_by", "graph_task", "outermost_function_node", "queue_callback",
+    "tells_end",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MESSAGE = "Ringdance exchanges data between processes, which no graph can hold"
+
+# torch._C._dynamo.eval_frame: a code object can be marked so that Dynamo compiles neither its frames nor
+# those it calls. That costs nothing at a call, and torch._dynamo, whose import takes seconds, need not be
+# loaded. Without it a wrapper applies torch.compiler.disable as soon as torch._dynamo is loaded.
+try:
+    from torch._C._dynamo import eval_frame as _eval_frame
+
+    _SKIP: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+except (ImportError, AttributeError):
+    _SKIP = None
+
+
+def compiler_disable(function: F) -> F:
+    """Return ``function`` so that ``torch.compile`` calls it as it is; as ``torch.compiler.disable``."""
+    if _SKIP is None:
+        return _disabled_later(function)
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    # What Dynamo looks at where traced code calls the function: it ends the graph, with this message.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _MESSAGE  # type: ignore[attr-defined]
+    return function
+
+
+def _disabled_later(function: F) -> F:
+    disabled: Any = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+# torch._C._current_graph_task_id: the number of the backward pass that this thread works on, -1 outside of
+# one. Numbers rise: a pass within another has the higher one.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+# Variable._execution_engine.queue_callback: calls a function when the pass has ended; DDP uses it too.
+_queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
+    getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None
+)
+
+
+def tells_end() -> bool:
+    """Return whether ``queue_callback`` will call back in this backward pass; without these names: no.
+
+    Compiled autograd accepts callbacks from what it has not compiled, and does not call them.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    inside = getattr(compiled, "in_compiled_autograd_region", False)
+    return graph_task() >= 0 and _queue_callback is not None and not inside
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward pass that this thread works on."""
+    assert _queue_callback is not None
+    _queue_callback(function)
+
+
+# BackwardCFunction: its methods run the backward() of each torch.autograd.Function that is written in Python,
+# with the node of the graph as ``self``. Without it, passes within others count as passes of their own.
+_RUNS_BACKWARD = frozenset(
+    method.__code__ for method in vars(BackwardCFunction).values() if hasattr(method, "__code__")
+)
+
+
+def outermost_function_node() -> Any:
+    """Return the node of the outermost ``Function.backward`` that this thread is in; None outside of any.
+
+    A pass that starts within one is part of another: so does checkpointing with ``use_reentrant=True``.
+    """
+    node, frame = None, sys._getframe(1)
+    while True:
+        if frame.f_code in _RUNS_BACKWARD:
+            node = frame.f_locals.get("self")
+        if frame.f_back is None:
+            return node
+        frame = frame.f_back
+
+
+def divided_by(tensor: Any) -> str | None:
+    """Return what of torch.distributed has divided a tensor over processes, None for a plain tensor.
+
+    A DTensor has a device mesh, which is public. FSDP of the first kind marks its parameters with
+    ``_fsdp_flattened``; without that mark they are taken for plain ones.
+    """
+    if hasattr(tensor, "device_mesh"):
+        return "torch.distributed (it is a DTensor, as with fully_shard)"
+    return "FullyShardedDataParallel" if getattr(tensor, "_fsdp_flattened", False) else None

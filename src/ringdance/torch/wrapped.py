@@ -1,0 +1,220 @@
+"""What distributed optimizers have in common: a class in front of the optimizer's own, and its options."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringdance.core.request import Operation
+from ringdance.errors import ArgumentError
+from ringdance.torch import _private
+from ringdance.torch._private import compiler_disable
+from ringdance.training.process_sets import ProcessSet
+
+__all__ = [
+    "Options", "Wrapped", "check_optimizer", "check_whole", "names_of", "warn_of_local_batch_norm", "wrap",
+]
+
+
+@dataclass
+class Options:
+    """What a distributed optimizer was made with; its copies take it along.
+
+    Attributes:
+        names: of the parameters, the same and in the same order on all ranks.
+        parameters: those of the optimizer, in the order of ``names``.
+        total: how many parameters the optimizer's groups had together when ``parameters`` was made.
+        given: name and parameter by the parameter's id, also of those that the optimizer does not have yet.
+        operation, predivide, groups, compression, sparse_as_dense, process_set, early: see
+            ``DistributedOptimizer``; groups hold indices of parameters.
+    """
+
+    names: list[str]
+    parameters: list[Tensor]
+    total: int
+    given: dict[int, tuple[str, Tensor]]
+    operation: Operation
+    compression: Any
+    process_set: ProcessSet
+    predivide: float = 1.0
+    groups: Sequence[tuple[int, ...]] = field(default=())
+    sparse_as_dense: bool = False
+    early: bool = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "given": {}}  # a copy does not hold what its optimizer does not have
+
+
+class Wrapped:
+    """Put in front of the optimizer's own class; state lives in the shared ``__dict__``.
+
+    A copy, by ``copy.deepcopy`` or ``pickle``, is an optimizer of the same kind, with parameters of its own.
+    It joins the job at its first ``zero_grad()`` or ``step()``; without a job it is a plain optimizer.
+    """
+
+    _options: Options
+    _passes: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        own: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        return {**own, "_options": self._options, "_passes": self._passes}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, type(self).__bases__, self.__getstate__()
+
+    @compiler_disable
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, whose gradients are reduced from now on; all ranks do it between the same steps.
+
+        Names are those of ``named_parameters`` where it has them, else the numbers of group and parameter.
+        """
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._take_in_new()
+
+    def _take_in_new(self) -> list[int]:
+        """Add to the options what the groups have gained, also by the wrapped optimizer; return indices."""
+        options, groups = self._options, self.param_groups  # type: ignore[attr-defined]
+        total = sum([len(group["params"]) for group in groups])
+        if total == options.total:
+            return []
+        options.total = total
+        first = len(options.parameters)
+        known = {id(parameter) for parameter in options.parameters}
+        for i, group in enumerate(groups):
+            for j, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    given = options.given.get(id(parameter))
+                    options.names.append(given[0] if given else _number_name(i, j))
+                    options.parameters.append(parameter)
+        return list(range(first, len(options.parameters)))
+
+
+def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Options, passes: int) -> Any:
+    """Return an object of a new subclass that shares everything with ``optimizer``.
+
+    The class has the optimizer's name and the module of ``front``, by which scripts know it.
+    """
+    # A learning rate scheduler made before has put its wrapper of the plain step there: it would hide ours.
+    wrapper = optimizer.__dict__.pop("step", None)
+    result = _blank(front, type(optimizer))
+    result.__dict__ = optimizer.__dict__
+    result.__dict__.update(_options=options, _passes=passes)
+    if wrapper is not None:
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return type(result).step(result, *args, **kwargs)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what the scheduler looks for
+        result.step = step
+    return result
+
+
+@lru_cache(maxsize=256)
+def _class_of(front: type, base: type) -> type:
+    return type(base.__name__, (front, base), {"__module__": "ringdance.torch.optimizer"})
+
+
+def _blank(front: type, base: type) -> Any:
+    """Return an optimizer without any state."""
+    return object.__new__(_class_of(front, base))
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ArgumentError for what is no plain ``torch.optim.Optimizer``."""
+    if isinstance(optimizer, Wrapped):
+        raise ArgumentError("This optimizer is a DistributedOptimizer already.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            "DistributedOptimizer needs an optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1), "
+            f"and model.named_parameters() as its second argument; got {type(optimizer).__name__}."
+        )
+
+
+def check_whole(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Raise ArgumentError if a parameter is divided over processes by torch.distributed."""
+    for name, parameter in zip(names, parameters, strict=True):
+        how = _private.divided_by(parameter)
+        if how is not None:
+            raise ArgumentError(
+                f"Parameter {name} is divided over processes by {how}, which also reduces its gradients: use "
+                "the optimizer as it is, with torch.distributed alone; or DistributedOptimizer with a model "
+                "that is whole on each rank (without FSDP, fully_shard or parallelize_module)."
+            )
+
+
+def warn_of_local_batch_norm(named_parameters: Any) -> None:
+    """Warn if ``named_parameters`` is that of a module with torch's ``SyncBatchNorm``."""
+    distributed = torch.distributed
+    if not inspect.isgenerator(named_parameters) or (
+        distributed.is_available() and distributed.is_initialized()
+    ):
+        return
+    module = inspect.getgeneratorlocals(named_parameters).get("self")
+    if isinstance(module, torch.nn.Module) and any(
+        isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules()
+    ):
+        warnings.warn(
+            "The model has torch.nn.SyncBatchNorm, which without torch.distributed normalises each rank's "
+            "batch alone: before making the optimizer, say "
+            "model = hvd.SyncBatchNorm.convert_sync_batchnorm(model).",
+            stacklevel=3,
+        )
+
+
+def _number_name(group: int, place: int) -> str:
+    return f"allreduce.noname.{group}.{place}"
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> tuple[list[tuple[str, Tensor]], dict[int, tuple[str, Tensor]]]:
+    """Return (name, parameter) for the optimizer's parameters, in an order that is the same on all ranks.
+
+    The second result has the same for all that is named, by the parameter's id.
+
+    Raises:
+        ArgumentError: not pairs, a name twice, a parameter of the optimizer without a name.
+    """
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    if named_parameters is None:
+        return [
+            (_number_name(i, j), parameter)
+            for i, group in enumerate(groups) for j, parameter in enumerate(group)
+        ], {}
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
+    wrong = [pair for pair in pairs if not _is_pair(pair)]
+    if wrong:
+        raise ArgumentError(
+            "named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them; got "
+            f"{type(wrong[0]).__name__}."
+        )
+    names = [name for name, _ in pairs]
+    doubled = sorted(name for name, times in Counter(names).items() if times > 1)
+    if doubled:
+        raise ArgumentError(f"named_parameters: names must be unique; more than once: {', '.join(doubled)}.")
+    given: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in pairs:
+        given.setdefault(id(parameter), (name, parameter))
+    mine = {id(parameter): parameter for group in groups for parameter in group}
+    nameless = [tuple(parameter.shape) for key, parameter in mine.items() if key not in given]
+    if nameless:
+        raise ArgumentError(
+            f"named_parameters lacks {len(nameless)} of the optimizer's parameters, the first with shape "
+            f"{nameless[0]}: pass all of model.named_parameters()."
+        )
+    return [pair for key, pair in given.items() if key in mine], given
+
+
+def _is_pair(one: Any) -> bool:
+    return (
+        isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], Tensor)
+    )
