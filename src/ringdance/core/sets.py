@@ -141,7 +141,7 @@ class ProcessSets(abc.ABC):
             state = ProcessSetState(
                 set_id,
                 transport,
-                exchange_for(transport, s.piece_bytes, s.small_bytes, self._progress),
+                exchange_for(transport, s.piece_bytes, s.small_bytes, self._progress, s.deterministic),
                 capacity=s.cache_capacity,
                 threshold=s.fusion_threshold,
                 cycle_seconds=s.cycle_time * 1e-3,

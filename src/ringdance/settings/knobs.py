@@ -101,7 +101,7 @@ class Settings:
         no_effect="a group and its neighbours may share a batch; their results do not depend on it",
     )
     deterministic: bool = _switch(
-        False, "Form batches from the order of registration, never by time: two runs are bit-equal."
+        False, "Sum each element in one order, whatever is exchanged with it: two runs are bit-equal."
     )
     overlap: str = _knob(
         "auto", choice("auto", "on", "off"),

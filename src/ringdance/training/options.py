@@ -44,9 +44,7 @@ def spare_cores(local_size: int, threads: int) -> bool:
 def wants_overlap(engine: Engine, threads: int) -> bool:
     """Return whether this rank, which computes with so many threads, would exchange meanwhile."""
     wanted = engine.settings.overlap
-    return wanted == "on" or (
-        wanted == "auto" and not engine.settings.deterministic and spare_cores(engine.local_size, threads)
-    )
+    return wanted == "on" or (wanted == "auto" and spare_cores(engine.local_size, threads))
 
 
 def parts_of(indices: Sequence[int], nbytes: Callable[[int], int]) -> list[list[int]]:

@@ -17,13 +17,26 @@ _LARGEST = 64 << 20  # bytes of a piece: what is summed at a time stays far belo
 __all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "exchange_for"]
 
 
-def exchange_for(transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress) -> Exchange:
-    """Return the exchange for a communicator. May be collective: call it on all members alike."""
+def exchange_for(
+    transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress, fixed_order: bool = False
+) -> Exchange:
+    """Return the exchange for a communicator. May be collective: call it on all members alike.
+
+    Args:
+        transport: the communicator.
+        piece_bytes: of the largest chunk that is reduced at a time.
+        small_bytes: up to this size a batch goes the way with the lowest latency.
+        progress: told of what is achieved.
+        fixed_order: sum each element in one order (within a host by rank, then host by host), whatever else
+            is in its batch; without, MPI's order for small batches and many members, which may depend on it.
+    """
     piece_bytes, small_bytes = min(piece_bytes, _LARGEST), min(small_bytes, _LARGEST)
     if transport.window is not None and transport.one_host:
         return WindowExchange(
             transport.window, transport.rank, transport.size, piece_bytes, small_bytes, progress
         )
+    if fixed_order:
+        small_bytes = -1  # no batch is small
     hierarchy = None if transport.one_host else transport.hierarchy()
     if hierarchy is not None:
         return ClusterExchange(transport, hierarchy, piece_bytes, small_bytes, progress)

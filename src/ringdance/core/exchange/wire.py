@@ -36,7 +36,7 @@ class _Flight:
 
     Args:
         transport: of those who reduce.
-        small_bytes: up to this length MPI's own way, of one round, is quicker.
+        small_bytes: up to this length MPI's own way, of one round, is quicker; negative: never.
         progress: told when it waits.
         piece, scratch: memory; the latter has room for a row more than a piece.
     """
@@ -52,7 +52,8 @@ class _Flight:
         """Send what ``buffer`` holds, a part of ``piece``; ``self.buffer`` will hold the result."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
-        self._whole = how.wire is not None and (size > _FEW or buffer.nbytes <= self._small)
+        by_mpi = self._small >= 0 and (size > _FEW or buffer.nbytes <= self._small)
+        self._whole = by_mpi and how.wire is not None
         if not buffer.size:
             return
         if self._whole:
@@ -114,7 +115,7 @@ class Flights:
     Args:
         transport: of those who reduce.
         piece_bytes: of the largest piece.
-        small_bytes: of the largest that is worth one round only.
+        small_bytes: of the largest that is worth one round only; negative: see ``_Flight``.
         progress: told of each piece that has arrived.
     """
 

@@ -1,0 +1,92 @@
+"""Random programs of floating-point sums whose rounding shows in which order they were taken.
+
+``ringdance run ... python -m programs.sums COUNT`` (in the folder ``tests``) plays programs twice each under
+different delays on real ranks; with RINGDANCE_DETERMINISTIC=1 all must be bit-equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from ringdance import session
+from ringdance.core.arithmetic import dtype_named
+from ringdance.core.engine import Engine
+from ringdance.core.request import Operation
+from ringdance.training import verbs
+
+__all__ = ["digest"]
+
+SIZES = (1, 7, 100, 3_000, 20_000, 100_000)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+OPERATIONS = (Operation.SUM, Operation.AVERAGE, Operation.PRODUCT, Operation.ADASUM)
+
+
+def _values(seed: str, size: int, dtype: str) -> np.ndarray[Any, Any]:
+    chance = np.random.default_rng(list(seed.encode()))
+    values = chance.normal(size=size) * np.exp2(chance.integers(-6, 6, size))
+    return values.astype(dtype_named(dtype))
+
+
+def digest(engine: Engine, seed: int, delays: int, steps: int = 3) -> str:
+    """Play a program on this rank; return a digest of all result bits.
+
+    Args:
+        engine: this rank's.
+        seed: of the program and its values.
+        delays: seed of what must not matter: the order of submission, pauses, who starts and who waits first.
+    """
+    program = random.Random(f"program {seed}")
+    chance = random.Random(f"delays {delays} {engine.rank}")
+    power_of_two = not engine.size & (engine.size - 1)
+    calls = []
+    for number in range(14):
+        operation = program.choice(OPERATIONS if power_of_two else OPERATIONS[:3])
+        dtype, size = program.choice(DTYPES), program.choice(SIZES)
+        scale = program.choice((1.0, 1.0, 0.3))
+        calls.append((f"t{number}", dtype, size, operation, scale, program.random() < 0.2))
+    found = hashlib.sha256()
+    for step in range(steps):
+        tickets = {}
+        for name, dtype, size, operation, scale, rows in chance.sample(calls, len(calls)):
+            view = (_values(f"{seed} {step} {name} {engine.rank}", size, dtype),)
+            wake = chance.random() < 0.7
+            if rows and operation in (Operation.SUM, Operation.AVERAGE):
+                ticket = verbs.reducescatter(engine, view, name=name, operation=operation, wake=wake)
+            else:
+                ticket = verbs.allreduce(
+                    engine, view, None, name=name, operation=operation, prescale=scale, wake=wake
+                )
+            tickets[name] = ticket
+            if chance.random() < 0.5:
+                time.sleep(chance.choice((0.0, 0.0005, 0.003)))
+        names = sorted(tickets)
+        for name in chance.sample(names, len(names)):
+            tickets[name].wait(60.0)
+        for name in names:
+            found.update(tickets[name].result[0].tobytes())
+    return found.hexdigest()
+
+
+def main() -> int:
+    """Play programs on the ranks of this job; return 1 if one differs."""
+    session.init()
+    engine, wrong = session.engine(), 0
+    for seed in range(int(sys.argv[1])):
+        first, second = (digest(engine, seed, 1000 * turn + seed) for turn in (1, 2))
+        if first != second:
+            wrong += 1
+            print(f"rank {engine.rank}: program {seed} has other bits the second time", flush=True)
+    if engine.rank == 0:
+        print(f"{sys.argv[1]} programs twice on {engine.size} ranks, {len(set(engine.hosts))} hosts: "
+              f"{'bit-equal' if not wrong else f'{wrong} differ'}", flush=True)  # fmt: skip
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

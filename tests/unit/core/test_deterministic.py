@@ -1,0 +1,31 @@
+"""The setting ``deterministic``: what is summed in which order does not depend on time."""
+
+from __future__ import annotations
+
+import pytest
+from loopback_job import job
+from programs.sums import digest
+
+from ringdance.core.engine import Engine
+from ringdance.settings import Settings
+
+HOSTS = {
+    "one host": ("a", "a", "a"),
+    "three hosts": ("a", "a", "b", "b", "c", "c"),
+    "unequal hosts": ("a", "a", "a", "b"),
+    "no two on a host": ("a", "b", "c"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_two_runs_are_bit_equal_under_different_delays(hosts: tuple[str, ...]) -> None:
+    settings = Settings(deterministic=True, piece_bytes=16 << 10, small_bytes=2 << 10, cycle_time=0.5)
+    runs = []
+    for delays in (1, 2):
+
+        def program(engine: Engine, delays: int = delays) -> list[str]:
+            return [digest(engine, seed, 100 * delays + seed, steps=1) for seed in range(10)]
+
+        runs.append(job(len(hosts), program, settings, hosts=hosts, seed=delays, delay=0.2))
+    assert runs[0] == runs[1]
