@@ -12,6 +12,7 @@ Rules (contract 3.4, its defects mended):
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import repeat
@@ -21,6 +22,10 @@ import ml_dtypes
 import numpy as np
 
 from ringdance.core.request import Operation
+
+# An infinity or NaN in a gradient is the result, and the training loop's to judge (loss scaling makes them on
+# purpose): NumPy's warning would come out of the engine, or break it under `python -W error`.
+warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r"ringdance\.core")
 
 __all__ = ["Reduction", "dtype_named", "reduction", "two_stages"]
 

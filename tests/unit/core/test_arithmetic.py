@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -135,3 +137,19 @@ def test_of_one_rank(dtype: str) -> None:
     array = given.copy()
     how.alone(array, array)
     same(array, reduced([given], "average", 2.0, 3.0))
+
+
+def test_infinities_are_results_and_no_warnings() -> None:
+    """Also where the user's program turns warnings into errors, which would break the engine."""
+    program = (
+        "import numpy as np\n"
+        "from ringdance.core.arithmetic import reduction\n"
+        "from ringdance.core.request import Operation\n"
+        "for dtype in ('float16', 'float32'):\n"
+        "    parts = [np.array([6e4, sign * np.inf, np.nan, 1], dtype) for sign in (1, -1)]\n"
+        "    out = np.empty_like(parts[0])\n"
+        "    reduction(dtype, Operation.SUM, 1.0, 1.0, 2).combine(parts, out)\n"
+        "    print(out.tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["[inf, nan, nan, 2.0]", "[120000.0, nan, nan, 2.0]"], done.stderr
