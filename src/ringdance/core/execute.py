@@ -127,7 +127,7 @@ def _broadcast(exchange: Exchange, requests: Sequence[Request], root: int) -> St
         for request, group in zip(requests, outputs, strict=True):
             for source, target in zip(request.inputs, group, strict=True):
                 if target is not source:
-                    target[...] = source
+                    yield from exchange.copy(source, target)
     return outputs
 
 
@@ -145,7 +145,7 @@ def _allgather(exchange: Exchange, request: Request) -> Steps:
             part = output[at : at + counts[place][i]]
             at += counts[place][i]
             if place == exchange.rank:
-                part[...] = view
+                yield from exchange.copy(view, part)
             receives[place].append(as_bytes(part))
     lengths = [sum(view.size for view in views) for views in receives]
     yield from exchange.stream([as_bytes(view) for view in inputs], lengths, receives)

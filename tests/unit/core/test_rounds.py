@@ -11,8 +11,9 @@ from loopback_job import job
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
+from ringdance.core.exchange import Progress, exchange_for
 from ringdance.settings import Settings
-from ringdance.transport.loopback import LoopbackTransport
+from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
 PIECE = 1 << 16
 MOST = 32 * PIECE  # bytes that one call of MPI sends or receives
@@ -52,3 +53,12 @@ def test_no_call_moves_more_than_a_round(monkeypatch: pytest.MonkeyPatch) -> Non
     job(2, program, Settings(window=False, piece_bytes=PIECE))
     assert max(calls) <= MOST
     assert sum(size > MOST // 4 for size in calls) >= 2 * 4 * (LENGTH // MOST)  # and not much less
+
+
+def test_long_copies_show_progress() -> None:
+    progress = Progress()
+    exchange = exchange_for(LoopbackWorld(1).transport(0), PIECE, 0, progress)
+    source = np.resize(np.arange(251, dtype=np.uint8), 35 << 20)
+    target = np.empty_like(source)
+    assert len(list(exchange.copy(source, target))) == progress.count == 2
+    same(target, source)

@@ -18,6 +18,7 @@ __all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "as_bytes", "copy_r
 
 Array = np.ndarray[Any, Any]
 _char = ctypes.c_char
+_COPY_BYTES = 16 << 20
 # A state machine: each next() does what can be done without waiting.
 Steps = Generator[None, None, Any]
 
@@ -140,6 +141,15 @@ class Exchange(abc.ABC):
         receives: list[Sequence[Array] | None] = [None] * self.size
         receives[root] = views
         yield from self.stream(views if self.rank == root else [], lengths, receives)
+
+    def copy(self, source: Array, target: Array) -> Steps:
+        """Copy within this member, in steps: a gigabyte of memory that is new takes seconds."""
+        given, taken = as_bytes(source), as_bytes(target)
+        for start in range(0, given.size, _COPY_BYTES):
+            if start:
+                self.progress.count += 1
+                yield
+            taken[start : start + _COPY_BYTES] = given[start : start + _COPY_BYTES]
 
     def swap(self, send: Array, receive: Array, partner: int) -> Steps:
         """Exchange uint8 rows of one length with ``partner``; all members swap at once."""
