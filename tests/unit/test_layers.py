@@ -97,3 +97,4 @@ def test_a_binding_brings_its_framework_only(module, own):
     modules = imported(module)
     assert not parts_of(modules, FRAMEWORKS - own)
     assert not parts_of(modules, {"ringdance.launch", "ringdance.cli", "mpi4py"})
+    assert not parts_of(modules, {"torch._dynamo"}), "it takes seconds, and is for torch.compile"
