@@ -116,7 +116,10 @@ def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> N
     """Submit; outputs: the results' memory, then a number for ``_wait``."""
     (call, slots, others), engine = prepared, session.engine()
     number = started.add(_submit(call, slots, others, engine, context, _overlaps(engine)))
-    context.put_number(len(slots), number, started.freed)
+    if others:  # the first of its group: all their numbers are given up together
+        context.put_number(len(slots), number, started.freed)
+    else:
+        context.put(len(slots), np.array(number, np.int64))
 
 
 def _wait(_: None, context: Context) -> None:

@@ -28,10 +28,11 @@ _FAILED = "the run of its graph ended in an error before it came to the call; se
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Calls that one operation waits for: those that have not been started in this run."""
+    """Calls that one operation waits for: those not started in this run yet, and the others' numbers."""
 
     engine: Engine
     calls: set[Call]
+    numbers: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,7 @@ def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
             _release(one)
     group = _unstarted.pop(call, None)
     if group is None:
-        group = Group(engine, set(others))
+        group = Group(engine, set(others), [])
         _unstarted.update(dict.fromkeys(others, group))
     group.calls.discard(call)
     return group
@@ -77,6 +78,7 @@ def add(one: Started) -> int:
     """Note that a call has been started; return its number."""
     number = next(_numbers)
     _started[number] = one
+    one.group.numbers.append(number)
     return number
 
 
@@ -91,11 +93,14 @@ def pending() -> list[Ticket]:
 
 
 def freed(number: int) -> None:
-    """Nobody can wait any more for what was started under this number. See Note [Failed runs]."""
-    one = _started.pop(number, None)
-    if one is not None:
-        leave(one)
-        abandon(one.group)
+    """Nobody can wait any more for the group that began with this number. See Note [Failed runs]."""
+    first = _started.get(number)
+    if first is None:
+        return
+    abandon(first.group)
+    for one in [_started.pop(each, None) for each in first.group.numbers]:
+        if one is not None:
+            leave(one)
 
 
 def leave(one: Started) -> None:
