@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 from other_settings import other_settings
 
 import ringdance.tensorflow as hvd
-from ringdance.tensorflow import kernels
+from ringdance.tensorflow import capi, started
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -29,7 +30,7 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
     def until_exchanged(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
         while True:
-            done = [ticket.done() for ticket, _ in list(kernels._started.values())]
+            done = [ticket.done() for ticket in started.pending()]
             if (done and all(done)) or time.monotonic() > end:
                 exchanged.append(done)
                 return dy
@@ -82,3 +83,73 @@ def test_what_uses_gradients_waits_for_a_late_rank(overlap: str) -> None:
                     time.sleep(0.3)
                 got = running.run(doubled, {one: np.ones(300_000) for one in given})
                 np.testing.assert_allclose(got, np.full((3, 300_000), SIZE + 1.0))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
+    """It fails on one rank or on all of them, with one exchange started; what was started is not lost."""
+
+    def until_started(dy: Any) -> Any:
+        end = time.monotonic() + PATIENCE
+        while not started.pending() and time.monotonic() < end:
+            time.sleep(0.001)
+        return dy
+
+    @tf.function
+    def step(first: Any, last: Any, index: Any) -> Any:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def failing(x: Any) -> Any:
+            def gradient(dy: Any) -> Any:  # of stateless operations, which are not ordered before the start
+                dy = tf.ensure_shape(tf.numpy_function(until_started, [dy], tf.float32, False), x.shape)
+                return dy + tf.gather(tf.zeros(1), index + tf.cast(0.0 * dy[0], tf.int32))
+
+            return tf.identity(x), gradient
+
+        with tf.GradientTape() as tape:
+            tape.watch([first, last])
+            loss = tf.reduce_sum(last * failing(tf.tanh(first))) * (RANK + 1.0)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [first, last])
+
+    with other_settings({"RINGDANCE_OVERLAP": overlap}), tf.Graph().as_default():
+        first, last = (tf.compat.v1.placeholder(tf.float32, (300_000,)) for _ in range(2))  # two buckets
+        index = tf.compat.v1.placeholder(tf.int32, ())
+        gradients = step(first, last, index)
+        with tf.compat.v1.Session(config=THREADS) as running:
+            for failed in ([0], [0], range(SIZE), range(SIZE)):
+                given = {first: np.zeros(300_000), last: np.ones(300_000)}
+                here = RANK in failed
+                error = tf.errors.InvalidArgumentError if here else tf.errors.FailedPreconditionError
+                said = "indices" if here else "because of the call on rank 0 on host .*: the run of its graph"
+                with pytest.raises(error, match=said):
+                    running.run(gradients, given | {index: 7 if here else 0})
+                assert not started.pending()
+                got = running.run(gradients, given | {index: 0})
+                np.testing.assert_allclose(got, [np.full(300_000, (SIZE + 1) / 2), np.zeros(300_000)])
+    assert not started._leftover
+    assert not started._unstarted
+    assert not capi._lent
+
+
+@pytest.mark.ranks(2)
+def test_what_kernels_carry_goes_with_their_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced anew for each shape, as where the batch's length varies."""
+
+    def trace(times: int) -> None:
+        @tf.function
+        def function(x: Any) -> Any:
+            return hvd.allreduce(x, name="traced", op=hvd.Sum)
+
+        for length in range(1, times + 1):
+            function(tf.ones(length))
+
+    def count() -> tuple[int, int]:
+        gc.collect()
+        monkeypatch.setattr(capi, "_sweep_at", 0)  # as if as many had been made as before
+        trace(1)
+        return len(capi._carried), len(capi._views)
+
+    before = count()
+    for _ in range(4):
+        trace(6)
+    assert count() == before

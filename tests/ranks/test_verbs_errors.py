@@ -182,7 +182,7 @@ def test_bad_splits_on_one_rank(way: str, what: str, named: bool) -> None:
             hvd.alltoall(np.ones((SIZE, 2)), splits, name=name)
     else:
         with pytest.raises(
-            MismatchError, match=f"because the call on rank {LAST} on host .* was wrong: .*{said}"
+            MismatchError, match=f"because of the call on rank {LAST} on host .*: .*{said}"
         ):
             hvd.alltoall(np.ones((SIZE, 2)), [1] * SIZE, name=name)
     same(hvd.alltoall(np.ones((SIZE, 2)), name=name), np.ones((SIZE, 2)))

@@ -61,7 +61,7 @@ def mismatch_message(
     """
     for identity, entry in zip(who, submitted, strict=True):
         if entry is not None and entry[1] is not None:
-            return f"'{name}' failed because the call on {identity} was wrong: {entry[1]}"
+            return f"'{name}' failed because of the call on {identity}: {entry[1]}"
     present = [
         (identity, entry[0]) for identity, entry in zip(who, submitted, strict=True) if entry is not None
     ]

@@ -13,14 +13,16 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, 
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
+from ringdance.core.exchange import aligned_empty
 from ringdance.errors import ArgumentError
 
-__all__ = ["Context", "Slot", "register"]
+__all__ = ["Context", "Slot", "drop", "register"]
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +53,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "TF_ForwardInputOrAllocateOutput": (
         c_void_p, [c_void_p, POINTER(c_int), c_int, c_int, POINTER(c_int64), c_int, POINTER(c_int), c_void_p]
     ),
+    "TF_NewTensor": (
+        c_void_p, [c_int, POINTER(c_int64), c_int, c_void_p, c_size_t, c_void_p, c_void_p]
+    ),
+    "TF_SetOutput": (None, [c_void_p, c_int, c_void_p, c_void_p]),
     "TF_DeleteTensor": (None, [c_void_p]),
     "TF_TensorType": (c_int, [c_void_p]),
     "TF_NumDims": (c_int, [c_void_p]),
@@ -115,10 +121,16 @@ def _dtype(number: int) -> np.dtype[Any]:
         raise ArgumentError(text) from None
 
 
-@cache
-def _views(dtype: np.dtype[Any], shape: tuple[int, ...]) -> dict[int, Array]:
+class _Views(dict[int, Array]):
     """Views for all inputs of a type and shape, by address: TensorFlow uses memory again and again."""
-    return {}
+
+
+_views: WeakValueDictionary[tuple[np.dtype[Any], tuple[int, ...]], _Views] = WeakValueDictionary()
+
+
+def drop(tensor: int | c_void_p) -> None:
+    """Give a reference to a tensor back."""
+    _library().TF_DeleteTensor(tensor)
 
 
 class Slot:
@@ -139,7 +151,9 @@ class Slot:
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else -1
         self.dims = (c_int64 * len(self.shape))(*self.shape)
         self.candidate = byref(c_int(index))
-        self._views: dict[int, Array] = {} if self.dtype is None else _views(self.dtype, self.shape)
+        self._views = _Views()
+        if self.dtype is not None:
+            self._views = _views.setdefault((self.dtype, self.shape), self._views)
 
     def view(self, address: int) -> Array:
         """Return the memory at this address as a view."""
@@ -181,10 +195,6 @@ class Context:
             self._check()
         return handle
 
-    def drop(self, tensor: int | c_void_p) -> None:
-        """Give a reference back."""
-        self._library.TF_DeleteTensor(tensor)
-
     def _view(self, tensor: int | c_void_p) -> Array:
         """Return a tensor's memory. It is valid as long as TensorFlow holds the tensor."""
         library = self._library
@@ -199,7 +209,7 @@ class Context:
             try:
                 views.append(self._view(tensor))
             finally:
-                self.drop(tensor)  # the caller of the kernel has its own
+                drop(tensor)  # the caller of the kernel has its own
         return views
 
     def lend(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
@@ -260,16 +270,69 @@ class Context:
         )
         self._check()
         self._view(tensor)[...] = array
-        self.drop(tensor)
+        drop(tensor)
+
+    def put_number(self, index: int, number: int, on_free: Callable[[int], None]) -> None:
+        """Make an int64 scalar output ``index``.
+
+        Args:
+            index: of the output.
+            number: its value, another one each time.
+            on_free: is called with it, on any thread, once nobody holds the output any more: the operations
+                that read it have run, or the graph's run has ended in an error. It must not raise.
+        """
+        memory = aligned_empty((1,), np.dtype(np.int64))  # TensorFlow would copy what is not aligned
+        memory[0] = number
+        _lent[number] = memory, on_free
+        tensor = self._library.TF_NewTensor(
+            _NUMBERS[memory.dtype], None, 0, memory.ctypes.data, 8, ctypes.cast(_freed, c_void_p), number
+        )
+        self._library.TF_SetOutput(self._pointer, index, tensor, self._status)
+        drop(tensor)
+        self._check()
 
 
+# Memory of the outputs of ``put_number``, and what is to be called when it is free.
+_lent: dict[int, tuple[Array, Callable[[int], None]]] = {}
+
+
+def _take_back(data: int, length: int, number: int) -> None:
+    """Forget the memory of an output; TensorFlow's ``deallocator``."""
+    _, on_free = _lent.pop(number)
+    on_free(number)
+
+
+_freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_take_back)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-# What TensorFlow calls must live as long as it does; kernels are known by the place of what they carry, one
-# for each different text, and never deleted: TensorFlow frees kernels after Python has ended.
-_callbacks: list[Any] = []
-_carried: list[Any] = []
-_places: dict[tuple[str, ...], int] = {}
+_callbacks: list[Any] = []  # what TensorFlow calls must live as long as it does
+# Note [Kernels]: a kernel is known by the address of eight zero bytes. When TensorFlow deletes it, with the
+# function it belongs to, it calls the C library's ``time(address)``, which writes a number there. It cannot
+# call Python: the last kernels are deleted after Python has ended.
+_carried: dict[int, Any] = {}
+_LEAST_SWEEP = 64
+_sweep_at = _LEAST_SWEEP
+
+
+@cache
+def _c_library() -> Any:
+    library = ctypes.PyDLL(None)
+    library.calloc.restype, library.calloc.argtypes = c_void_p, [c_size_t, c_size_t]
+    library.free.restype, library.free.argtypes = None, [c_void_p]
+    return library
+
+
+def _carry(prepared: Any) -> int:
+    """Keep what a kernel carries; return its address. See Note [Kernels]."""
+    global _sweep_at
+    if len(_carried) >= _sweep_at:  # so that looking at all takes little for each
+        for address in [one for one in list(_carried) if c_int64.from_address(one).value]:
+            del _carried[address]
+            _c_library().free(address)
+        _sweep_at = max(_LEAST_SWEEP, 2 * len(_carried))
+    address = int(_c_library().calloc(1, 8))
+    _carried[address] = prepared
+    return address
 
 
 def _attribute(construction: int, name: bytes) -> str:
@@ -297,7 +360,8 @@ def register(
         inputs: specifications as in TensorFlow's ``REGISTER_OP``; so are the next two.
         outputs: likewise.
         attributes: those beside ``texts``.
-        prepare: is called once with the values of ``texts``; what it returns is given to ``compute``.
+        prepare: is called for each kernel with the values of ``texts``; what it returns is given to
+            ``compute``.
         compute: is called with that and the context; it must not raise.
     """
     library = _library()
@@ -313,24 +377,20 @@ def register(
     library.TF_RegisterOpDefinition(builder, status)
 
     def created(construction: int) -> int:
-        values = tuple([_attribute(construction, text.encode()) for text in texts])
-        place = _places.get((name, *values))
-        if place is None:
-            _carried.append(prepare(*values))
-            place = _places[(name, *values)] = len(_carried) - 1
-        return place
+        return _carry(prepare(*[_attribute(construction, text.encode()) for text in texts]))
 
-    def computed(place: int | None, pointer: int) -> None:
+    def computed(address: int, pointer: int) -> None:
         context = Context(pointer)
         try:
-            compute(_carried[place or 0], context)
+            compute(_carried[address], context)
         finally:
             context.close()
 
     create, run = _CREATE(created), _COMPUTE(computed)
     _callbacks.extend((create, run))
     kernel = library.TF_NewKernelBuilder(
-        name.encode(), b"CPU", ctypes.cast(create, c_void_p), ctypes.cast(run, c_void_p), None
+        name.encode(), b"CPU", ctypes.cast(create, c_void_p), ctypes.cast(run, c_void_p),
+        ctypes.cast(_c_library().time, c_void_p),
     )
     library.TF_RegisterKernelBuilder(name.encode(), kernel, status)
     code, message = library.TF_GetCode(status), library.TF_Message(status)

@@ -174,7 +174,10 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
         return _together(calls)
     if not tf.compat.v1.get_default_graph().building_function:
         return [perform(*one) for one in calls]
-    started = [_start(call, tensors) for call, tensors in calls]
+    listed = [call for call, _ in calls]
+    started = [
+        _start(call, tensors, [] if index else listed[1:]) for index, (call, tensors) in enumerate(calls)
+    ]
     # It has no results: the operation itself is what the others have to wait for.
     wait, _ = _operation("RingdanceWait", None, numbers=[number for _, number in started])
     with tf.control_dependencies([wait]):
@@ -195,10 +198,14 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
     return done
 
 
-def _start(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Add a start to the graph; return where the results will be, and its number."""
+def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[list[Tensor], Tensor]:
+    """Add a start to the graph; return where the results will be, and its number.
+
+    ``others``: for the first of a group the others, which are refused if a run fails before they start.
+    """
     _, (*results, number) = _operation(
-        "RingdanceStart", None, tensors=tensors, call=call.text(), memory=kernels.memory_text(tensors)
+        "RingdanceStart", None, tensors=tensors, call=call.text(), memory=kernels.memory_text(tensors),
+        others=kernels.calls_text(others),
     )
     for result, tensor in zip(results, tensors, strict=True):
         result.set_shape(tensor.shape)

@@ -9,7 +9,6 @@ order, and a wait comes when all it waits for has been started: one thread is en
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -19,20 +18,16 @@ import numpy as np
 
 from ringdance import session
 from ringdance.core.engine import Engine
-from ringdance.core.request import Ticket, Verb
-from ringdance.tensorflow import capi
-from ringdance.tensorflow.capi import Context, Slot
+from ringdance.core.request import Verb
+from ringdance.tensorflow import capi, started
+from ringdance.tensorflow.capi import Context, Slot, drop
 from ringdance.tensorflow.errors import code_of, remember
 from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, verbs
 from ringdance.training.calls import Call
 from ringdance.training.options import wants_overlap
 
-__all__ = ["NUMBERS", "memory_text", "register_all"]
-
-_numbers = itertools.count(1)
-# Started and not yet waited for: the ticket and the references that keep its memory.
-_started: dict[int, tuple[Ticket, list[Any]]] = {}
+__all__ = ["NUMBERS", "calls_text", "memory_text", "register_all"]
 
 NUMBERS: dict[str, Callable[[int], int]] = {
     "size": lambda set_id: len(session.engine().members(set_id)),
@@ -64,19 +59,24 @@ def memory_text(tensors: Sequence[Any]) -> str:
     ])
 
 
-def _prepared(text: str, memory: str) -> tuple[Call, list[Slot]]:
-    return Call.from_text(text), [Slot(index, *known) for index, known in enumerate(json.loads(memory))]
+def calls_text(calls: Sequence[Call]) -> str:
+    """Return calls as text, for the attribute ``others`` of an operation."""
+    return json.dumps([call.text() for call in calls])
 
 
-def _call(prepared: tuple[Call, list[Slot]], context: Context) -> None:
-    (call, slots), engine = prepared, session.engine()
+def _prepared(text: str, memory: str, others: str = "[]") -> tuple[Call, list[Slot], list[Call]]:
+    slots = [Slot(index, *known) for index, known in enumerate(json.loads(memory))]
+    return Call.from_text(text), slots, [Call.from_text(one) for one in json.loads(others)]
+
+
+def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
+    (call, slots, _), engine = prepared, session.engine()
     if call.keeps_shapes:
-        inputs, outputs, kept = context.lend(slots)
+        one = _submit(call, slots, [], engine, context, wake=False)
         try:
-            call.submit(engine, tuple(inputs), tuple(outputs)).wait()
+            one.ticket.wait()
         finally:
-            for tensor in kept:
-                context.drop(tensor)
+            started.leave(one)
         return
     inputs = context.inputs()
     if call.verb is Verb.ALLTOALL:
@@ -95,32 +95,43 @@ def _overlaps(engine: Engine) -> bool:
     return wants_overlap(engine, computing_threads())
 
 
-def _start(prepared: tuple[Call, list[Slot]], context: Context) -> None:
-    """Submit; outputs: the results' memory, then a number for ``_wait``."""
-    (call, slots), engine = prepared, session.engine()
-    inputs, outputs, kept = context.lend(slots)
-    number = next(_numbers)
+def _submit(
+    call: Call, slots: list[Slot], others: list[Call], engine: Engine, context: Context, wake: bool
+) -> started.Started:
+    """Submit a call on the memory of the operation's tensors."""
+    group = started.begin(engine, call, others)
+    kept: list[Any] = []
     try:
-        ticket = call.submit(engine, tuple(inputs), tuple(outputs), wake=_overlaps(engine))
-        _started[number] = ticket, kept
+        inputs, outputs, kept = context.lend(slots)
+        ticket = call.submit(engine, tuple(inputs), tuple(outputs), wake=wake)
     except BaseException:
         for tensor in kept:
-            context.drop(tensor)
+            drop(tensor)
+        started.abandon(group)
         raise
-    context.put(len(inputs), np.array(number, np.int64))
+    return started.Started(call, ticket, kept, group)
+
+
+def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
+    """Submit; outputs: the results' memory, then a number for ``_wait``."""
+    (call, slots, others), engine = prepared, session.engine()
+    number = started.add(_submit(call, slots, others, engine, context, _overlaps(engine)))
+    if others:  # the first of its group: all their numbers are given up together
+        context.put_number(len(slots), number, started.freed)
+    else:
+        context.put(len(slots), np.array(number, np.int64))
 
 
 def _wait(_: None, context: Context) -> None:
     """Wait for what was started; inputs: the numbers."""
     error: BaseException | None = None
     for number in context.inputs():
-        ticket, kept = _started.pop(int(number))
+        one = started.take(int(number))
         try:
-            ticket.wait()
+            one.ticket.wait()
         except BaseException as problem:
             error = error or problem
-        for tensor in kept:
-            context.drop(tensor)
+        started.leave(one)
     if error is not None:
         raise error
 
@@ -137,7 +148,7 @@ def register_all() -> None:
         ["Tin: list(type) >= 1", "Tout: list(type) >= 1"], _prepared, _telling(_call),
     )
     capi.register(
-        "RingdanceStart", ["call", "memory"], ["tensors: T"], ["results: T", "number: int64"],
+        "RingdanceStart", ["call", "memory", "others"], ["tensors: T"], ["results: T", "number: int64"],
         ["T: list(type) >= 1"], _prepared, _telling(_start),
     )
     capi.register(
