@@ -161,7 +161,12 @@ class Driver:
     # -- both ----------------------------------------------------------------------------------
 
     def _try_step(self) -> bool:
-        return bool(_alone(self._stepping, self._engine.step))
+        if not _alone(self._stepping, self._engine.step):
+            return False
+        now = time.monotonic()
+        if now - self._looked > _LOOK_EVERY:  # also in a long exchange notes are read and answered
+            self.look(now)
+        return True
 
     def _sleep(self, now: float, nap: float) -> float:
         """Sleep until something may have changed; return the next nap's length."""

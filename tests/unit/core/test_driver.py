@@ -222,3 +222,24 @@ def test_without_threads_mpi_is_called_on_this_one(monkeypatch: pytest.MonkeyPat
         return engine.rank, threading.get_ident()
 
     assert sorted(job(3, program, threaded=False)) == sorted(callers)
+
+
+def test_notes_are_read_during_a_long_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step achieves something, so that the driver never sleeps; who asks is answered all the same."""
+    looks: list[int] = []
+    look = Engine.look
+
+    def counting(engine: Engine) -> None:
+        looks.append(engine.rank)
+        look(engine)
+
+    monkeypatch.setattr(Engine, "look", counting)
+    monkeypatch.setattr(driver_module, "_LOOK_EVERY", 0.0)
+
+    def program(engine: Engine) -> None:
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: bool(step()) or True)
+        start(engine, "A").wait()
+
+    job(2, program, threaded=False)
+    assert {0, 1} == set(looks)
