@@ -335,7 +335,7 @@ def test_mismatches_raise_on_all_ranks() -> None:
 def test_a_wrong_tensor_on_one_rank(wrong: Any) -> None:
     odd = SIZE - 1 == RANK
     for name in ("wrong.tensor", None):
-        told = "" if odd else f"the call on rank {SIZE - 1} .* was wrong"
+        told = "" if odd else f"because of the call on rank {SIZE - 1} "
         with pytest.raises(ValueError if odd else RuntimeError, match=told):
             hvd.allreduce(wrong if odd else torch.ones(4), name=name)
         assert hvd.allreduce(torch.ones(4), name=name).tolist() == [1.0] * 4
