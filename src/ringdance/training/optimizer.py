@@ -17,7 +17,8 @@ in the union of the masks, and everybody sends it; if it is not in the union, no
 compute the same each time, they stop sending masks: see ``shortcut``.
 
 **All ranks end the same number of passes** that touch this optimizer's parameters in a step, or none. The
-mask carries the number of the step; where numbers differ, all ranks raise the same error.
+mask carries the number of the step and a digest of the parameters' names; where one of them differs, all
+ranks raise the same error.
 
 **A gradient may be computed again after it was reduced** (two losses, one optimizer). With Average this is
 right as it stands: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
