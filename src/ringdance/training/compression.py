@@ -13,7 +13,8 @@ class Compressor(Protocol):
 
     Any object with these two will do: a class with static methods, given as it is, or an object with
     methods. The bindings' own ones, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating tensors
-    and pass others unchanged; sums of 16-bit floats are taken in float32 and rounded once.
+    and pass others unchanged; sums of 16-bit floats are taken in float32 and rounded once (on hosts and
+    between them: once in each).
     """
 
     @staticmethod
