@@ -165,14 +165,14 @@ class EngineEnd(ProcessSets):
         self.closed = True
         pending = [ticket.name for state, _ in self._machines for ticket in state.tickets()]
         message = str(error)
-        path = self.recorder.dump(self.identity, message, pending)
-        if path and error.args:
-            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         if tell:
             self.failed_here = True
             self._tell_all({
                 "kind": "failed", "message": message, "departed": self.departed, "error": type(error).__name__
             })  # fmt: skip
+        path = self.recorder.dump(self.identity, message, pending)
+        if path and error.args:
+            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         for state, _ in self._machines:
             self._fail_tickets(state, error)
         self._stop_ticket.finish(error=None)

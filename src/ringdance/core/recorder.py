@@ -49,7 +49,7 @@ class Recorder:
             "reason": reason,
             "pending": pending,
             "records": [
-                {"time": when, "kind": kind, "details": details} for when, kind, details in self._records
+                {"time": when, "kind": kind, "details": details} for when, kind, details in self.records()
             ],
         }
         try:
