@@ -61,9 +61,9 @@ def test_gradients_are_reduced(way: Any, how: dict[str, Any]) -> None:
     wanted = expected(table.numpy(), weight.numpy(), how.get("op") != hvd.Sum)
     sparse = SIZE > 1 and not how.get("sparse_as_dense")
     assert isinstance(of_table, tf.IndexedSlices) or not sparse
-    tolerance = 2e-3 if "compression" in how else 1e-7
-    np.testing.assert_allclose(tf.convert_to_tensor(of_table).numpy(), wanted[0], rtol=tolerance, atol=1e-9)
-    np.testing.assert_allclose(of_weight.numpy(), wanted[1], rtol=tolerance)
+    near = {"rtol": 2e-3, "atol": 8e-3} if "compression" in how else {"rtol": 1e-7, "atol": 1e-9}
+    np.testing.assert_allclose(tf.convert_to_tensor(of_table).numpy(), wanted[0], **near)
+    np.testing.assert_allclose(of_weight.numpy(), wanted[1], **near)
     assert of_unused is None
 
 
