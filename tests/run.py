@@ -319,6 +319,7 @@ def main() -> int:
     arguments = parser.parse_args()
     which = "" if arguments.all else "slow" if arguments.slow else "not slow"
     options = ["-k", arguments.k] if arguments.k else []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     start = time.monotonic()
     outcomes = run_jobs(chosen(arguments.parts, arguments.np, which), which, options)
