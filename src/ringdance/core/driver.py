@@ -29,6 +29,7 @@ from ringdance.transport.waiting import Doorbell, yield_core
 __all__ = ["Driven", "Driver"]
 
 _LOOK_EVERY = 0.1  # seconds between looks at notes, at peers and for stalls
+_LOOK_STEPS = 32  # and of those that achieve something, in an exchange so long that nobody sleeps
 _IDLE = 0.1
 _FOLLOWER_POLL = 0.02  # for two threads that wait for one ticket: they share what wakes them
 _FLYING_NAP = 1e-4  # between hosts MPI moves data only while it is asked: a millisecond would stop the wire
@@ -93,6 +94,7 @@ class Driver:
         self._leading: dict[int, object] = {}
         self._wake = threading.Event()
         self.asleep = False
+        self._steps = 0
         self._looked = time.monotonic()
         self._on_start = on_start
         self._thread: threading.Thread | None = None
@@ -111,9 +113,19 @@ class Driver:
     def wait(self, ticket: Ticket, timeout: float | None) -> None:
         """Block until ``ticket`` is done, driving the engine. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        me, leading = object(), self._leading
         while not ticket.done():
-            if _alone(self._leading, self._drive, ticket, deadline) is None:
-                self._follow(ticket, deadline)
+            try:
+                if leading.setdefault(0, me) is me:
+                    self._drive(ticket, deadline)
+                    return
+            finally:
+                try:
+                    if leading[0] is me:
+                        del leading[0]
+                except KeyError:
+                    pass
+            self._follow(ticket, deadline)
 
     def caller_left(self) -> None:
         """Let another caller lead, or the engine thread work, now that ``Driven.callers`` has one less."""
@@ -125,7 +137,7 @@ class Driver:
         if self.asleep and self._engine.next_due() is not None:
             self.wake()
 
-    def _drive(self, ticket: Ticket, deadline: float | None) -> bool:
+    def _drive(self, ticket: Ticket, deadline: float | None) -> None:
         spin_until = time.monotonic() + self._spin
         nap = 5e-5
         while not ticket.done():
@@ -133,7 +145,7 @@ class Driver:
                 spin_until = 0.0
                 continue
             if ticket.done():
-                break
+                return
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, nap = now + self._spin, 5e-5
@@ -146,7 +158,6 @@ class Driver:
                     time.sleep(1e-3)
             else:
                 nap = self._sleep(now, nap)
-        return True
 
     def _follow(self, ticket: Ticket, deadline: float | None) -> None:
         """Wait while another caller leads, until it leaves or the ticket is done."""
@@ -161,11 +172,19 @@ class Driver:
     # -- both ----------------------------------------------------------------------------------
 
     def _try_step(self) -> bool:
-        if not _alone(self._stepping, self._engine.step):
-            return False
-        now = time.monotonic()
-        if now - self._looked > _LOOK_EVERY:  # also in a long exchange notes are read and answered
-            self.look(now)
+        me, stepping = object(), self._stepping
+        try:  # as _alone, without its call: this is what a waiting thread does all the time
+            if stepping.setdefault(0, me) is not me or not self._engine.step():
+                return False
+        finally:
+            try:
+                if stepping[0] is me:
+                    del stepping[0]
+            except KeyError:
+                pass
+        self._steps += 1
+        if not self._steps % _LOOK_STEPS and time.monotonic() - self._looked > _LOOK_EVERY:
+            self.look(time.monotonic())
         return True
 
     def _sleep(self, now: float, nap: float) -> float:

@@ -218,7 +218,8 @@ class Engine(EngineEnd):
                 callers.pop(me, None)
             finally:
                 waiting.pop(me, None)
-            driver.caller_left()
+            if callers or driver.asleep:
+                driver.caller_left()
 
     # -- driven --------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import hashlib
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -123,9 +124,9 @@ class Ticket:
         self.request = request
         self.name = name
         self.wait_on = wait_on
-        self.submitted = time.monotonic()
+        self.submitted = monotonic()
         self.waited_since = 0.0
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self.order = -1
         self.told = 0
         self.result: Any = None
@@ -147,9 +148,9 @@ class Ticket:
             TimeoutError: ``timeout`` seconds passed; the request goes on.
         """
         if not self._done:
-            self.thread = threading.get_ident()
+            self.thread = get_ident()
             if not self.waited_since:
-                self.waited_since = time.monotonic()
+                self.waited_since = monotonic()
             self.wait_on(self, timeout)
         if self.error is not None:
             raise self.error

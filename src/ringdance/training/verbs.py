@@ -195,12 +195,16 @@ def allreduce(
     """
     if set_id:
         _members(engine, set_id)
-    scales = operation, prescale, postscale
-    if name is None:
-        described = _described(engine, Verb.ALLREDUCE, inputs, name, set_id, grouped, *scales)
-    else:
-        described = _described_again(engine, inputs, name, set_id, grouped, *scales)
-    description, full = described
+    full: str | None = None
+    try:
+        if name is None:
+            kinds = _dtypes_and_shapes(inputs)
+            description = _describe(Verb.ALLREDUCE, *kinds, operation, prescale, postscale)
+        else:
+            description, full = _describe_again(name, grouped, inputs, operation, prescale, postscale)
+    except ArgumentError as error:
+        _refuse(engine, Verb.ALLREDUCE, name, set_id, grouped, error)
+        raise
     if operation is Operation.ADASUM:
         _check_adasum(len(engine.members(set_id)))
     return engine.submit(Request(description, inputs, outputs, full, set_id), wake=wake)
@@ -208,27 +212,28 @@ def allreduce(
 
 # Name -> what was reduced under it last, alone or as a group: comparing is quicker than hashing, and a step's
 # names come again.
-_recent: tuple[dict[str, tuple[tuple[Any, ...], tuple[Description, str | None]]], ...] = ({}, {})
+_recent: tuple[dict[str, tuple[tuple[Any, ...], Description, str]], ...] = ({}, {})
 _MOST_RECENT = 4096
 
 
-def _described_again(
-    engine: Engine, views: Arrays, name: str, set_id: int, grouped: bool, *others: Any
-) -> tuple[Description, str | None]:
-    """Return what ``_described`` does for a named allreduce."""
+def _describe_again(
+    name: str, grouped: bool, views: Arrays, operation: Operation, prescale: float, postscale: float
+) -> tuple[Description, str]:
+    """Return description and full name of a named allreduce."""
     recent = _recent[grouped]
     if grouped:
-        key: tuple[Any, ...] = (*_dtypes_and_shapes(views), *others)
+        key: tuple[Any, ...] = (*_dtypes_and_shapes(views), operation, prescale, postscale)
     else:
-        key = (views[0].dtype, views[0].shape, *others)
+        key = (views[0].dtype, views[0].shape, operation, prescale, postscale)
     known = recent.get(name)
     if known is not None and known[0] == key:
-        return known[1]
+        return known[1], known[2]
     if len(recent) >= _MOST_RECENT:
         recent.clear()
-    described = _described(engine, Verb.ALLREDUCE, views, name, set_id, grouped, *others)
-    recent[name] = key, described
-    return described
+    description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(views), operation, prescale, postscale)
+    full = f"grouped_allreduce.{name}" if grouped else f"allreduce.{name}"
+    recent[name] = (key, description, full)
+    return description, full
 
 
 def _check_adasum(size: int) -> None:
