@@ -181,6 +181,20 @@ def is_tracker(pid: int) -> bool:
     return b"multiprocessing.resource_tracker" in line or b"torch_shm_manager" in line
 
 
+def bound_sockets(pid: int) -> list[str]:
+    """Paths of the Unix sockets that a process has open and somebody bound to a path."""
+    inodes = set[bytes]()
+    try:
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1].encode())
+    except OSError:
+        pass
+    lines = [line.split(None, 7) for line in _read(f"/proc/{pid}/net/unix").split(b"\n")]
+    return [os.fsdecode(fields[7]) for fields in lines if len(fields) == 8 and fields[6] in inodes]
+
+
 def shared_files(pid: int) -> set[int]:
     """Inodes of the files of /dev/shm that a process has mapped or open.
 

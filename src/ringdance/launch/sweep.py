@@ -144,6 +144,7 @@ class Sweep:
             victims = {pid for pid in left if not linux.is_tracker(pid)}
             if not victims and time.monotonic() - began > _SPARED_S:
                 victims = left
+                self._folders += _of_managers(victims)
             for pid in victims:
                 _kill(pid)
             quiet = 0 if left else quiet + 1
@@ -177,6 +178,12 @@ class Sweep:
     def note(self, pid: int) -> None:
         """Remember a process of the job that may be dead by the time of the sweep."""
         self._pids.add(pid)
+
+
+def _of_managers(pids: Iterable[int]) -> tuple[str, ...]:
+    """The folders of PyTorch's managers of shared memory, which remove them 2 s after their last client's end."""
+    folders = {os.path.dirname(path) for pid in pids for path in linux.bound_sockets(pid)}
+    return tuple(folder for folder in folders if os.path.basename(folder).startswith("torch-shm-dir-"))
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
