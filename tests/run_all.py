@@ -2,7 +2,7 @@
 
 Each job runs with all its tests, the slow ones too, in the environment of its MPI library. What has passed on
 the same sources is not run again, so that this can be stopped and taken up again; build/tests/all.json
-keeps what has passed. At the end, or after Ctrl-C, it prints what is left.
+keeps what has passed. At the end, or after Ctrl-C or SIGTERM, it prints what is left.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run also what has passed on these sources")
     parser.add_argument("--left", action="store_true", help="only print what is left")
     arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs begin with the first one ignored
+        signal.signal(number, signal.default_int_handler)
     tree = digest()
     passed: dict[str, list[str]] = {}
     if PASSED.exists() and not arguments.again:

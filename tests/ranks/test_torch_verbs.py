@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -338,6 +339,31 @@ def test_a_wrong_tensor_on_one_rank(wrong: Any) -> None:
         told = "" if odd else f"because of the call on rank {SIZE - 1} "
         with pytest.raises(ValueError if odd else RuntimeError, match=told):
             hvd.allreduce(wrong if odd else torch.ones(4), name=name)
+        assert hvd.allreduce(torch.ones(4), name=name).tolist() == [1.0] * 4
+
+
+WRONG_ALONE: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
+    "operation": (hvd.allreduce, torch.ones(4), {"op": "sum"}),
+    "group": (hvd.grouped_allreduce, [], {}),
+    "scalar": (hvd.allgather, torch.tensor(1.0), {}),
+    "compression": (hvd.allreduce, torch.ones(4), {"compression": "fp16"}),
+    "scatter": (hvd.reducescatter_async, torch.ones(4), {"op": 99}),
+}
+
+
+@several
+@pytest.mark.parametrize("what", WRONG_ALONE)
+def test_a_wrong_argument_on_one_rank(what: str) -> None:
+    function, tensor, others = WRONG_ALONE[what]
+    right = [torch.ones(4)] if what == "group" else torch.ones(4)
+    odd = SIZE - 1 == RANK
+    for name in ("wrong.argument", None):
+        told = None if odd else f"the call on rank {SIZE - 1}"
+        kinds = (ValueError, IndexError, AttributeError) if odd else RuntimeError
+        with pytest.raises(kinds, match=told):  # noqa: PT012
+            result = function(tensor if odd else right, name=name, **(others if odd else {}))
+            if isinstance(result, int):
+                hvd.synchronize(result)
         assert hvd.allreduce(torch.ones(4), name=name).tolist() == [1.0] * 4
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 from ringdance.core.agreement import VectorLayout
@@ -152,6 +153,10 @@ class Engine(EngineEnd):
         if wake and (self._progress.callers or self._driver is None or self._driver.asleep):
             self._nudge()
         return ticket
+
+    def submitted_since(self, when: float) -> bool:
+        """Return whether the calling thread has submitted something since then (``time.monotonic()``)."""
+        return self._watch.submitters.last.get(get_ident(), 0.0) >= when
 
     def _gone_error(self, set_id: int) -> CollectiveError:
         if self.closed or set_id == 0:

@@ -181,7 +181,7 @@ class Sweep:
 
 
 def _of_managers(pids: Iterable[int]) -> tuple[str, ...]:
-    """The folders of PyTorch's managers of shared memory, which remove them 2 s after their last client's end."""
+    """The folders of PyTorch's managers of shared memory, which remove them 2 s after their last client."""
     folders = {os.path.dirname(path) for pid in pids for path in linux.bound_sockets(pid)}
     return tuple(folder for folder in folders if os.path.basename(folder).startswith("torch-shm-dir-"))
 

@@ -11,6 +11,7 @@ their argument and are not differentiable; ``grouped_`` forms exchange several t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.request import Operation, Ticket
+from ringdance.core.request import Operation, Ticket, Verb
 from ringdance.errors import ArgumentError
 from ringdance.torch import autograd
 from ringdance.torch._private import compiler_disable
@@ -389,5 +390,13 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     verbs.barrier(session.engine(), set_id(process_set))
 
 
-# All of these leave a compiled graph: torch.compile calls them as they are.
-globals().update({name: compiler_disable(globals()[name]) for name in __all__ if name[0].islower()})
+def _public(name: str) -> Any:
+    """Return a function as users get it: it leaves a compiled graph, and peers are told of its errors."""
+    function = globals()[name]
+    verb = name.removeprefix("grouped_").removesuffix("_").removesuffix("_async").upper()
+    if verb in Verb.__members__ and "name" in inspect.signature(function).parameters:
+        function = verbs.refusing(Verb[verb], grouped=name.startswith("grouped_"))(function)
+    return compiler_disable(function)
+
+
+globals().update({name: _public(name) for name in __all__ if name[0].islower()})

@@ -12,6 +12,7 @@ the same call get its message (``refuse``) instead of being left waiting.
 from __future__ import annotations
 
 import inspect
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -131,8 +132,8 @@ def _refuse(
         engine.refuse(Request(Description(verb), name=full, set_id=set_id), str(error))
 
 
-def refusing(verb: Verb) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a binding's function that prepares a call and submits it: where it raises, the peers are told.
+def refusing(verb: Verb, grouped: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a binding's function that makes a call: where it raises before submitting, the peers are told.
 
     The function has the arguments ``name`` and ``process_set``, and may have ``grouped``.
     """
@@ -140,17 +141,26 @@ def refusing(verb: Verb) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
 
+        def tell(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError:  # it was not even called rightly: nobody knows the name that was meant
+                return
+            given.apply_defaults()
+            which = given.arguments
+            set_id = getattr(which["process_set"], "process_set_id", None)
+            if isinstance(set_id, int):
+                _refuse(session.engine(), verb, which["name"], set_id, which.get("grouped", grouped), error)
+
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            began = time.monotonic()
             try:
                 return function(*args, **kwargs)
             except (ArgumentError, TypeError, ValueError, IndexError, AttributeError) as error:
-                if not isinstance(error, DuplicateNameError) and session.is_initialized():
-                    given = signature.bind(*args, **kwargs).arguments
-                    set_id = getattr(given["process_set"], "process_set_id", None)
-                    if isinstance(set_id, int):
-                        grouped = given.get("grouped", False)
-                        _refuse(session.engine(), verb, given["name"], set_id, grouped, error)
+                early = session.is_initialized() and not session.engine().submitted_since(began)
+                if early and not isinstance(error, DuplicateNameError):
+                    tell(error, args, kwargs)
                 raise
 
         return checked
