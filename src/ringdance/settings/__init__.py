@@ -18,7 +18,7 @@ from ringdance.errors import SettingError
 from ringdance.settings.knobs import KNOBS, LEGACY_PREFIX, OWN_PREFIX, Knob, Settings
 from ringdance.settings.names import BUILD_NAMES, LAUNCH_PREFIX, LAUNCHER_NAMES, RANK_NAMES
 
-__all__ = ["KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "load", "show", "without_effect"]
+__all__ = ["KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "level_of_caller", "load", "show", "without_effect"]
 
 TOLD = "RINGDANCE_JOB_TOLD"
 """Variable in which a launcher names those variables of which it has said that they have no effect."""
@@ -59,7 +59,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
         settings = replace(settings, stall_shutdown_time=0.0, origins=origins)
     notes.extend(_unknown(environ))
     if _is_first(environ):
-        level = _level_of_caller()
+        level = level_of_caller()
         for note in notes:
             warnings.warn(note, SettingWarning, stacklevel=level)
     return settings
@@ -122,8 +122,8 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
         yield f"{name} is not a setting of Ringdance; {hint}"
 
 
-def _level_of_caller() -> int:
-    """The `stacklevel` with which load()'s warnings name the line of the user's script that called init()."""
+def level_of_caller() -> int:
+    """The `stacklevel` with which a warning of the function that asks names the line of the user's script."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("ringdance", "horovod"):
         level, frame = level + 1, frame.f_back

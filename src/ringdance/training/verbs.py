@@ -25,6 +25,7 @@ import numpy as np
 from ringdance import session
 from ringdance.core.request import Description, Operation, Request, Ticket, Verb
 from ringdance.errors import ArgumentError, CollectiveError, DuplicateNameError
+from ringdance.settings import level_of_caller
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -68,7 +69,8 @@ def pick_operation(average: bool | None, op: int | None) -> Operation:
     if average is not None:
         if op is not None:
             raise ArgumentError("Give op, as in op=hvd.Average or op=hvd.Sum, or average=, not both.")
-        warnings.warn("average= is old: say op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
+        text = "average= is old: say op=hvd.Average or op=hvd.Sum."
+        warnings.warn(text, DeprecationWarning, stacklevel=level_of_caller())
         return Operation.AVERAGE if average else Operation.SUM
     if op is None:
         return Operation.AVERAGE
