@@ -6,7 +6,6 @@ when, and ``execute`` knows how.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from ringdance.core.agreement import RUN, Entry, VectorLayout, set_bits
 from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import plan_batches
+from ringdance.core.encoding import decode_call, encode_call
 from ringdance.core.exchange import Exchange, Progress, Steps
 from ringdance.core.execute import Work, allreduce_flat, execute
 from ringdance.core.pending import PendingRequests
@@ -218,8 +218,8 @@ class AgreedRequests(PendingRequests):
     def _dispute(self, work: Work) -> Steps:
         """All members have submitted the name, but not the same: tell each the same."""
         own = None if work.ticket is None else (work.ticket.request.description, work.ticket.refusal)
-        everybody = yield from self.exchange.gather_bytes(pickle.dumps((work.name, own)))
-        told = [pickle.loads(payload) for payload in everybody]
+        everybody = yield from self.exchange.gather_bytes(encode_call(work.name, own))
+        told = [decode_call(payload) for payload in everybody]
         # Names of unnamed requests contain the verb, which may be what they differ in: all say the first.
         submitted = [entry for _, entry in told]
         error = MismatchError(mismatch_message(told[0][0], self.transport.identities, submitted))

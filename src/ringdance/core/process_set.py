@@ -8,7 +8,6 @@ follows from agreed facts only.
 
 from __future__ import annotations
 
-import pickle
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ from ringdance.core.agreed import AgreedRequests
 from ringdance.core.agreement import CALM, GO, HEAD, RIDER_SLOTS, RUN, Entry, Rides, run_digest, set_bits
 from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import description_bytes
+from ringdance.core.encoding import decode_news, encode_news
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
 from ringdance.core.request import Description, Operation, Ticket, Verb
 from ringdance.transport.base import Transport
@@ -301,8 +301,8 @@ class ProcessSetState(AgreedRequests):
             with self._lock:
                 chosen = self._choose_news()
             items = [(name, ticket.request.description) for name, ticket in chosen]
-        payload = yield from self.exchange.broadcast_bytes(pickle.dumps(items), leader)
-        items = pickle.loads(payload)
+        payload = yield from self.exchange.broadcast_bytes(encode_news(items), leader)
+        items = decode_news(payload)
         with self._lock:
             answer = self._answer(items)
         agreed = yield from self._agree(answer, -(-len(items) // 4))

@@ -11,7 +11,7 @@ from ringdance import session
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ringdance.keras.values import broadcast_variables
-from ringdance.training.objects import allgather_object
+from ringdance.training.objects import allgather_json
 
 __all__ = [
     "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
@@ -97,7 +97,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """
         if logs is None or session.engine().size == 1:
             return
-        everywhere = allgather_object({name: float(value) for name, value in logs.items()}, "metrics")
+        everywhere = allgather_json({name: float(value) for name, value in logs.items()}, "metrics")
         for rank, found in enumerate(everywhere):
             if set(found) != set(everywhere[0]):
                 raise MismatchError(

@@ -4,9 +4,10 @@ It makes the job's folders, starts mpiexec, and ends and cleans everything up wh
 says so or is gone, however it went. Started by :mod:`ringdance.launch.job` with one end of a
 socket pair. Standard library only.
 
-Launcher to guardian: ``{"job", "folders", "began"}``, then ``{"start": argv, "env", "cwd"}``,
+Launcher to guardian: ``{"job", "folders", "began"}``, then ``{"start": argv, "env", "cwd", "alone": bool}``,
 ``{"pid": n}`` for each rank, ``{"clean": true, "failed": bool}``.
-Guardian to launcher: ``{"ready"}``, ``{"mpiexec": pid}``, ``{"ended": wait status}``, ``{"cleaned": bool}``.
+Guardian to launcher: ``{"ready"}``, ``{"mpiexec": pid}``, ``{"open": why mpiexec's sockets stay open to the
+network}``, ``{"ended": wait status}``, ``{"cleaned": bool}``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import socket
 from typing import Any
 
 from . import linux
+from .listening import restrict
 from .sweep import Sweep, make_folders
 from .wire import Channel
+
+_LOOK_S = 0.01  # for new sockets of mpiexec, until its first rank runs
 
 
 class _Guardian:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._mpiexec = 0
+        self._alone = False  # mpiexec starts, and no other host needs its sockets
         self._sweep: Sweep | None = None
         self._wake, write = os.pipe()
         os.set_blocking(write, False)
@@ -35,7 +40,11 @@ class _Guardian:
     def run(self) -> None:
         open_ = True
         while open_:
-            readable, _, _ = select.select([self._channel.sock.fileno(), self._wake], [], [])
+            readable, _, _ = select.select(
+                [self._channel.sock.fileno(), self._wake], [], [], _LOOK_S if self._alone else None
+            )
+            if self._alone:
+                self._restrict()
             if self._wake in readable:
                 os.read(self._wake, 512)
                 self._reap()
@@ -53,6 +62,7 @@ class _Guardian:
         elif "start" in message:
             self._start(message)
         elif "pid" in message and self._sweep:
+            self._alone = False  # it listens before it starts a rank
             self._sweep.note(message["pid"])
         elif "clean" in message and self._sweep:
             self._channel.send({"cleaned": self._sweep.run(message["failed"])})
@@ -88,12 +98,19 @@ class _Guardian:
             except OSError as error:
                 os.write(2, f"ringdance: cannot start {argv[0]}: {error}\n".encode())
             os._exit(127)
-        self._mpiexec = child
+        self._mpiexec, self._alone = child, message["alone"]
         # The pipes to the launcher must close when mpiexec and the wrappers are gone.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):
             os.dup2(nowhere, descriptor)
         self._channel.send({"mpiexec": child})
+
+    def _restrict(self) -> None:
+        try:
+            restrict(self._mpiexec)
+        except OSError as error:
+            self._alone = False
+            self._channel.send({"open": error.strerror})
 
     def _reap(self) -> None:
         while True:
@@ -104,6 +121,7 @@ class _Guardian:
             if pid == 0:
                 return
             if pid == self._mpiexec:
+                self._alone = False
                 self._channel.send({"ended": os.waitstatus_to_exitcode(status)})
 
 

@@ -32,6 +32,9 @@ class Events(Protocol):
     def mpiexec_started(self, pid: int) -> None:
         """It runs."""
 
+    def mpiexec_open(self, why: str) -> None:
+        """Its sockets could not be kept away from the network."""
+
     def mpiexec_ended(self, code: int) -> None:
         """It has ended: exit code or -signal."""
 
@@ -93,7 +96,11 @@ class Here:
         selector.register(ours, selectors.EVENT_READ, self._from_guardian)
 
     def launch(
-        self, argv: Sequence[str], environ: Mapping[str, str], files: Mapping[str, tuple[str, int]]
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        files: Mapping[str, tuple[str, int]],
+        alone: bool,
     ) -> None:
         """Listen for supervisors and let the guardian start mpiexec; again when that mpiexec has ended.
 
@@ -101,12 +108,13 @@ class Here:
             argv: its command line.
             environ: of it.
             files: what it needs: texts and permissions by path.
+            alone: whether no other host has to reach it.
         """
         if not self._listens:
             self._listen()
             for path, (text, mode) in files.items():
                 write_private(path, text.encode(), mode)
-        self._channel.send({"start": list(argv), "env": dict(environ), "cwd": os.getcwd()})
+        self._channel.send({"start": list(argv), "env": dict(environ), "cwd": os.getcwd(), "alone": alone})
 
     @property
     def socket_path(self) -> str:
@@ -201,6 +209,8 @@ class Here:
                 self._events.here_ready(message["problem"])
             elif "mpiexec" in message:
                 self._events.mpiexec_started(message["mpiexec"])
+            elif "open" in message:
+                self._events.mpiexec_open(message["open"])
             elif "ended" in message:
                 self._events.mpiexec_ended(message["ended"])
             elif "cleaned" in message:

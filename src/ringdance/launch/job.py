@@ -123,7 +123,9 @@ class Job:
             script = door_script(self._here.socket_path)
             files = {door: (script, 0o700), MACHINES.replace(DOOR, door): (hosts, 0o600)}
             argv = self._plan.argv(self._base, self.id, door)
-            self._here.launch(argv, self._environment(), files if self._plan.wide else {})
+            self._here.launch(
+                argv, self._environment(), files if self._plan.wide else {}, not self._plan.wide
+            )
 
     def door_opened(self, host: str, command: str, done: Callable[[int], None]) -> None:
         found = self._plan.host_of(host)
@@ -206,6 +208,9 @@ class Job:
     def mpiexec_started(self, pid: int) -> None:
         self._mpiexec = (pid, None)
         self._say(f"mpiexec runs, pid {pid}")
+
+    def mpiexec_open(self, why: str) -> None:
+        self._say(f"mpiexec listens on all of this host's addresses, it cannot be bound to loopback: {why}")
 
     def _ended(self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
         rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", self._ending, by_mpiexec)

@@ -148,7 +148,8 @@ def _hydra(given: Given) -> _Options:
     binding = {} if intel else {"-bind-to": ["none"]}
     way = "-bootstrap" if intel else "-launcher"
     if not given.wide:
-        return binding, [way, "fork"], variables
+        # Ranks listen at once, for others that never come.
+        return binding, [way, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     # Intel MPI takes no number of ranks in -hosts.
     where = ["-machinefile", MACHINES] if intel else ["-hosts", machines(given.hosts, ",")]
     fixed = [way, "ssh", f"{way}-exec", DOOR, *where]

@@ -1,7 +1,13 @@
-"""Python objects between ranks, by cloudpickle. Only for jobs whose ranks trust each other, as all do."""
+"""Python objects between ranks, by cloudpickle: a rank can run any code on the others, which trust it.
+
+What Ringdance itself has to exchange goes as JSON instead.
+"""
 
 from __future__ import annotations
 
+import json
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -12,16 +18,16 @@ from ringdance.errors import CollectiveError
 from ringdance.training import verbs
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["allgather_object", "broadcast_object"]
+__all__ = ["allgather_json", "allgather_object", "broadcast_object"]
 
 # The default names do not depend on the object: types may differ between ranks.
 _BROADCAST = "broadcast_object"
 _ALLGATHER = "allgather_object"
 
 
-def _pack(obj: Any) -> np.ndarray[Any, Any]:
+def _pack(obj: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> np.ndarray[Any, Any]:
     # A bytearray: the memory of bytes is read-only, which MPI bindings refuse even to send from.
-    return np.frombuffer(bytearray(cloudpickle.dumps(obj)), np.uint8)
+    return np.frombuffer(bytearray(dumps(obj)), np.uint8)
 
 
 class ObjectError(CollectiveError):
@@ -69,19 +75,40 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all members in rank order. Types and sizes may differ between ranks."""
+    """Return the objects of all members in rank order. Types and sizes may differ between ranks.
+
+    They are pickled: a member runs what another's pickle says, as with ``broadcast_object``.
+    """
+    return _allgather(obj, name or _ALLGATHER, process_set, cloudpickle.dumps, cloudpickle.loads)
+
+
+def allgather_json(value: Any, name: str, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the values of all members in rank order: what JSON can hold; tuples come back as lists."""
+
+    def dumps(value: Any) -> bytes:
+        return json.dumps(value, default=operator.index).encode()  # NumPy's integers too
+
+    return _allgather(value, name, process_set, dumps, lambda data: json.loads(bytes(data)))
+
+
+def _allgather(
+    obj: Any,
+    name: str,
+    process_set: ProcessSet,
+    dumps: Callable[[Any], bytes],
+    loads: Callable[[memoryview], Any],
+) -> list[Any]:
     engine = session.engine()
     number = set_id(process_set)
-    name = name or _ALLGATHER
     error: Exception | None = None
     try:
-        data = _pack(obj)
+        data = _pack(obj, dumps)
     except Exception as problem:
-        error, data = problem, _pack(None)
+        error, data = problem, _pack(None, dumps)
     if engine.size == 1:
         if error is not None:
             raise error
-        return [cloudpickle.loads(data.data)]
+        return [loads(data.data)]
     lengths = np.array([-1 if error else len(data)], np.int64)
     sizes = verbs.allgather(engine, (lengths,), name=f"{name}.sz", set_id=number, wake=False)
     bytes_ = verbs.allgather(engine, (data,), name=f"{name}.t", set_id=number, wake=False)
@@ -92,4 +119,4 @@ def allgather_object(
         rank = engine.members(number)[int(np.argmin(ends))]
         raise ObjectError(f"allgather_object({name!r}): the object on rank {rank} cannot be pickled.")
     pieces = np.split(joined, np.cumsum(ends)[:-1])
-    return [cloudpickle.loads(piece.data) for piece in pieces]
+    return [loads(piece.data) for piece in pieces]

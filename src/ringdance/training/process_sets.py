@@ -198,7 +198,7 @@ def register_static(process_sets: list[ProcessSet]) -> None:
         ArgumentError: on any rank, sets are equal to one another or to the global set, or out of range.
         SetsDifferError: lists differ between ranks.
     """
-    from ringdance.training.objects import allgather_object
+    from ringdance.training.objects import allgather_json
 
     engine = session.engine()
     given: list[tuple[int, ...]] = []
@@ -209,7 +209,10 @@ def register_static(process_sets: list[ProcessSet]) -> None:
     except ArgumentError as error:
         problem = str(error)
     listed = [ranks for ranks, one in zip(given, process_sets, strict=False) if one.mpi_comm is None]
-    everywhere = allgather_object((problem, listed, given), name="init.process_sets")
+    everywhere = [
+        (wrong, [tuple(ranks) for ranks in theirs], {tuple(ranks) for ranks in all_})
+        for wrong, theirs, all_ in allgather_json([problem, listed, given], "init.process_sets")
+    ]
     for rank, (wrong, theirs, _) in enumerate(everywhere):
         if wrong is None and theirs == everywhere[0][1]:
             continue

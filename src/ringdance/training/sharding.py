@@ -22,7 +22,7 @@ import numpy as np
 
 from ringdance import session
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.training.objects import allgather_object
+from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["Shard", "deal", "place", "shard"]
@@ -243,7 +243,7 @@ def _compare(same: dict[str, Any], process_set: ProcessSet, members: tuple[int, 
     """Raise if the ranks gave different arguments: they would train on wrong shares without a sign."""
     if len(members) == 1:
         return
-    given = allgather_object(same, name="shard", process_set=process_set)
+    given = allgather_json(same, "shard", process_set)
     for name in same:
         values = [one.get(name) for one in given]
         if any(value != values[0] for value in values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import operator
 import os
@@ -56,9 +57,9 @@ class MpiTransport(Transport):
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         own = Identity(ranks[self.rank], socket.gethostname(), os.getpid())
-        self.identities = tuple(Identity(*who) for who in comm.allgather((own.rank, own.host, own.pid)))
+        self.identities = tuple(Identity(*who) for who in gather(comm, [own.rank, own.host, own.pid]))
         self._node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-        self.host_group = tuple(self._node.allgather(self.rank))
+        self.host_group = tuple(gather(self._node, self.rank))
         self._vector_bytes = vector_bytes
         self._memory: Any = None
         self._cross: MpiTransport | None = None
@@ -70,7 +71,7 @@ class MpiTransport(Transport):
         count = node.Get_size()
         size = window_size(count, vector_bytes, window_bytes)
         # A full /dev/shm is a bus error when a page is touched, so look first; all of a host choose together.
-        if not all(node.allgather(_free_shared_memory() > 2 * size)):
+        if not all(gather(node, _free_shared_memory() > 2 * size)):
             if node.Get_rank() == 0:
                 _log.warning(
                     "ringdance: /dev/shm on %s has no room for %d MiB; ranks of this host exchange by MPI "
@@ -160,7 +161,7 @@ class MpiTransport(Transport):
     def hierarchy(self) -> Hierarchy | None:
         own = self.host_group[0]
         area = 0 if self.window is None else self.window.area_bytes
-        everyone = self._comm.allgather((own, len(self.host_group), area))
+        everyone = gather(self._comm, [own, len(self.host_group), area])
         lowest = sorted({first for first, _, _ in everyone})
         sizes = tuple(everyone[first][1] for first in lowest)
         areas = [area for _, size, area in everyone if size > 1]
@@ -170,7 +171,7 @@ class MpiTransport(Transport):
         inside = index < min(sizes)
         comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
         if inside:
-            ranks = [self.identities[place].rank for place in comm.allgather(self.rank)]
+            ranks = [self.identities[place].rank for place in gather(comm, self.rank)]
             self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
         return Hierarchy(sizes, min(areas), self._cross)
 
@@ -209,6 +210,24 @@ class MpiTransport(Transport):
         self.messages()
         for comm in (self._node, self._notes, self._comm):
             comm.Free()
+
+
+def gather(comm: Any, value: Any) -> list[Any]:
+    """Return every rank's value, by rank; collective over ``comm``.
+
+    Args:
+        comm: an mpi4py communicator. (Its own ``allgather`` would unpickle what the others send.)
+        value: what JSON can hold; tuples come back as lists.
+    """
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    counts = np.empty(comm.Get_size(), np.int64)
+    comm.Allgather(np.array([own.size]), counts)
+    everyone = np.empty(int(counts.sum()), np.uint8)
+    comm.Allgatherv(own, [everyone, (counts.tolist(), None)])
+    ends = np.cumsum(counts)
+    return [
+        json.loads(everyone[end - count : end].tobytes()) for count, end in zip(counts, ends, strict=True)
+    ]
 
 
 def meet(comm: Any, peers: Sequence[Identity], patience: float, limit: float) -> None:
@@ -288,7 +307,7 @@ def world_transport(
     with waiting_in_init(patience, _expected(comm)):
         mpi = load_mpi("multiple" if threads else "single")
         chosen = _choose(mpi, comm)
-        _check_common(chosen.allgather((socket.gethostname(), common)))
+        _check_common(gather(chosen, [socket.gethostname(), common]))
         return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
 
 
@@ -304,7 +323,7 @@ def _expected(comm: Any) -> list[int]:
     return list(MPI.Group.Translate_ranks(comm.Get_group(), places, MPI.COMM_WORLD.Get_group()))
 
 
-def _check_common(everyone: list[tuple[str, dict[str, Any]]]) -> None:
+def _check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
     host, first = everyone[0]
     for rank, (other_host, other) in enumerate(everyone):
         for name, value in first.items():

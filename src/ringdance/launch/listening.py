@@ -1,0 +1,74 @@
+"""Keeps the network away from the sockets on which mpiexec listens, where no other host is part of the job.
+
+Neither Open MPI's mpiexec nor Hydra has an option for it: both bind to all addresses. Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+
+_PIDFD_GETFD = 438  # the same number on all architectures
+
+
+def restrict(pid: int) -> None:
+    """Bind the listening TCP sockets of a child process to the loopback device, those on 127.0.0.1 aside.
+
+    Raises:
+        OSError: the kernel (before Linux 5.7) or a sandbox does not allow it; not if the process is gone.
+    """
+    for sock in listening_sockets(pid):
+        # Only root may change the device once it is set.
+        if not sock.getsockname()[0].startswith("127.") and not device_of(sock):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+
+
+def device_of(sock: socket.socket) -> str:
+    """The network device to which a socket is bound, "" for all."""
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0").decode()
+
+
+def listening_sockets(pid: int) -> Iterator[socket.socket]:
+    """The TCP sockets on which another process listens, each open until the next is asked for.
+
+    Raises:
+        OSError: as for :func:`restrict`.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                if not os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                    continue
+                ours = _take(process, int(name))
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.EBADF):  # closed meanwhile
+                    continue
+                raise
+            with socket.socket(fileno=ours) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    yield sock
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    finally:
+        os.close(process)
+
+
+def _take(process: int, descriptor: int) -> int:
+    """A descriptor of our own for what is open in another process."""
+    import ctypes
+
+    ours = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0))
+    if ours < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return ours

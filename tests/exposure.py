@@ -1,0 +1,40 @@
+"""The sockets on which processes of a job listen, and what docs/explanation/exposure.md says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ringdance.launch.listening import device_of, listening_sockets
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/explanation/exposure.md"
+_NAMES = {"prterun": "mpiexec", "prted": "prted"}
+_ROW = re.compile(r"^\| `?(mpiexec|prted|rank)`? \| ([\w ]+) \| `([^`]+)` \|", re.M)
+
+Found = set[tuple[str, str]]
+
+
+def documented(several: bool) -> Found:
+    """Processes and addresses of the table, for a job on one host or on several."""
+    job = "several" if several else "one"
+    return {(process, address) for process, where, address in _ROW.findall(PAGE.read_text()) if job in where}
+
+
+def listening(pids: Iterable[int]) -> tuple[Found, set[int]]:
+    """The same of running processes, Open MPI's; and the ports that are open to other hosts."""
+    found: Found = set()
+    ports: set[int] = set()
+    for pid in pids:
+        try:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+        except FileNotFoundError:
+            continue
+        for sock in listening_sockets(pid):
+            address, port = sock.getsockname()[:2]
+            kind = {"0.0.0.0": "all addresses", "::": "all addresses"}.get(address, address)
+            device = device_of(sock)
+            found.add((_NAMES.get(name, "rank"), f"{kind}, device {device}" if device else kind))
+            if kind == "all addresses" and not device:
+                ports.add(port)
+    return found, ports
