@@ -121,6 +121,27 @@ def test_secrets_are_in_no_argument_list(three_hosts: Hosts, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        ((), ["BUCKET", "HF_TOKEN", "RINGDANCE_CYCLE_TIME"]),
+        (("--env", "none"), ["RINGDANCE_CYCLE_TIME"]),
+        (("--env", "BUCK*,CUDA_VISIBLE_DEVICES"), ["BUCKET", "CUDA_VISIBLE_DEVICES", "RINGDANCE_CYCLE_TIME"]),
+    ],
+)
+def test_which_variables_go_to_other_hosts(
+    three_hosts: Hosts, tmp_path: Path, words: tuple[str, ...], there: list[str]
+) -> None:
+    own = {name: "7" for name in ("BUCKET", "HF_TOKEN", "RINGDANCE_CYCLE_TIME", "CUDA_VISIBLE_DEVICES")}
+    (tmp_path / "look.py").write_text(f"import os\nprint(*sorted({set(own)} & os.environ.keys()))\n")
+    line = [*RUN, "-H", "h1:1,h2:1", "--no-check", *words, "python", str(tmp_path / "look.py")]
+    done = three_hosts.run("h1", *line, env=own)
+    assert sorted(done.stdout.splitlines()) == [
+        " ".join(["[0]<h1>", *sorted(own)]),
+        " ".join(["[1]<h2>", *there]),
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
     ("hosts", "words"),
     [
         ("h1:1,h9:1", r"host h9: ssh cannot connect: .*Could not resolve"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.errors import LaunchError
+from ringdance.launch.environment import is_secret
 
 SSH_PORT = 2222
 USER = 1000
@@ -26,7 +27,6 @@ Document = dict[str, Any]
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"PASSW|SECRET|TOKEN|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class JobRequest:
         for name in (*self.env, *self.secret_env):
             if not _VARIABLE.fullmatch(name):
                 raise LaunchError(f"{name!r} cannot be the name of an environment variable")
-        for name in self.env:
-            if _SECRET.search(name):
+        for name, value in self.env.items():
+            if is_secret(name, value):
                 raise LaunchError(
                     f"-x {name}: that looks like a secret, and a manifest can be read by many. Put it into a "
                     f"Secret (kubectl create secret generic NAME --from-literal={name.lower()}=...) and give "

@@ -13,6 +13,7 @@ from typing import Any
 from ringdance.cluster.sagemaker import Estimator
 from ringdance.cluster.sagemaker_request import Input
 from ringdance.errors import ArgumentError
+from ringdance.launch.environment import shown, shown_text
 from ringdance.launch.order import CommandError, as_program, parse_exports
 
 _EPILOG = """\
@@ -110,7 +111,10 @@ def _main(arguments: argparse.Namespace) -> int:
             **{name: value for name, value in more.items() if value},
         )
         if arguments.dry_run:
-            print(json.dumps(estimator.request(inputs, arguments.name), indent=2))
+            request = estimator.request(inputs, arguments.name)
+            if "Environment" in request:
+                request["Environment"] = {n: shown(n, value) for n, value in request["Environment"].items()}
+            print(shown_text(json.dumps(request, indent=2)))
         else:
             estimator.fit(inputs, not arguments.no_wait, not arguments.quiet, arguments.name)
     except ArgumentError as error:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ringdance.errors import ArgumentError
+from ringdance.launch.environment import shown_text
 
 OUTPUT_FOLDER = "/opt/ml/output/data"
 """What a job leaves here the service uploads as ``output.tar.gz``."""
@@ -263,7 +264,7 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ArgumentError(f"custom_mpi_options {text!r}: {error}") from None
+        raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: {error}") from None
     kept: list[str] = []
     notes = []
     value_follows = False
@@ -274,14 +275,15 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
             kept.append(word)
             continue
         new = f"--{word.lstrip('-')}" if setting[1] == _OF_THE_TOOLKIT else f"-x {setting[1]}={setting[2]}"
-        notes.append(f"{word!r} is no option of mpirun: it is meant to set a variable, and now is {new!r}")
+        note = f"{word!r} is no option of mpirun: it is meant to set a variable, and now is {new!r}"
+        notes.append(shown_text(note))
         kept += new.split(" ", 1)
     if not notes:
         return text, []
     if any(any(sign.isspace() for sign in word) for word in kept):
         # The toolkit splits at spaces and knows no quotation marks.
-        raise ArgumentError(f"custom_mpi_options {text!r}: values with spaces do not reach mpirun; "
-                            "set them with `environment`")  # fmt: skip
+        raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: values with spaces do not reach "
+                            "mpirun; set them with `environment`")  # fmt: skip
     return " ".join(kept), notes
 
 

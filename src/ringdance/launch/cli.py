@@ -11,6 +11,7 @@ from dataclasses import replace
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.detached import start as start_detached
+from ringdance.launch.environment import forwarding
 from ringdance.launch.order import (
     Order,
     Ready,
@@ -64,14 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
     _add_reach(parser)
-    add(
-        "-x",
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="set a variable for the ranks",
-    )
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
     add(
         "--prefix",
@@ -103,6 +97,14 @@ def _add_reach(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("other hosts")
     add_ssh_options(group)
     add = group.add_argument
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="all|none|NAME,...",
+        help="variables of this shell that ranks on other hosts get too (default: all but those of a machine "
+        "or login; * stands for any text); NAME=VALUE is as of -x",
+    )
     add(
         "--network-interface",
         action="append",
@@ -181,7 +183,8 @@ def _order(arguments: argparse.Namespace) -> Order:
         reach=reach_of(arguments),
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
         check=not (arguments.dry_run and arguments.no_check),
-        exports=parse_exports(arguments.env, os.environ),
+        exports=parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ),
+        forward=forwarding(",".join(text for text in arguments.env if "=" not in text) or "all"),
         style=_style(arguments),
         clock=arguments.timestamps,
         colour=arguments.colour or (sys.stdout.isatty() and not os.environ.get("NO_COLOR")),

@@ -152,7 +152,8 @@ def _hydra(given: Given) -> _Options:
         return binding, [way, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     # Intel MPI takes no number of ranks in -hosts.
     where = ["-machinefile", MACHINES] if intel else ["-hosts", machines(given.hosts, ",")]
-    fixed = [way, "ssh", f"{way}-exec", DOOR, *where]
+    # Ranks have the environment of their host's daemon. Hydra would send its own as it is, and in clear.
+    fixed = [way, "ssh", f"{way}-exec", DOOR, "-genvnone", *where]
     names = {interface for host in given.hosts for interface in host.interfaces}
     if len(names) == 1:  # hydra takes one name, which has to be the same on all hosts
         (name,) = names

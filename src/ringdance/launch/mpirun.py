@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ringdance.cluster.hostfile import HostList, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.launch.environment import shown_text
 
 _VALUES = {
     "np": 1, "n": 1, "c": 1, "N": 1, "npernode": 1, "H": 1, "host": 1, "hostfile": 1, "machinefile": 1,
@@ -131,7 +132,9 @@ def understand(words: Sequence[str], environ: Mapping[str, str]) -> Asked:
                 raise LaunchError(
                     f"{word} is no option of mpirun that is known here; see: ringdance mpirun --help"
                 )
-            asked.notes.append(f"{word} is no option of mpirun: it is taken for -x {name}={value}")
+            asked.notes.append(
+                shown_text(f"{word} is no option of mpirun: it is taken for -x {name}={value}")
+            )
             asked.exports[name] = value
             continue
         values = [value] if equals else []

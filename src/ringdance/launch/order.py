@@ -15,6 +15,7 @@ from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
 from ringdance.launch import machine
 from ringdance.launch.cause import Verdict, render
+from ringdance.launch.environment import ALL
 from ringdance.launch.hosts import facts_from, local_names, place
 from ringdance.launch.job import Job
 from ringdance.launch.linux import usable_cores
@@ -49,6 +50,7 @@ class Order:
         interfaces: names of the network interfaces to use; empty for those that lead to all hosts.
         check: whether other hosts are asked before a plan is made; they always are before a start.
         exports: variables to set for the ranks.
+        forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
         style: how the ranks' lines are shown; None: with their rank, and their host if there are several.
         clock, colour: whether the time stands before each line, and whether ranks have colours, where no
             style is given.
@@ -69,6 +71,7 @@ class Order:
     interfaces: Collection[str] = ()
     check: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
+    forward: Sequence[str] = ALL
     style: Style | None = None
     clock: bool = False
     colour: bool = False
@@ -148,6 +151,7 @@ class Order:
                 facts=facts,
                 interfaces=order.interfaces,
                 exports=exports,
+                forward=order.forward,
                 local=local,
                 root=os.getuid() == 0,
                 binding=order.binding,

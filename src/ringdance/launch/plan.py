@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
+from ringdance.launch.environment import ALL, forwarded, shown
 from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, meet, place
 from ringdance.launch.lines import DOOR, Given, label, options_of
 from ringdance.launch.mpi import Mpi
@@ -37,14 +37,6 @@ _OF_A_SCHEDULER = (
     "I_MPI_HYDRA_BOOTSTRAP",
     "I_MPI_PERHOST",
 )
-# Belongs to a machine, a login or a place in a job, and is not for other hosts.
-_STAYS = re.compile(
-    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*|HOSTNAME|TMPDIR"
-    r"|SSH_.*|XDG_.*|DBUS_.*|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
-    r"|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
-    r"|SLURM_.*|SLURMD_.*|SBATCH_.*|LSB_.*|LSF_.*|LS_.*|RINGDANCE_JOB"
-)
-_SECRET = re.compile(r"(?i)secret|token|passw|credential|private|_key$|api_?key|auth")
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 
 
@@ -60,6 +52,7 @@ class Plan:
         command: the user's command, the program's path resolved.
         environment: variables that are set for the ranks beyond the launcher's own (these win).
         removed: names of variables of the launcher's that the ranks do not get.
+        forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
         networks: over which several hosts meet.
         mpi: library and mpiexec.
@@ -77,6 +70,7 @@ class Plan:
     networks: Networks
     mpi: Mpi
     mpiexec: tuple[str, ...]
+    forward: tuple[str, ...] = ALL
 
     @property
     def wide(self) -> bool:
@@ -99,8 +93,7 @@ class Plan:
 
     def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
         """What the ranks on other hosts get of the launcher's `own`, and what is set for all."""
-        kept = {name: value for name, value in own.items() if not _STAYS.fullmatch(name)}
-        return self.environ(kept)
+        return self.environ(forwarded(own, self.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
         """For people: what would be started; `own` is the launcher's environment."""
@@ -125,25 +118,21 @@ class Plan:
         lines += [f"threads:     {threads} for each rank"]
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
         lines += [f"command:     {shlex.join(self.command)}"]
-        lines += [f"environment: {name}={_shown(name, value)}" for name, value in self.environment]
+        lines += [f"environment: {name}={shown(name, value)}" for name, value in self.environment]
         lines += [f"without:     {name}" for name in self.removed]
         if self.wide and own is not None:
             names = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
-            lines += [f"forwarded:   {' '.join(names)}"]
+            lines += [f"forwarded:   {' '.join(names)} (--env {','.join(self.forward)})"]
         lines += [f"mpiexec:     {shlex.join(self.argv())}"]
         return "\n".join(lines)
 
     def to_json(self, own: Mapping[str, str] | None = None) -> str:
         """The same for programs."""
         found = dataclasses.asdict(self)
-        found["environment"] = {name: _shown(name, value) for name, value in self.environment}
+        found["environment"] = {name: shown(name, value) for name, value in self.environment}
         if self.wide and own is not None:
             found["forwarded"] = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
         return json.dumps({**found, "line": self.argv()}, indent=2)
-
-
-def _shown(name: str, value: str) -> str:
-    return "(not shown)" if _SECRET.search(name) else value
 
 
 def _span(ranks: Sequence[int]) -> str:
@@ -174,6 +163,7 @@ def build_plan(
     facts: Mapping[str, HostFacts] | None = None,
     interfaces: Collection[str] = (),
     exports: Mapping[str, str] | None = None,
+    forward: Sequence[str] = ALL,
     local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
     binding: Sequence[str] | None = None,
@@ -193,6 +183,7 @@ def build_plan(
         facts: what is known of hosts, by name.
         interfaces: names of the network interfaces to use, if the user says.
         exports: variables to set for the ranks.
+        forward: which of `environ` ranks on other hosts get.
         local: which names in `hosts` are this machine.
         root: whether the user is root.
         binding: options of mpiexec in place of ours that bind ranks to no cores.
@@ -242,6 +233,7 @@ def build_plan(
         networks=networks,
         mpi=mpi,
         mpiexec=(mpi.mpiexec, *options, "-n", str(ranks)),
+        forward=tuple(forward),
     )
 
 

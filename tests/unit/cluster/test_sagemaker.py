@@ -230,7 +230,8 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
     done = sagemaker(
         "--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"], "--instance-type",
         "ml.p3.16xlarge", "--instance-count", "2", "--processes-per-host", "8", "--name", NAME,
-        "--mpi-options=--A=1", "--input", f"train={S3}/train", "--sharded", "--metric", "loss=loss=(.*)",
+        "--mpi-options=--A=1", "-x", "HF_TOKEN=hunter2", "--input", f"train={S3}/train", "--sharded",
+        "--metric", "loss=loss=(.*)",
         "train.py", "--epochs", "3", "--lr=0.1", "--name", "a",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -239,6 +240,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
         distribution={"mpi": {"custom_mpi_options": "-x A=1"}},
         hyperparameters={"epochs": 3, "lr": 0.1, "name": "a"},
         metric_definitions=[{"Name": "loss", "Regex": "loss=(.*)"}],
+        environment={"HF_TOKEN": "(not shown)"},
     )
     assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
     assert "no option of mpirun" in done.stderr

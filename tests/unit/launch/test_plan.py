@@ -124,10 +124,13 @@ def test_several_hosts() -> None:
             Mpi("openmpi", "m", "test", 4),
             "--hostfile DOOR.machines --mca orte_default_hostfile DOOR.machines",
         ),
-        (Mpi("mpich", "m", "test"), "-launcher ssh -launcher-exec DOOR -hosts a:2,me:1,b:1 -iface eth0 -n 4"),
+        (
+            Mpi("mpich", "m", "test"),
+            "-launcher ssh -launcher-exec DOOR -genvnone -hosts a:2,me:1,b:1 -iface eth0 -n 4",
+        ),
         (
             Mpi("intel", "m", "test"),
-            "-bootstrap ssh -bootstrap-exec DOOR -machinefile DOOR.machines -iface eth0 -n 4",
+            "-bootstrap ssh -bootstrap-exec DOOR -genvnone -machinefile DOOR.machines -iface eth0 -n 4",
         ),
     ],
 )

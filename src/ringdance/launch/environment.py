@@ -1,0 +1,77 @@
+"""What of the launcher's environment goes to other hosts, and what of any environment may be shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from ringdance.errors import LaunchError
+
+ALL = ("all",)
+NONE = ("none",)
+
+# Belongs to a machine, a login or a place in a job, and is not for other hosts.
+_STAYS = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*|HOSTNAME|TMPDIR"
+    r"|SSH_.*|XDG_.*|DBUS_.*|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
+    r"|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP).*|K_MPI_JOB_ROLE"
+    r"|SLURM_.*|SLURMD_.*|SBATCH_.*|LSB_.*|LSF_.*|LS_.*|RINGDANCE_JOB"
+)
+# Settings, on which all ranks must agree.
+_GOES = re.compile(r"(RINGDANCE|HOROVOD|OMPI|OPAL|PMIX|PRTE|MPICH|MPIR_CVAR|HYDRA|I_MPI|FI|UCX|NCCL)_.*")
+_SECRET = re.compile(
+    r"(?i)secret|token(?!i[sz]er)|passw|passphrase|_pwd$|credential|private|_key$|(api|access)_?key"
+    r"|auth(?!or)|connection_?string"
+)
+_USER_IN_URL = re.compile(r"://[^/\s]+@")
+_SET_IN_TEXT = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=([^\s\"'\\]+)")
+_NAME = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
+
+
+def forwarding(text: str) -> tuple[str, ...]:
+    """Read ``--env``: "all", "none", or names with commas between them, in which * stands for any text.
+
+    Raises:
+        LaunchError: it is none of these.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    if wrong := [name for name in names if not _NAME.fullmatch(name)]:
+        raise LaunchError(
+            f"--env {text}: {wrong[0]!r} is no name of a variable; give all, none, or NAME,NAME"
+        )
+    return names
+
+
+def forwarded(own: Mapping[str, str], names: Sequence[str] = ALL) -> dict[str, str]:
+    """Those variables of the launcher's `own` that ranks on other hosts get too.
+
+    Args:
+        own: the launcher's environment.
+        names: as of :func:`forwarding`. Settings of Ringdance and MPI go in any case; what belongs to a
+            machine, a login or a place in a job only if it is named.
+    """
+    if tuple(names) == ALL:
+        return {name: value for name, value in own.items() if not _STAYS.fullmatch(name)}
+    chosen = () if tuple(names) == NONE else names
+    return {
+        name: value
+        for name, value in own.items()
+        if any(fnmatchcase(name, one) for one in chosen)
+        or (_GOES.fullmatch(name) and not _STAYS.fullmatch(name))
+    }
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Whether a variable may hold a secret: by its name, or since its value is a URL with a user's name."""
+    return bool(_SECRET.search(name) or _USER_IN_URL.search(value))
+
+
+def shown(name: str, value: str) -> str:
+    """The value, for people to read or for a file; without what may be secret."""
+    return "(not shown)" if is_secret(name, value) else value
+
+
+def shown_text(text: str) -> str:
+    """A text, such as a command line, with ``NAME=VALUE`` in it; without the values that may be secret."""
+    return _SET_IN_TEXT.sub(lambda found: f"{found[1]}={shown(found[1], found[2])}", text)

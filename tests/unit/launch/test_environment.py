@@ -1,0 +1,61 @@
+"""Which variables other hosts get, and which values are never shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringdance.cluster.kubernetes import JobRequest
+from ringdance.cluster.sagemaker_request import mpi_options
+from ringdance.errors import LaunchError
+from ringdance.launch.environment import forwarded, forwarding, is_secret, shown_text
+from ringdance.launch.mpirun import understand
+
+OWN = {
+    "PATH": "/bin", "WANDB_API_KEY": "k", "AWS_REGION": "eu", "AWS_SECRET_ACCESS_KEY": "s", "HOME": "/h",
+    "RINGDANCE_CYCLE_TIME": "2", "RINGDANCE_JOB": "j", "OMPI_MCA_btl": "tcp",
+}  # fmt: skip
+SETTINGS = {"RINGDANCE_CYCLE_TIME", "OMPI_MCA_btl"}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("all", OWN.keys() - {"HOME", "RINGDANCE_JOB"}),
+        ("none", SETTINGS),
+        ("AWS_*,HOME", {"AWS_REGION", "AWS_SECRET_ACCESS_KEY", "HOME", *SETTINGS}),
+    ],
+)
+def test_what_other_hosts_get(text: str, names: set[str]) -> None:
+    assert forwarded(OWN, forwarding(text)).keys() == names
+
+
+def test_what_is_no_name_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"--env A,B-C: 'B-C' is no name of a variable; give all, none, or"):
+        forwarding("A,B-C")
+
+
+SECRETS = (
+    "HF_TOKEN", "AWS_ACCESS_KEY_ID", "DB_PASSWORD", "db_pwd", "GOOGLE_APPLICATION_CREDENTIALS",
+    "SSH_PRIVATE_KEY", "WANDB_API_KEY", "OPENAI_APIKEY", "NGC_AUTH", "AZURE_STORAGE_CONNECTION_STRING",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_what_may_be_secret_is_shown_nowhere(name: str) -> None:
+    assert is_secret(name)
+    for text in (
+        shown_text(f"mpirun -x {name}=hunter2 -np 2"),
+        *understand([f"--{name.upper()}=hunter2", "true"], {}).notes,
+        *mpi_options(f"--{name.upper()}=hunter2")[1],
+    ):
+        assert name.lower() in text.lower()
+        assert "hunter2" not in text
+    with pytest.raises(LaunchError, match="looks like a secret"):
+        JobRequest(command=["true"], image="i", name="n", env={name: "hunter2"}).check()
+
+
+def test_what_is_no_secret_is_shown() -> None:
+    for name, value in (("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "2"), ("AUTHOR", "me")):
+        assert not is_secret(name, value)
+    assert is_secret("HTTPS_PROXY", "http://me:hunter2@proxy:80")
+    assert not is_secret("HTTPS_PROXY", "http://proxy:80")
