@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import here_hosts
 import pytest
 from processes import script, start, wait_until
 
 import ringdance
 from ringdance.errors import LaunchError
+from ringdance.launch.mpi import find_mpi
 
 FRAME = "the job failed"
 
@@ -213,6 +215,24 @@ def test_abort(program: Callable[[str], str]) -> None:
 def test_programs_without_mpi_end(trial: int) -> None:
     done = run("-np", "4", "true")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"/dev/shm of its own: {here_hosts.why_not()}")
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="MPICH cannot do without")
+@pytest.mark.parametrize(("size", "filled"), [(8, 0), (24, 20)])
+def test_a_dev_shm_without_room_for_mpi(program: Callable[[str], str], size: int, filled: int) -> None:
+    path = program(
+        "import numpy as np\nimport ringdance.numpy as rd\nrd.init()\n"
+        "print(rd.allreduce(np.ones(1 << 20, np.float32), op=rd.Sum, name='x')[-1])\n"
+    )
+    small = f"mount -t tmpfs -o size={size}m tmpfs /dev/shm; head -c {filled}M /dev/zero >/dev/shm/other; "
+    line = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small + 'exec "$@"', "sh"]
+    line += [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60.0)
+    assert sorted(done.stdout.splitlines()) == ["[0] 2.0", "[1] 2.0"], done.stderr
+    assert done.returncode == 0
+    free = f"has {size - filled} MiB free, less than the 18 MiB that openmpi needs"
+    assert re.match(rf"ringdance: /dev/shm on localhost {free}: .* by TCP instead", done.stderr)
 
 
 def test_a_window_makes_no_noise(program: Callable[[str], str]) -> None:

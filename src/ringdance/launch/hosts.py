@@ -29,6 +29,7 @@ class HostFacts:
         networks: interface, IPv4 address, prefix length of each.
         reached: the address by which it was reached, or "".
         infiniband: whether it has such devices.
+        shared_memory: free bytes of its /dev/shm, -1 if there is none or it is not known.
     """
 
     name: str = ""
@@ -41,6 +42,7 @@ class HostFacts:
     networks: tuple[tuple[str, str, int], ...] = ()
     reached: str = ""
     infiniband: bool = False
+    shared_memory: int = -1
 
 
 def facts_from(found: Mapping[str, Any]) -> HostFacts:

@@ -74,6 +74,8 @@ class Job:
             if self._signals.wakes:
                 self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._obey_signals)
             folders = [folder for folder in (self._folder, self._shared) if folder]
+            for note in self._plan.notes:
+                self._options.err(f"ringdance: {note}\n".encode())
             self._here = Here(self.id, folders, self._began, self._selector, self, self._environment())
             self._deputies.begin(self._order(), self._options.files)
             self._deadlines["start"] = time.monotonic() + self._options.start_timeout

@@ -30,6 +30,7 @@ class Given:
         more: more options; they win over ours.
         networks: over which the hosts meet.
         infiniband: whether any host has such devices.
+        cramped: whether any host lacks room for Open MPI's shared memory.
     """
 
     mpi: Mpi
@@ -39,6 +40,7 @@ class Given:
     more: Sequence[str] = ()
     networks: Networks = field(default_factory=Networks)
     infiniband: bool = False
+    cramped: bool = False
 
     @property
     def include(self) -> str:
@@ -98,14 +100,20 @@ def _openmpi(given: Given) -> _Options:
     variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
     # On one machine only shared memory is needed; looking for network hardware takes MPI_Init a second.
     # (Named by what is left out: Open MPI 4 calls the component for shared memory vader, later ones sm.)
-    if not given.wide:
+    if given.cramped and not given.wide:
+        variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    elif not given.wide:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^tcp,openib,ofi,uct,usnic,ugni,portals4"}
     else:
         fixed += _openmpi_launch(given)
         # One TCP connection does not send and receive at once.
         variables["OMPI_MCA_btl_tcp_links"] = "4"
+        left_out = ["sm", "vader"] if given.cramped else []
         if not given.infiniband:
-            variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib,ofi,uct,usnic,ugni,portals4"}
+            variables["OMPI_MCA_pml"] = "ob1"
+            left_out += ["openib", "ofi", "uct", "usnic", "ugni", "portals4"]
+        if left_out:
+            variables["OMPI_MCA_btl"] = "^" + ",".join(left_out)
         if given.include:
             variables["OMPI_MCA_btl_tcp_if_include"] = given.include
         elif given.networks.exclude:

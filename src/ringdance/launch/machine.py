@@ -30,8 +30,18 @@ def facts() -> dict[str, Any]:
         "devices": devices(),
         "networks": networks(),
         "reached": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+        "shared_memory": shared_memory(),
         "infiniband": bool(glob.glob("/sys/class/infiniband/*")),
     }
+
+
+def shared_memory() -> int:
+    """Free bytes of /dev/shm, -1 if there is none."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return -1
+    return room.f_bavail * room.f_frsize
 
 
 def identity() -> str:

@@ -52,6 +52,7 @@ class Plan:
         command: the user's command, the program's path resolved.
         environment: variables that are set for the ranks beyond the launcher's own (these win).
         removed: names of variables of the launcher's that the ranks do not get.
+        notes: what people should know of it before it starts.
         forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
         networks: over which several hosts meet.
@@ -71,6 +72,7 @@ class Plan:
     mpi: Mpi
     mpiexec: tuple[str, ...]
     forward: tuple[str, ...] = ALL
+    notes: tuple[str, ...] = ()
 
     @property
     def wide(self) -> bool:
@@ -123,6 +125,7 @@ class Plan:
         if self.wide and own is not None:
             names = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
             lines += [f"forwarded:   {' '.join(names)} (--env {','.join(self.forward)})"]
+        lines += [f"note:        {note}" for note in self.notes]
         lines += [f"mpiexec:     {shlex.join(self.argv())}"]
         return "\n".join(lines)
 
@@ -209,7 +212,8 @@ def build_plan(
         threads = max(1, min((host.cores or cores) // len(host.ranks) for host in placed))
         variables["OMP_NUM_THREADS"] = str(threads)
     infiniband = any(found.infiniband for found in known.values())
-    given = Given(mpi, placed, root, binding, mpi_args, networks, infiniband)
+    notes = _short_of_memory(placed, known, mpi)
+    given = Given(mpi, placed, root, binding, mpi_args, networks, infiniband, bool(notes))
     options, extra = options_of(given)
     if wide and (names := _same_interfaces(placed)):
         extra["NCCL_SOCKET_IFNAME"] = ",".join(names)
@@ -234,6 +238,7 @@ def build_plan(
         mpi=mpi,
         mpiexec=(mpi.mpiexec, *options, "-n", str(ranks)),
         forward=tuple(forward),
+        notes=tuple(notes),
     )
 
 
@@ -244,6 +249,29 @@ def _machines(hosts: HostList, local: Collection[str]) -> HostList:
     return [
         (name, slots if name == here else count) for name, count in hosts if name == here or name not in local
     ]
+
+
+def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi: Mpi) -> list[str]:
+    """Hosts whose /dev/shm has no room for the MPI library, in words.
+
+    Open MPI's ranks end if a file of 16 MiB would not fit, although they fill 1 MiB of it or less; MPICH's
+    get SIGBUS, whatever is left out.
+    """
+    found = []
+    for host in hosts:
+        free = facts[host.name].shared_memory if host.name in facts else -1
+        needed = (16 if mpi.family == "openmpi" else 2) + len(host.ranks) << 20
+        if 0 <= free < needed and len(host.ranks) > 1:
+            outcome = (
+                "its ranks exchange messages by TCP instead, which is slower"
+                if mpi.family == "openmpi"
+                else "its ranks may end with SIGBUS"
+            )
+            found.append(
+                f"/dev/shm on {host.name} has {free >> 20} MiB free, less than the {needed >> 20} MiB that "
+                f"{mpi.family} needs: {outcome}. Enlarge it (containers: --shm-size) or see what fills it"
+            )
+    return found
 
 
 def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, cores: int | None) -> Host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -160,6 +161,17 @@ def test_open_mpi_talks_tcp_between_hosts_unless_there_is_better() -> None:
     assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
     fast = {**WIDE, "facts": {**WIDE["facts"], "a": HostFacts(infiniband=True)}}  # type: ignore[dict-item]
     assert "OMPI_MCA_pml" not in dict(plan(**fast).environment)
+
+
+def test_no_shared_memory_transport_where_a_host_has_no_room_for_it() -> None:
+    facts: dict[str, HostFacts] = WIDE["facts"]
+    room = {name: replace(found, shared_memory=18 << 20) for name, found in facts.items()}
+    plain = dict(plan(**{**WIDE, "facts": room}).environment)["OMPI_MCA_btl"]
+    assert "sm" not in plain
+    made = plan(**{**WIDE, "facts": room | {"a": replace(room["a"], shared_memory=(18 << 20) - 1)}})
+    assert dict(made.environment)["OMPI_MCA_btl"] == plain.replace("^", "^sm,vader,")
+    assert made.notes[0].startswith("/dev/shm on a has 17 MiB free, less than the 18 MiB that openmpi needs")
+    assert made.notes[0] in made.describe()
 
 
 def test_an_ipv6_address_has_another_name_towards_mpiexec() -> None:
