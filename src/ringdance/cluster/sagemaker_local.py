@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -103,8 +104,14 @@ def _lay_out(folder: Path, job: Job, files: str, name: str, inputs: Inputs, dist
     for title, content in config.items():
         (folder / "input" / "config" / f"{title}.json").write_text(json.dumps(content))
     mpirun = folder / "bin" / "mpirun"
-    mpirun.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ringdance.cluster.sagemaker_container "$@"\n')
+    mpirun.write_text(mpirun_script())
     mpirun.chmod(0o755)
+
+
+def mpirun_script() -> str:
+    """The program that the toolkit takes for mpirun."""
+    words = [sys.executable, "-m", "ringdance.cluster.sagemaker_container"]
+    return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
 
 
 def _local(channel: str, given: Input) -> Path:

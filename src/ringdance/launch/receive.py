@@ -26,7 +26,7 @@ import time
 from typing import Any
 
 from .target import DONE, Target, partials_in
-from .tcp import accept, connect
+from .tcp import accept, connect, listen
 from .wire import Frames
 
 _FULL = 8 << 20  # bytes that wait for the next host, beyond which no more are read
@@ -112,7 +112,7 @@ class Receiver:
     # --- the hosts before and after ------------------------------------------------------------
 
     def _listen(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        self._listener = listener = socket.create_server(("", 0))
+        self._listener = listener = listen()
         token = bytes.fromhex(message["token"])
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(token))
         return {"port": listener.getsockname()[1]}
@@ -278,7 +278,7 @@ def _link(text: str, place: str) -> None:
         return
     if os.path.isdir(place) and not os.path.islink(place):
         raise OSError(f"{place} is a folder here; a link is to take its place")
-    draft = f"{place}.ringdance-{os.getpid()}"
+    draft = f"{place}.ringdance-{os.urandom(8).hex()}"
     os.symlink(text, draft)
     os.replace(draft, place)
 

@@ -21,8 +21,9 @@ _CLOSE_NS = 1_000_000  # some file systems keep times less exactly than others
 class Target:
     """A file of the copy.
 
-    What has come so far lies beside its place, under a name with the source's size and time and this host's
-    name (other hosts may share the folder). Only its owner can read it before it is whole.
+    What has come so far lies beside its place, under a name with this host's name (other hosts may share the
+    folder), a digest of the source's size and time, and 64 random bits: where others may write too, they
+    cannot put a file of theirs there first. Only its owner can read it before it is whole.
 
     Args:
         place: its path here.
@@ -36,10 +37,10 @@ class Target:
         self.have = 0
         self.digest = ""
         self.failed = False
-        folder, name = os.path.split(place)
+        name = os.path.basename(place)
         self._stem = f".{_shortened(name)}.ringdance-{os.uname().nodename[-20:]}-"
-        key = hashlib.sha256(f"{name} {size} {changed}".encode()).hexdigest()[:12]
-        self._draft = os.path.join(folder, f"{self._stem}{key}")
+        self._key = hashlib.sha256(f"{name} {size} {changed}".encode()).hexdigest()[:12]
+        self._draft = ""
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
 
@@ -62,12 +63,15 @@ class Target:
         if found and self._same(found, digest):
             self.have = DONE
             return DONE
-        for name in partials:  # of another state of the file: of no use any more
+        for name in sorted(partials):
             path = os.path.join(os.path.dirname(self._place), name)
-            if name.startswith(self._stem) and path != self._draft and not _locked(path):
+            if not name.startswith(self._stem) or not _is_own(path) or _locked(path):
+                continue
+            if name.startswith(f"{self._stem}{self._key}-") and not self._draft:
+                self._draft = path
+                self.have = min(os.lstat(path).st_size, self._size)
+            else:  # of another state of the file, or of a second copy: of no use any more
                 os.unlink(path)
-        if os.path.basename(self._draft) in partials:
-            self.have = min(os.lstat(self._draft).st_size, self._size)
         return self.have
 
     def _same(self, found: os.stat_result, digest: str) -> bool:
@@ -103,8 +107,15 @@ class Target:
         """The draft, at its end, with all that it holds taken into the checksum."""
         if self._file:
             return self._file
-        descriptor = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        if not self._draft:
+            name = f"{self._stem}{self._key}-{os.urandom(8).hex()}"
+            self._draft = os.path.join(os.path.dirname(self._place), name)
+            flags |= os.O_CREAT | os.O_EXCL
+        file = open(os.open(self._draft, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
+        if not flags & os.O_CREAT and not _is_own(file.fileno()):
+            file.close()
+            raise OSError(f"{self._draft} was changed by somebody else; remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -134,6 +145,7 @@ class Target:
         file = self._open()
         if self._hash.hexdigest() != self.digest:
             os.unlink(self._draft)
+            self._draft = ""
             return False
         os.fchmod(file.fileno(), self._mode)
         os.utime(file.fileno(), ns=(self._changed, self._changed))
@@ -160,6 +172,16 @@ def _shortened(name: str) -> str:
     """A name that leaves room for more in the 255 bytes that file systems allow."""
     data = name.encode(errors="surrogateescape")
     return name if len(data) <= 160 else hashlib.sha256(data).hexdigest()[:40]
+
+
+def _is_own(file: str | int) -> bool:
+    """Whether nobody else can have written a file, given by its path or open, or can under another name."""
+    try:
+        found = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+    except FileNotFoundError:
+        return False
+    private = stat.S_ISREG(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return private and found.st_uid == os.geteuid() and found.st_nlink == 1
 
 
 def _locked(path: str) -> bool:

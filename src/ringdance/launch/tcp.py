@@ -14,6 +14,14 @@ _SIZE = 32
 _ANSWER_S, _CONNECT_S, _SILENCE_MS = 5.0, 3.0, 20_000
 
 
+def listen() -> socket.socket:
+    """A listening socket on a port of the system's choice, for IPv4 and, where there is IPv6, for both."""
+    try:
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):
+        return socket.create_server(("", 0))
+
+
 def connect(addresses: Sequence[str], port: int, token: bytes) -> socket.socket:
     """A connection to whoever listens with the same token, at the first address that answers.
 
@@ -40,6 +48,11 @@ def accept(listener: socket.socket, token: bytes) -> socket.socket | None:
         sock, _ = listener.accept()
     except OSError:
         return None
+    return answer(sock, token)
+
+
+def answer(sock: socket.socket, token: bytes) -> socket.socket | None:
+    """The same connection, or None, and it is closed: whoever has connected does not know the token."""
     sock.settimeout(_ANSWER_S)
     try:
         theirs = _exactly(sock)

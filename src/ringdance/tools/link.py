@@ -2,12 +2,11 @@
 
 It listens on a port of the system's choice, tells it, and then does what standard input says, a JSON line
 each: ``{"token": T}`` once, and ``{"to": [ADDRESSES], "port": P, "seconds": S}`` to connect to another end.
-Only who shows the token is answered. It ends with its standard input.
+Only who proves to know the token is answered (see launch/tcp.py). It ends with its standard input.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import socket
@@ -17,9 +16,9 @@ import threading
 import time
 from typing import Any
 
+from ringdance.launch.tcp import answer, connect, listen
+
 MARK = "::ringdance-link::"
-_CONNECT_S = 3.0
-_TOKEN = 64
 _PINGS = 40
 _CHUNK = 1 << 16
 
@@ -28,16 +27,8 @@ def _tell(words: dict[str, Any]) -> None:
     print(f"{MARK}{json.dumps(words)}", flush=True)
 
 
-def listen() -> socket.socket:
-    """A listening socket for IPv4 and, where there is IPv6, for both."""
-    try:
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    except (OSError, ValueError):
-        return socket.create_server(("", 0))
-
-
 def serve(listener: socket.socket, token: bytes) -> None:
-    """Answer whoever shows the token, until the process ends."""
+    """Answer whoever knows the token, until the process ends."""
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
@@ -54,12 +45,11 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
+    if answer(connection, token) is None:
+        return
     with connection:
         try:
             connection.settimeout(30.0)
-            if not hmac.compare_digest(_exactly(connection, _TOKEN), token):
-                return
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 kind = connection.recv(1)
                 if kind == b"p":
@@ -80,17 +70,16 @@ def measure(to: list[str], port: int, token: bytes, seconds: float) -> dict[str,
     errors = []
     for address in to:
         try:
-            with socket.create_connection((address, port), _CONNECT_S) as connection:
+            with connect([address], port, token) as connection:
                 connection.settimeout(10.0)
-                return {"address": address, "error": "", **_timed(connection, token, seconds)}
+                return {"address": address, "error": "", **_timed(connection, seconds)}
         except OSError as error:
-            errors.append(f"{address}: {error.strerror or error}")
+            text = str(error.strerror or error)
+            errors.append(text if text.startswith(f"{address}: ") else f"{address}: {text}")
     return {"error": "; ".join(errors) or "it has no address"}
 
 
-def _timed(connection: socket.socket, token: bytes, seconds: float) -> dict[str, float]:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(token)
+def _timed(connection: socket.socket, seconds: float) -> dict[str, float]:
     times = []
     for _ in range(_PINGS):
         began = time.perf_counter()

@@ -19,6 +19,7 @@ from sagemaker_cases import BUCKET, CASES, COMMON, NAME, RECORDED, S3
 
 from ringdance.cluster.sagemaker import Estimator, Input, worker_channel
 from ringdance.cluster.sagemaker_cli import hyperparameters
+from ringdance.cluster.sagemaker_local import mpirun_script
 from ringdance.cluster.sagemaker_request import job_name, mpi_options
 from ringdance.errors import ArgumentError, LaunchError
 
@@ -244,6 +245,17 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
     )
     assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
     assert "no option of mpirun" in done.stderr
+
+
+def test_local_mode_runs_an_interpreter_of_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / 'a "b" $(c)' / "python"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s," "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    (tmp_path / "mpirun").write_text(mpirun_script())
+    done = subprocess.run(["/bin/sh", tmp_path / "mpirun", "-np", "a b"], capture_output=True, text=True)
+    assert done.stdout == "-m,ringdance.cluster.sagemaker_container,-np,a b,", done.stderr
 
 
 def test_the_command_line_tells_of_mistakes() -> None:

@@ -17,6 +17,7 @@ from ringdance.launch import tcp
 from ringdance.launch.hosts import HostFacts
 from ringdance.launch.ssh import Reach
 from ringdance.launch.target import DONE, Target, partials_in
+from ringdance.tools import link
 from ringdance.tools.hosts import show, source, trust
 from ringdance.tools.hosts.bar import Bar
 from ringdance.tools.hosts.chain import addresses
@@ -111,10 +112,51 @@ def test_the_rest_of_another_state_of_the_file_is_removed(tmp_path: Path) -> Non
 def test_two_copies_do_not_write_the_same_file(tmp_path: Path) -> None:
     one, two = target(tmp_path), target(tmp_path)
     one.look(set())
-    two.look(set())
     one.write(0, DATA[:10])
-    with pytest.raises(OSError, match="another copy is writing it"):
-        two.write(0, DATA[:10])
+    two.look(partials_in(str(tmp_path)))
+    for copy in (two, one):
+        copy.write(0, DATA)
+        copy.digest = DIGEST
+        assert copy.finish()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [DATA]
+
+
+@pytest.mark.parametrize("how", ["owner", "mode", "link", "pipe"])
+def test_what_others_could_have_put_there_is_not_gone_on_with(tmp_path: Path, how: str) -> None:
+    one = target(tmp_path)
+    one.look(set())
+    one.write(0, DATA[:1000])
+    one.give_up()
+    (draft,) = tmp_path.iterdir()
+    if how == "owner":
+        if os.getuid():
+            pytest.skip("needs root")
+        os.chown(draft, 12345, -1)
+    elif how == "mode":
+        draft.chmod(0o666)
+    elif how == "link":
+        os.link(draft, tmp_path / "another name")
+    else:
+        draft.unlink()
+        os.mkfifo(draft)
+    two = target(tmp_path)
+    assert two.look(partials_in(str(tmp_path))) == 0
+    two.write(0, DATA)
+    two.digest = DIGEST
+    assert two.finish()
+    assert draft.name not in {path.name for path in tmp_path.iterdir() if path.samefile(tmp_path / "file")}
+    assert (tmp_path / "file").stat().st_uid == os.getuid()
+
+
+def test_no_one_can_know_the_name_of_a_half_copied_file(tmp_path: Path) -> None:
+    drafts = set()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        one = target(folder)
+        one.look(set())
+        one.write(0, DATA[:1000])
+        drafts |= {path.name for path in folder.iterdir()}
+    assert len(drafts) == 2
 
 
 # --- from host to host -------------------------------------------------------------------------
@@ -147,6 +189,28 @@ def test_hosts_that_know_the_token_meet() -> None:
 
 def test_others_do_not() -> None:
     assert meet(b"t" * 32, b"u" * 32) == (None, None, "127.0.0.1: somebody else answers there")
+
+
+def test_the_token_of_a_link_test_is_never_sent() -> None:
+    heard = []
+
+    def listen(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(1.0)
+            heard.append(sock.recv(4096))
+
+    token = b"t" * 64
+    with link.listen() as listener, socket.create_server(("127.0.0.1", 0)) as stranger:
+        threading.Thread(target=link.serve, args=(listener, token), daemon=True).start()
+        good = link.measure(["127.0.0.1"], listener.getsockname()[1], token, 0.0)
+        bad = link.measure(["127.0.0.1"], listener.getsockname()[1], b"u" * 64, 0.0)
+        threading.Thread(target=listen, args=(stranger,), daemon=True).start()
+        fooled = link.measure(["127.0.0.1"], stranger.getsockname()[1], token, 0.0)
+    assert good["error"] == ""
+    assert good["latency"] > 0
+    assert bad["error"] == fooled["error"] == "127.0.0.1: somebody else answers there"
+    assert token[:16] not in heard[0]
 
 
 def test_shared_networks_come_first() -> None:
