@@ -16,6 +16,7 @@ import psutil
 
 MARKER = "FAULT_TEST"
 SHARED = Path("/dev/shm")
+THESIS = "my-thesis"
 
 
 @dataclass
@@ -45,7 +46,10 @@ class Job:
     def leftovers(self) -> list[str]:
         """What is still there, in words."""
         left = [f"process {process.pid}: {describe(process)}" for process in self.processes()]
-        left += [f"file {place}" for place, _, _ in os.walk(self.temporary) if place != str(self.temporary)]
+        places = [place for place, _, _ in os.walk(self.temporary) if place != str(self.temporary)]
+        # There is the job's folder if the other's path leaves no room in a socket's address.
+        places += [str(path) for path in Path("/tmp").glob("ringdance-*") if self.owns(path.name)]
+        left += [f"file {place}" for place in places if not os.path.exists(f"{place}/{THESIS}")]
         names = [line for line in segments(self.temporary) if (SHARED / line).exists()]
         names += [path.name for path in SHARED.glob("ringdance-*") if self.owns(path.name)]
         return left + [f"shared memory {name}" for name in names]
@@ -59,8 +63,40 @@ class Job:
                 process.kill()
 
     def owns(self, name: str) -> bool:
-        """Whether that folder in shared memory belongs to this job."""
+        """Whether a folder of that name belongs to this job."""
         return any(name.startswith(f"ringdance-{id_[:12]}") for id_ in self.ids)
+
+
+class Others:
+    """Files and folders of another program of this user, which no job may touch.
+
+    In shared memory they are closed and not unlinked, and have names as libraries give them; the folders lie
+    in `temporary`.
+    """
+
+    def __init__(self, temporary: Path) -> None:
+        mark = uuid.uuid4().hex[:8]
+        names = (f"psm_{mark}", f"sem.mp-{mark}", f"mpich_shar_tmp{mark}", f"torch_4194999_{mark}_0")
+        like_a_job = f"ringdance-{mark}0000-{os.uname().nodename[-20:]}"
+        places = [temporary / name for name in ("ringdance-of-mine", like_a_job)]
+        self._files = [SHARED / name for name in names] + [place / THESIS for place in places]
+        for place in places:
+            place.mkdir(parents=True)
+        self.change()
+        for place in places:
+            os.utime(place, (time.time() - 300,) * 2)
+
+    def change(self) -> None:
+        """Write into each, as its own program does while the job runs."""
+        for file in self._files:
+            file.write_text("important")
+
+    def missing(self) -> list[str]:
+        """Those that are there no more; the others are removed."""
+        missing = [str(file) for file in self._files if not file.exists()]
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        return missing
 
 
 def segments(temporary: Path) -> list[str]:
@@ -81,7 +117,7 @@ def start(folder: Path, *command: str, **options: object) -> Job:
     """Start ``ringdance run`` with `command`; its TMPDIR is ``folder/tmp``."""
     marker = uuid.uuid4().hex
     temporary = folder / "tmp"
-    temporary.mkdir(parents=True)
+    temporary.mkdir(parents=True, exist_ok=True)
     environ = {**os.environ, MARKER: marker, "TMPDIR": str(temporary), "SEGMENTS": str(folder / "segments")}
     line = [sys.executable, "-m", "ringdance", "run", *command]
     return Job(subprocess.Popen(line, env=environ, **options), marker, temporary)  # type: ignore[call-overload]

@@ -1,4 +1,6 @@
-"""SIGKILL to any one process of a job, at random times: nothing may be left, and the exit code is never 0."""
+"""SIGKILL to any one process of a job, at random times: nothing may be left, nothing of others
+may be touched, and the exit code is never 0.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import SHARED, Job, script, segments, start, wait_until
+from processes import SHARED, Job, Others, script, segments, start, wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -110,6 +112,7 @@ def trial(
     # Half of the kills come within the first instants, the others anywhere in start and run.
     delay = chance.choice((chance.uniform(0, 0.1), chance.uniform(0, longest)))
     folder.mkdir()
+    others = Others(folder / "tmp")
     with open(folder / "output", "wb") as output:
         program = script(folder, program)
         job = start(folder, "-np", "2", "python", program, stdout=output, stderr=output)
@@ -117,6 +120,7 @@ def trial(
     if victim is None:
         job.end()
     assert victim, f"no {wanted}: {(folder / 'output').read_text()}"
+    others.change()
     time.sleep(delay)
     job.processes()
     victim.send_signal(signal.SIGKILL)
@@ -125,7 +129,9 @@ def trial(
     what = f"seed {seed}: {wanted} killed {delay:.3f} s after it appeared"
     print(f"{what}: gone after {seconds} s, exit code {job.process.poll()}")
     left = job.leftovers()
+    missing = others.missing()
     job.end()
+    assert not missing, f"{what}: another program's files were removed: {missing}"
     assert seconds is not None, f"{what}: 5 s later there are still {left}\n{said}"
     assert job.process.returncode != 0, f"{what}: exit code 0\n{said}"
     assert wanted == "launcher" or "the job failed" in said, f"{what}: no cause told\n{said}"

@@ -159,8 +159,9 @@ class _Agent:
         folders = [folder for folder in (self._folder, shared) if folder]
         self._sweep = Sweep(message["job"], folders, time.time(), os.getpid(), self._reap)
         try:
-            make_folders(folders)
+            make_folders(folders, message["job"])
             self._sweep.outlive()
+            self._sweep.watch()
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(os.path.join(self._folder, "s"))
         except OSError as error:

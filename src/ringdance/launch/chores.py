@@ -15,7 +15,7 @@ from typing import Any
 
 from . import linux
 from .receive import Receiver
-from .sweep import Sweep
+from .sweep import Sweep, job_of
 from .wire import Frames, host_folder, host_shared
 
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
@@ -71,7 +71,7 @@ def _kill(message: dict[str, Any]) -> dict[str, Any]:
     known = jobs().get(job)
     bases = {"/tmp", tempfile.gettempdir()}
     folders = [host_folder(base, job) for base in bases] + [host_shared(job)]
-    there = [folder for folder in folders if folder and os.path.isdir(folder)]
+    there = [folder for folder in folders if folder and job_of(folder) == job]
     if not known and not there:
         return {"processes": 0}
     clean = Sweep(job, there, known["began"] if known else time.time()).run()

@@ -74,7 +74,7 @@ class _Guardian:
         self._sweep = Sweep(message["job"], folders, message["began"], os.getpid(), self._reap)
         problem = ""
         try:
-            make_folders(folders)
+            make_folders(folders, message["job"])
         except OSError as error:
             problem = str(error)
         self._channel.send({"ready": True, "problem": problem})
@@ -98,6 +98,8 @@ class _Guardian:
             except OSError as error:
                 os.write(2, f"ringdance: cannot start {argv[0]}: {error}\n".encode())
             os._exit(127)
+        if self._sweep and not self._mpiexec:
+            self._sweep.watch()
         self._mpiexec, self._alone = child, message["alone"]
         # The pipes to the launcher must close when mpiexec and the wrappers are gone.
         nowhere = os.open(os.devnull, os.O_RDWR)

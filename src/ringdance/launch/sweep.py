@@ -7,23 +7,30 @@ when the guardian has been killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
 
 from . import linux
+from .wire import host_folder
 
 _SHM = "/dev/shm"
 _SPARED_S = 0.8
 _LIMIT_S = 4.0
 _ASKED_S = 0.4
-# Names that belong to a job's libraries; anything else in /dev/shm may be the user's own data.
+_WATCH_S = 0.1
+_WATCH_SHARE = 0.1  # of a core, at most, while files come and go in /dev/shm all the time
+_NOTES = "shared-memory"
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")  # where PyTorch looks, in this order
+# A file in /dev/shm with another name may be the user's own data, also if a process of the job has mapped it.
 _OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_")
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 _OF_PYTHON = re.compile(r"torch_\d+_|psm_|sem\.|sem_")
@@ -32,7 +39,7 @@ _OF_PYTHON = re.compile(r"torch_\d+_|psm_|sem\.|sem_")
 _OLD_S = 10.0  # a younger folder may just be about to be locked
 
 
-def make_folders(folders: Iterable[str]) -> None:
+def make_folders(folders: Iterable[str], job: str) -> None:
     """Make a job's folders and lock them for as long as this process, or one that it forks, lives.
 
     What earlier jobs left beside them, all of whose guards were killed, is removed.
@@ -41,26 +48,39 @@ def make_folders(folders: Iterable[str]) -> None:
         OSError: one cannot be made.
     """
     for folder in folders:
-        _remove_abandoned(folder)
+        for left in abandoned(os.path.dirname(folder)):
+            shutil.rmtree(left, ignore_errors=True)
         os.mkdir(folder, 0o700)
+        with contextlib.suppress(OSError):  # without it no later job will remove the folder
+            os.symlink(job, os.path.join(folder, linux.MARKER))  # takes no room, also on a full disk
         descriptor = os.open(folder, os.O_RDONLY)  # never closed: the lock ends with the process
         with contextlib.suppress(OSError):  # some network file systems have no locks; nor then a removal
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
-def _remove_abandoned(folder: str) -> None:
-    """Remove the folders of dead jobs of this user and host that lie beside a job's."""
-    base, name = os.path.split(folder)
-    same = re.compile(r"ringdance-[0-9a-f]{12}-" + re.escape(name.split("-", 2)[2]))
-    for other in os.listdir(base):
-        path = os.path.join(base, other)
+def job_of(folder: str) -> str:
+    """The job whose launcher made that folder on this host, by the marker in it; "" if none did."""
+    try:
+        job = os.readlink(os.path.join(folder, linux.MARKER))
+        status = os.lstat(folder)
+    except OSError:
+        return ""
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return job if ours and folder == host_folder(os.path.dirname(folder), job) else ""
+
+
+def abandoned(base: str) -> list[str]:
+    """The folders in `base` that this user's dead jobs have left: nobody guards them, no process is left."""
+    found = []
+    for name in _listed(base):
+        path = os.path.join(base, name)
+        job = job_of(path) if name.startswith("ringdance-") else ""
         try:
-            status = os.lstat(path)
-            ours = same.fullmatch(other) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if ours and time.time() - status.st_mtime > _OLD_S and not _locked(path):
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # its own job removes it just now
+            if job and time.time() - os.lstat(path).st_mtime > _OLD_S and not _locked(path):
+                found += [] if linux.job_processes(job) else [path]
+        except OSError:  # its own job removes it just now, or there are no locks
             continue
+    return found
 
 
 def _locked(folder: str) -> bool:
@@ -104,17 +124,66 @@ class Sweep:
         self._root, self._reap = root, reap
         self._mapped: set[int] = set()  # inodes
         self._pids: set[int] = set()
+        self._asked: set[int] = set()
+        self._before: set[int] = set()  # inodes of files that were there before the job
+        self._seen: set[int] = set()  # inodes, while the job ran
+        self._watching = False
 
     def run(self, failed: bool = True) -> bool:
         """Kill and remove; True if nothing is left. Takes some tens of milliseconds, 4 s at most.
 
-        A job that has not `failed` has removed its shared memory itself: then nothing is guessed about that.
+        A job that has not `failed` may leave shared memory behind on purpose: then only what the processes
+        that must be killed here have mapped is removed.
         """
+        self._watching = False
         left = self._end_processes()
+        if failed:
+            self._mapped |= self._seen | self._noted()
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
-        self._remove_shared(failed)
+        self._remove_shared()
+        if failed:
+            _remove_dead_managers(self._began)
         return not left
+
+    def watch(self) -> None:
+        """Note from now on which files of shared memory the job's processes use: a dead one cannot be asked.
+
+        The notes lie in the job's first folder too, for whoever must clean up in this process's place.
+        """
+        self._watching = True
+        self._before = set(_shared(0.0).values())
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        known, seen_at, pause = self._before, 0, _WATCH_S
+        while self._watching:
+            time.sleep(pause)
+            changed = _changed(_SHM)
+            if changed == seen_at:
+                continue
+            began = time.monotonic()
+            # A file made in the same tick of the kernel's clock would not change that time again.
+            seen_at = changed if time.time_ns() - changed > 50_000_000 else 0
+            new = set(_shared(0.0).values()) - known
+            if new:
+                pids = linux.job_processes(self._job, self._root)
+                self._note_shared(new & set().union(*map(linux.shared_files, pids)))
+                known = known | new
+            pause = max(_WATCH_S, (time.monotonic() - began) / _WATCH_SHARE)
+
+    def _note_shared(self, inodes: set[int]) -> None:
+        self._seen |= inodes
+        if inodes and self._watching:
+            with contextlib.suppress(OSError), open(os.path.join(self._folders[0], _NOTES), "a") as file:
+                file.write("".join(f"{inode}\n" for inode in inodes))
+
+    def _noted(self) -> set[int]:
+        try:
+            with open(os.path.join(self._folders[0], _NOTES)) as file:
+                return {int(line) for line in file if line.endswith("\n")}
+        except (OSError, IndexError):
+            return set()
 
     def outlive(self) -> None:
         """Fork a process that does it as well, should this one be killed; that ends with the sweep itself."""
@@ -138,7 +207,8 @@ class Sweep:
         began, quiet, left = time.monotonic(), 0, set[int]()
         while quiet < 2 and time.monotonic() - began < _LIMIT_S:
             left = linux.job_processes(self._job, self._root)
-            self._mapped |= _used_by(left - self._pids, _ASKED_S)[0]
+            self._mapped |= _used_by(left - self._asked, _ASKED_S)
+            self._asked |= left
             self._pids |= left
             # Helpers that unlink shared memory when their clients are dead get a moment to do so.
             victims = {pid for pid in left if not linux.is_tracker(pid)}
@@ -152,28 +222,26 @@ class Sweep:
             self._reap()
         return left
 
-    def _remove_shared(self, failed: bool) -> None:
-        names = [name for name in _listed() if _OF_MPI.match(name) or _OF_PYTHON.match(name)]
-        inodes = {path: _inode_since(path, self._began - 1.0) for path in (f"{_SHM}/{n}" for n in names)}
-        suspects = {path: inode for path, inode in inodes.items() if inode}
-        if not suspects:
+    def _remove_shared(self) -> None:
+        """Remove what the job's processes were seen to map, or its name tells, if no process uses it.
+
+        Never by the name alone: what another program has closed and not removed looks the same.
+        """
+        suspects = _shared(self._began)
+        mapped = self._mapped - self._before
+        certain = {path for path, inode in suspects.items() if inode in mapped or self._was_ours(path)}
+        if not certain:
             return
-        pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
-        in_use, whole = _used_by(pids, _ASKED_S)
-        free = {path for path, inode in suspects.items() if inode not in in_use}
-        certain = {path for path in free if suspects[path] in self._mapped or self._was_ours(path)}
-        if failed and whole and linux.sees_all_users_of_shared_memory():
-            # A segment that only the killed process had open was in nobody's table when the sweep began.
-            certain |= {path for path in free if not _owner_lives(path)}
+        in_use = _used_by([int(pid) for pid in os.listdir("/proc") if pid.isdigit()], _ASKED_S)
         for path in certain:
-            try:
-                os.unlink(path)
-            except OSError:
-                pass
+            if suspects[path] not in in_use:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
     def _was_ours(self, path: str) -> bool:
         owner = _OF_TORCH.match(os.path.basename(path))
-        return owner is not None and int(owner[1]) in self._pids
+        # Where other containers may use this /dev/shm, their processes have the same numbers.
+        return owner is not None and int(owner[1]) in self._pids and linux.sees_all_users_of_shared_memory()
 
     def note(self, pid: int) -> None:
         """Remember a process of the job that may be dead by the time of the sweep."""
@@ -186,8 +254,37 @@ def _of_managers(pids: Iterable[int]) -> tuple[str, ...]:
     return tuple(folder for folder in folders if os.path.basename(folder).startswith("torch-shm-dir-"))
 
 
-def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
-    """What those processes use of /dev/shm (inodes), and whether all could be asked in that time.
+def _remove_dead_managers(began: float) -> None:
+    """Remove what a manager leaves that ends while it starts, since the rank that wanted it is dead.
+
+    Nobody saw whose it was; but nobody can lose anything with it: a folder younger than the job that holds
+    nothing but a socket on which nobody listens.
+    """
+    base = next((os.environ[name] for name in _TEMPORARY if os.environ.get(name)), "/tmp")
+    for name in _listed(base):
+        path = os.path.join(base, name)
+        if name.startswith("torch-shm-dir-") and _listed(path) == ["manager.sock"]:
+            file = os.path.join(path, "manager.sock")
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                if status.st_uid == os.getuid() and status.st_mtime >= began - 1.0 and _refused(file):
+                    os.unlink(file)
+                    os.rmdir(path)
+
+
+def _refused(path: str) -> bool:
+    """Whether nobody listens on a Unix socket: asked twice, since a listener binds it a moment earlier."""
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.setblocking(False)
+            if sock.connect_ex(path) != errno.ECONNREFUSED:
+                return False
+        time.sleep(0.02)
+    return True
+
+
+def _used_by(pids: Iterable[int], seconds: float) -> set[int]:
+    """What those processes use of /dev/shm (inodes), of those that can be asked in that time.
 
     The kernel makes the reader of a process's map wait while that process changes it, at times for seconds.
     """
@@ -199,21 +296,31 @@ def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
             found.append(linux.shared_files(pid))
 
     if not pids:
-        return set(), True
+        return set()
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
-    return set().union(*list(found)), not asking.is_alive()
+    return set().union(*list(found))
 
 
-def _owner_lives(path: str) -> bool:
-    owner = _OF_TORCH.match(os.path.basename(path))
-    return owner is not None and os.path.exists(f"/proc/{owner[1]}")
+def _shared(began: float) -> dict[str, int]:
+    """Files of shared memory that may be a job's that began then: path and inode."""
+    names = [name for name in _listed(_SHM) if _OF_MPI.match(name) or _OF_PYTHON.match(name)]
+    inodes = {path: _inode_since(path, began - 1.0) for path in (f"{_SHM}/{name}" for name in names)}
+    return {path: inode for path, inode in inodes.items() if inode}
 
 
-def _listed() -> list[str]:
+def _changed(folder: str) -> int:
+    """When something was made or removed in a folder, in nanoseconds since the epoch; 0: there is none."""
     try:
-        return os.listdir(_SHM)
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
     except OSError:
         return []
 

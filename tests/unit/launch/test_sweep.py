@@ -1,9 +1,15 @@
-"""What the sweep after a failed job leaves alone: what other programs of the same user use."""
+"""What the sweep after a failed job removes, and what it leaves alone: all that is not the job's."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
+import subprocess
+import sys
 import time
+import uuid
+from collections.abc import Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -13,6 +19,28 @@ from ringdance.launch import linux
 from ringdance.launch.sweep import Sweep
 
 pytestmark = pytest.mark.skipif(not linux.LINUX, reason="/dev/shm is Linux's")
+SHARED = Path("/dev/shm")
+MAPPING = """
+import mmap, sys, time
+with open(sys.argv[1], "wb+") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+print("mapped", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def others() -> Iterator[list[Path]]:
+    """Files of another program, written, closed and not unlinked; names as libraries give them."""
+    mark = uuid.uuid4().hex[:8]
+    names = (f"psm_{mark}", f"sem.mp-{mark}", f"mpich_shar_tmp{mark}", f"torch_4194999_{mark}_0")
+    files = [SHARED / name for name in names]
+    for file in files:
+        file.write_bytes(bytes(100))
+    yield files
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def test_semaphores_and_memory_in_use_stay() -> None:
@@ -27,3 +55,65 @@ def test_semaphores_and_memory_in_use_stay() -> None:
     finally:
         memory.close()
         memory.unlink()
+
+
+def test_what_another_program_has_closed_and_not_unlinked_stays(others: list[Path]) -> None:
+    assert Sweep("no such job", (), time.time() - 60).run(failed=True)
+    assert all(file.exists() for file in others)
+
+
+@pytest.mark.parametrize("substitute", [False, True])
+def test_what_a_killed_process_alone_had_mapped_is_removed(
+    tmp_path: Path, others: list[Path], substitute: bool
+) -> None:
+    """It was seen while the job ran; also whoever cleans up in the watching process's place knows."""
+    job, began = uuid.uuid4().hex, time.time()
+    segment = SHARED / f"psm_{job[:8]}"
+    sweep = Sweep(job, [str(tmp_path)], began)
+    sweep.watch()
+    child = subprocess.Popen(
+        [sys.executable, "-c", MAPPING, str(segment)],
+        env={**os.environ, linux.MARKER: job},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout
+        child.stdout.readline()
+        later = SHARED / f"psm_{job[8:16]}"
+        later.write_bytes(b"another program's, made while the job ran")
+        others.append(later)
+        until = time.monotonic() + 20.0
+        while str(segment.stat().st_ino) not in notes(tmp_path) and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()
+    other = Sweep(job, [str(tmp_path)], began) if substitute else sweep
+    assert other.run(failed=True)
+    assert not segment.exists()
+    assert all(file.exists() for file in others)
+
+
+def test_what_a_manager_of_pytorchs_leaves_that_died_at_its_start_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    dead, alive, more = (tmp_path / f"torch-shm-dir-{name}" for name in ("dead", "alive", "more"))
+    for folder in (dead, alive, more):
+        folder.mkdir()
+    (more / "data").write_text("important")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(alive / "manager.sock"))
+        listener.listen()
+        for folder in (dead, more):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.bind(str(folder / "manager.sock"))
+        assert Sweep("no such job", (), time.time()).run(failed=True)
+        assert sorted(tmp_path.iterdir()) == [alive, more]
+        assert (more / "manager.sock").exists()
+
+
+def notes(folder: Path) -> list[str]:
+    """What is kept in a job's folder for others."""
+    file = folder / "shared-memory"
+    return file.read_text().split() if file.exists() else []

@@ -17,10 +17,15 @@ GUARD = """
 import sys
 sys.path.append(sys.argv[1])
 from launch.sweep import make_folders
-make_folders([sys.argv[2]])
+make_folders([sys.argv[2]], sys.argv[3])
 print("made", flush=True)
 sys.stdin.read()
 """
+
+
+def make(base: Path, job: str) -> None:
+    """The folder of a job of this process's."""
+    make_folders([host_folder(str(base), job)], job)
 
 
 def old(folder: Path) -> Path:
@@ -32,33 +37,35 @@ def old(folder: Path) -> Path:
 def test_what_a_dead_guard_has_left_goes_with_the_next_job(tmp_path: Path) -> None:
     package = Path(sys.modules["ringdance"].__file__ or "").parent
     first = Path(host_folder(str(tmp_path), "a" * 32))
-    line = [sys.executable, "-c", GUARD, str(package), str(first)]
+    line = [sys.executable, "-c", GUARD, str(package), str(first), "a" * 32]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
         assert guard.stdout
         assert guard.stdout.readline() == b"made\n"
         (first / "file").write_text("x")
         old(first)
-        make_folders([host_folder(str(tmp_path), "b" * 32)])
+        make(tmp_path, "b" * 32)
         assert first.exists()
         guard.kill()
-    make_folders([host_folder(str(tmp_path), "c" * 32)])
+    make(tmp_path, "c" * 32)
     assert not first.exists()
     assert Path(host_folder(str(tmp_path), "b" * 32)).exists()  # this process lives
 
 
 def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
-    names = ["ringdance-aaaaaaaaaaaa-otherhost", "ringdance-flight-x", "ringdance-zzzzzzzzzzzz-x"]
-    others = [tmp_path / name for name in names]
+    """Only what carries the launcher's marker is a job's: what else has such a name is somebody's data."""
+    names = ["ringdance-aaaaaaaaaaaa-otherhost", "ringdance-flight-x", "ringdance-my-thesis"]
+    others = [tmp_path / name for name in names] + [Path(host_folder(str(tmp_path), "a" * 32))]
     for folder in others:
         folder.mkdir()
+        (folder / "results.csv").write_text("important")
         old(folder)
     young = Path(host_folder(str(tmp_path), "d" * 32))
     young.mkdir()
-    make_folders([host_folder(str(tmp_path), "e" * 32)])
+    make(tmp_path, "e" * 32)
     assert all(folder.exists() for folder in [*others, young])
 
 
 def test_a_folder_that_is_there_is_no_new_one(tmp_path: Path) -> None:
-    make_folders([str(tmp_path / "ringdance-x-y")])
+    make(tmp_path, "f" * 32)
     with pytest.raises(FileExistsError):
-        make_folders([str(tmp_path / "ringdance-x-y")])
+        make(tmp_path, "f" * 32)
