@@ -13,6 +13,8 @@ import pytest
 from breaking import Machine, breaks, expect, wrong
 
 from ringdance.launch import linux
+from ringdance.launch.sweep import make_folders
+from ringdance.launch.wire import host_folder
 
 HOUR_AGO = time.time() - 7200
 
@@ -59,7 +61,9 @@ def test_shared_memory_that_nobody_uses() -> None:
     try:
         found = Machine().facts(["leftovers"])
         assert path.name in {entry["name"] for entry in found["leftovers"]["shared"]}
-        assert "files of earlier jobs hold" in wrong("shared-memory-left", found)[0].text
+        result = wrong("shared-memory-left", found)[0]
+        assert "files that no process uses hold" in result.text
+        assert "rm " not in result.mend  # its name is no proof of whose it is
         with path.open():  # in use
             found = Machine().facts(["leftovers"])
         assert path.name not in {entry["name"] for entry in found["leftovers"]["shared"]}
@@ -69,11 +73,26 @@ def test_shared_memory_that_nobody_uses() -> None:
 
 @breaks("session-folders")
 def test_folders_of_sessions(tmp_path: Path) -> None:
-    for folder in (tmp_path / "prte.node1.4194303.0", tmp_path / "ringdance-0123456789ab-node1"):
+    """`rm -rf` is advised only for what the marker of a dead job is in, never for a name."""
+    dead, alive = (Path(host_folder(str(tmp_path), letter * 32)) for letter in "ab")
+    package = Path(sys.modules["ringdance"].__file__ or "").parent
+    make = (
+        "sys.path.append(sys.argv[1]); from launch.sweep import *; make_folders(sys.argv[2:3], sys.argv[3])"
+    )
+    line = [sys.executable, "-c", f"import sys; {make}", str(package), str(dead), "a" * 32]
+    subprocess.run(line, check=True)
+    make_folders([str(alive)], "b" * 32)  # guarded by this process
+    session, thesis = tmp_path / "prte.node1.4194303.0", tmp_path / "ringdance-my-thesis"
+    like = Path(host_folder(str(tmp_path), "c" * 32))
+    for folder in (session, thesis, like):
         folder.mkdir()
+    for folder in (dead, alive, session, thesis, like):
         os.utime(folder, (HOUR_AGO, HOUR_AGO))
     (tmp_path / "sound").mkdir()
-    expect(
-        "session-folders", Machine(env={"TMPDIR": str(tmp_path)}), f"{tmp_path}/prte.node1.4194303.0",
-        sound=Machine(env={"TMPDIR": f"{tmp_path}/sound"}),
-    )  # fmt: skip
+    sound = Machine(env={"TMPDIR": f"{tmp_path}/sound"})
+    machine = Machine(env={"TMPDIR": str(tmp_path)})
+    expect("session-folders", machine, str(session), sound=sound)
+    results = wrong("session-folders", machine.facts(["leftovers"]))
+    removals = [word for result in results if "rm -rf" in result.mend for word in result.mend.split()]
+    assert [word for word in removals if word.startswith(str(tmp_path))] == [str(dead)]
+    assert not any(str(path) in result.text for result in results for path in (alive, thesis, like))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from ringdance.tools.checks.sizes import several, size
 from ringdance.tools.registry import NOTE, WARNING, Case, Finding, host_check
@@ -57,24 +58,32 @@ def shared_memory_left(case: Case) -> Finding:
     """Segments."""
     found = case["leftovers"]["shared"]
     if not found:
-        return Finding("no shared memory is left of earlier jobs")
+        return Finding("no shared memory that no process uses")
     names = [entry["name"] for entry in found]
     total = size(sum(entry["bytes"] for entry in found))
-    mend = "rm -f " + " ".join(shlex.quote(f"/dev/shm/{name}") for name in names[:20])
     return Finding(
-        f"{len(found)} files of earlier jobs hold {total} of /dev/shm: {several(names, 3)}",
-        mend,
+        f"{len(found)} files that no process uses hold {total} of /dev/shm: {several(names, 3)}",
+        _look_first(f"/dev/shm/{name}" for name in names),
         NOTE if sum(e["bytes"] for e in found) < 1 << 20 else "",
     )
 
 
-@host_check("session-folders", "leftovers", NOTE, "folders of earlier jobs' MPI sessions")
-def session_folders(case: Case) -> Finding:
-    """Folders in TMPDIR."""
-    found = case["leftovers"]["folders"]
-    if not found:
-        return Finding("no folders of earlier jobs")
-    return Finding(
-        f"{len(found)} folders of earlier jobs: {several(found, 2)}",
-        "rm -rf " + " ".join(shlex.quote(path) for path in found[:20]),
+def _look_first(paths: Iterable[str]) -> str:
+    """A line for what a name alone tells nothing certain about: another program may need it again."""
+    return "remove those of programs that have ended; see when they were made: ls -ld " + shlex.join(
+        list(paths)[:20]
     )
+
+
+@host_check("session-folders", "leftovers", NOTE, "directories of earlier jobs and MPI sessions")
+def session_folders(case: Case) -> Iterator[Finding]:
+    """Directories in TMPDIR, /tmp and /dev/shm."""
+    found, sessions = case["leftovers"]["folders"], case["leftovers"]["sessions"]
+    if found:
+        text = f"{len(found)} directories that dead jobs of ringdance have left: {several(found, 2)}"
+        yield Finding(text, "rm -rf " + shlex.join(found[:20]))
+    if sessions:
+        text = f"{len(sessions)} directories with names of MPI sessions, an hour old: {several(sessions, 2)}"
+        yield Finding(text, _look_first(sessions))
+    if not found and not sessions:
+        yield Finding("no directories of earlier jobs")

@@ -9,22 +9,24 @@ import stat
 import time
 from typing import Any
 
-from ringdance.launch import linux
+from ringdance.launch import linux, sweep
 from ringdance.tools.probes import files
 from ringdance.tools.registry import Wanted
 
-_SHARED = re.compile(
-    r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|torch_|ringdance-"
-)
-_FOLDERS = ("ompi.*", "prte.*", "pmix-*", "openmpi-sessions-*", "ringdance-*")
+_SHARED = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|torch_")
+_SESSIONS = ("ompi.*", "prte.*", "pmix-*", "openmpi-sessions-*")
 _OLD_S, _NEW_S = 3600.0, 60.0
 _JOB = re.compile(rb"(?:^|\0)" + linux.MARKER.encode() + rb"=([^\0]*)")
 
 
 def look(wanted: Wanted) -> dict[str, Any]:
-    """Zombies; living ranks whose launcher is gone; files of /dev/shm that no process uses; old folders."""
+    """Zombies; living ranks whose launcher is gone; files of /dev/shm that no process uses; old folders.
+
+    `folders` are of dead jobs of ours, by the marker in them; `sessions` have names that MPI libraries give.
+    """
     table = _processes()
     jobs = _jobs(table)
+    base = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
     return {
         "threads": sum(found["threads"] for found in table.values()),
         "zombies": [
@@ -34,7 +36,8 @@ def look(wanted: Wanted) -> dict[str, Any]:
         ],
         "orphans": _orphans(table, jobs),
         "shared": _unused_shared(table) if linux.LINUX else [],
-        "folders": _old_folders(table, set(jobs.values())),
+        "folders": [path for place in sorted({base, "/tmp", "/dev/shm"}) for path in sweep.abandoned(place)],
+        "sessions": _old_sessions(table, base),
     }
 
 
@@ -104,20 +107,18 @@ def _unused_shared(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(candidates.values())
 
 
-def _old_folders(table: dict[int, dict[str, Any]], jobs: set[str]) -> list[str]:
-    """Session folders of this user that have not changed for an hour, and whose process is gone."""
-    base = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
+def _old_sessions(table: dict[int, dict[str, Any]], base: str) -> list[str]:
+    """Folders of this user with such names that have not changed for an hour, and whose process is gone."""
     found = []
-    for pattern in _FOLDERS:
-        for path in glob.glob(f"{glob.escape(base)}/{pattern}") + glob.glob(f"/dev/shm/{pattern}"):
+    for pattern in _SESSIONS:
+        for path in glob.glob(f"{glob.escape(base)}/{pattern}"):
             try:
                 status = os.lstat(path)
             except OSError:
                 continue
             numbers = {int(text) for text in re.findall(r"\d+", os.path.basename(path))[:6]}
             alive = any(number in table for number in numbers if number > 1)
-            running = any(job[:12] in path for job in jobs)
-            ours = os.path.isdir(path) and status.st_uid == os.getuid()
-            if ours and not alive and not running and time.time() - status.st_mtime > _OLD_S:
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if ours and not alive and time.time() - status.st_mtime > _OLD_S:
                 found.append(path)
     return found
