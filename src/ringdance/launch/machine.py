@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -42,6 +43,23 @@ def shared_memory() -> int:
     except OSError:
         return -1
     return room.f_bavail * room.f_frsize
+
+
+def in_home(path: str) -> str:
+    """`path` with ``~`` replaced by a home directory.
+
+    Raises:
+        FileNotFoundError: none is known: HOME is not set and the user is in no list, as often in containers.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"no home directory is known for it on {os.uname().nodename} (HOME is not set, and no entry in "
+            "/etc/passwd tells it); set HOME",
+            path,
+        )
+    return found
 
 
 def identity() -> str:

@@ -25,6 +25,7 @@ import socket
 import time
 from typing import Any
 
+from .machine import in_home
 from .target import DONE, Target, partials_in
 from .tcp import accept, connect, listen
 from .wire import Frames
@@ -79,7 +80,7 @@ class Receiver:
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
         self._close()
-        self._root = os.path.abspath(os.path.expanduser(message["root"]))
+        self._root = os.path.abspath(in_home(message["root"]))
         self._checksum = message["checksum"]
         os.makedirs(self._root, exist_ok=True)
         return {"root": self._root}

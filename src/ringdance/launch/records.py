@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ringdance.errors import LaunchError
 from ringdance.launch import linux
-from ringdance.launch.machine import identity
+from ringdance.launch.machine import identity, in_home
 
 _KEPT = 50  # records of jobs that are over
 _LEAST = 4  # digits by which a job may be called
@@ -96,16 +96,23 @@ class Record:
 
 
 def base() -> Path:
-    """Where the jobs' folders are."""
-    given = os.environ.get("XDG_STATE_HOME")
-    return Path(given or os.path.join(os.path.expanduser("~"), ".local", "state")) / "ringdance" / "jobs"
+    """Where the jobs' folders are.
+
+    Raises:
+        LaunchError: no home directory is known.
+    """
+    try:
+        given = os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state")
+    except FileNotFoundError as error:
+        raise LaunchError(f"{error.filename}: {error.strerror} or XDG_STATE_HOME") from None
+    return Path(given) / "ringdance" / "jobs"
 
 
 def own(job: str, command: list[str], hosts: list[tuple[str, int]]) -> Record:
     """The record of a job that this process runs, kept from now on.
 
     Raises:
-        LaunchError: its folder cannot be made.
+        LaunchError: its folder cannot be made, or no home directory is known.
     """
     record = Record(
         job, tuple(command), tuple(hosts), os.getcwd(), (os.uname().nodename, identity()), os.getpid(),

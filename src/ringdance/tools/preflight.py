@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ringdance import __version__
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
+from ringdance.launch.machine import in_home
 from ringdance.launch.ssh import Reach
 from ringdance.tools import links
 from ringdance.tools.gather import gather
@@ -123,13 +124,13 @@ def preflight(
         dict(slots), tuple(os.path.abspath(folder) for folder in folders), tuple(slots), os.getcwd()
     )
     place = _place(wanted, reach)
-    known = _remembered(place, minutes)
+    known = _remembered(place, minutes) if place else None
     if known is not None:
         return known
     _, results = examined(tuple(slots), wanted, QUICK, seconds, reach)
     wrong = [_weighed(result) for result in results if result.wrong and result.check not in _UNASKED]
     wrong.sort(key=lambda result: result.severity != ERROR)
-    if not any(result.severity == ERROR for result in wrong):
+    if place and not any(result.severity == ERROR for result in wrong):
         _remember(place, wrong)
     return wrong
 
@@ -163,9 +164,12 @@ def examined(
     return facts, examine(facts, wanted, names)
 
 
-def _place(wanted: Wanted, reach: Reach) -> Path:
-    """The file for an outcome: its name says for what."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+def _place(wanted: Wanted, reach: Reach) -> Path | None:
+    """The file for an outcome: its name says for what; None if no home directory is known."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or in_home("~/.cache")
+    except FileNotFoundError:
+        return None
     key = json.dumps(
         [__version__, os.uname().nodename, vars(wanted), vars(reach)], default=str, sort_keys=True
     )

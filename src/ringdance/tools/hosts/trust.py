@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ringdance.cluster.hostfile import NAME
 from ringdance.errors import LaunchError
+from ringdance.launch.machine import in_home
 from ringdance.launch.ssh import Reach
 
 _ORDER = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
@@ -79,7 +80,12 @@ def _look(keys: Keys, reach: Reach, timeout: float) -> None:
     address, port = settings.get("hostname", keys.host), settings.get("port", "22")
     alias = settings.get("hostkeyalias", "").replace("none", "")
     keys.name = alias or (address if port == "22" else f"[{address}]:{port}")
-    keys.file = os.path.expanduser(settings.get("userknownhostsfile", "~/.ssh/known_hosts").split()[0])
+    file = settings.get("userknownhostsfile", "~/.ssh/known_hosts").split()[0]
+    try:
+        keys.file = in_home(file)
+    except FileNotFoundError as error:
+        keys.problem = f"{file}: {error.strerror}"
+        return
     scan = ["ssh-keyscan", "-T", str(max(1, int(timeout))), "-p", port, "--", address]
     offered = dict(_keys(_output(scan, timeout + 10.0)))
     if not offered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import sys
 from typing import Any
 
@@ -43,13 +44,19 @@ def look(wanted: Wanted) -> dict[str, Any]:
         if not any(_installed(distribution) for distribution in _DISTRIBUTIONS[name]):
             continue
         program = f"{script}\nimport json; print('\\n::found::' + json.dumps(found))"
-        code, said, errors = files.run([sys.executable, "-P", "-c", program], _LIMIT_S)
+        code, said, errors = files.run([sys.executable, "-P", "-c", program], _LIMIT_S, _environment())
         mark = said.rpartition("::found::")[2]
         if code == 0 and mark:
             found[name] = json.loads(mark)
         else:
             found[name] = {"error": files.last_line(errors) or f"exit code {code}"}
     return {"of": found}
+
+
+def _environment() -> dict[str, str]:
+    """This process's; without a home directory TensorFlow's Keras would make one called "~" here."""
+    known = os.path.expanduser("~") != "~"
+    return {**os.environ, **({} if known else {"KERAS_HOME": "/tmp/.keras"})}
 
 
 def _installed(distribution: str) -> bool:
