@@ -56,3 +56,16 @@ def environment(folder: Path, before: str = ":") -> dict[str, str]:
     (folder / "ssh").chmod(0o755)
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**os.environ, **allow, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+# Run by a shell in a mount namespace: places for temporary files can only be read, but for one.
+READ_ONLY = """
+for d in /tmp /var/tmp; do mount --bind $d $d && mount -o remount,bind,ro $d || exit 9; done
+[ -z "$1" ] || mount -t tmpfs tmpfs "$1"
+shift; exec "$@"
+"""
+
+
+def without_temporary_files(but: str, *words: str) -> list[str]:
+    """A command line that runs `words` where only `but` ("": nothing) can be written for temporary files."""
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, "sh", but, *words]

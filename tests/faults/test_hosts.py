@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -263,3 +264,16 @@ def test_what_is_wrong_on_a_host_is_told(tmp_path: Path, does: str, words: str) 
     assert "host other1: " in done.stderr
     assert words in done.stderr
     assert done.stdout == ""
+
+
+def test_tmpdir_holds_on_all_hosts(tmp_path: Path, program: Callable[[str], str]) -> None:
+    """/tmp can only be read; what is written lies in the launcher's TMPDIR, on the other hosts too."""
+    path = program("print(os.path.dirname(os.environ['RINGDANCE_JOB_FOLDER']))\n")
+    with tempfile.TemporaryDirectory(prefix="rdt-") as place:  # a short path
+        done = subprocess.run(
+            here_hosts.without_temporary_files(place, *LINE, *THREE, "--no-check", "python", path),
+            env={**here_hosts.environment(tmp_path / "bin"), "TMPDIR": place},
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == [place] * 4

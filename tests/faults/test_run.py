@@ -424,3 +424,19 @@ def test_operations_that_are_lost_at_the_end_are_told(program: Callable[[str], s
     assert done.returncode == 0
     assert done.stderr.count("before 20 of its operations were complete: 'allreduce.m0', ") == 1
     assert "and 14 more. Call synchronize()" in done.stderr
+
+
+@pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"namespaces: {here_hosts.why_not()}")
+def test_no_directory_for_temporary_files_is_told_in_a_line(tmp_path: Path) -> None:
+    """Each place that was tried, with the reason, and what to do; the working directory is none either."""
+    environ = {**os.environ, "TMPDIR": "/no-such-directory"}
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "true"]
+    done = subprocess.run(
+        here_hosts.without_temporary_files("", *line),
+        env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "ringdance run: no directory for temporary files (/no-such-directory: there is no such directory; "
+        "/tmp: it cannot be written; /var/tmp: it cannot be written). Set TMPDIR to one that can be written"
+    ]

@@ -40,8 +40,6 @@ class Recorder:
 
     def dump(self, who: Identity, reason: str, pending: list[str]) -> str | None:
         """Write all records as JSON; return the file's path, or None if it cannot be written."""
-        folder = self._folder or tempfile.gettempdir()
-        path = os.path.join(folder, f"ringdance-flight-rank{who.rank}-{who.pid}.json")
         content = {
             "rank": who.rank,
             "host": who.host,
@@ -53,6 +51,8 @@ class Recorder:
             ],
         }
         try:
+            folder = self._folder or tempfile.gettempdir()
+            path = os.path.join(folder, f"ringdance-flight-rank{who.rank}-{who.pid}.json")
             os.makedirs(folder, exist_ok=True)
             _remove_old(folder)
             descriptor = os.open(

@@ -30,12 +30,22 @@ from typing import Any
 
 from . import linux, machine
 from .sweep import Sweep, make_folders
-from .wire import AGENT_SPEAKS, OWN_FOLDER, Channel, Frames, host_folder, host_shared
+from .wire import (
+    AGENT_SPEAKS,
+    OWN_FOLDER,
+    Channel,
+    Frames,
+    bases,
+    host_folder,
+    host_shared,
+    usable,
+)
 
 _FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' output is left in its pipes
 _DRAIN_S = 3.0
 _DAEMON = "mpiexec's daemon"
 _DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
+_SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 
 
@@ -154,7 +164,10 @@ class _Agent:
         for path in message["needed"]:
             if not os.path.exists(os.path.join(self._cwd, path)):
                 return f"there is no {os.path.join(self._cwd, path)}; all hosts need it at the same place"
-        self._folder = host_folder(message["base"], message["job"])
+        places, wrong = usable([*message["bases"], *bases(os.environ)])
+        if not places:
+            return f"no directory for temporary files ({wrong}). {_SET}"
+        self._folder = host_folder(places[0], message["job"])
         shared = host_shared(message["job"])
         folders = [folder for folder in (self._folder, shared) if folder]
         self._sweep = Sweep(message["job"], folders, time.time(), os.getpid(), self._reap)
@@ -165,7 +178,7 @@ class _Agent:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(os.path.join(self._folder, "s"))
         except OSError as error:
-            return f"the job's folder {self._folder} cannot be made: {error.strerror}"
+            return f"the job's directory {self._folder} cannot be made: {error.strerror}. {_SET}"
         listener.listen(1024)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))

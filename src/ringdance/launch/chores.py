@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import re
 import selectors
-import tempfile
 import time
 from typing import Any
 
 from . import linux
 from .receive import Receiver
 from .sweep import Sweep, job_of
-from .wire import Frames, host_folder, host_shared
+from .wire import Frames, bases, host_folder, host_shared
 
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
 
@@ -69,8 +68,8 @@ def _kill(message: dict[str, Any]) -> dict[str, Any]:
     """End all processes of a job here and remove its files; says how many there were."""
     job = message["job"]
     known = jobs().get(job)
-    bases = {"/tmp", tempfile.gettempdir()}
-    folders = [host_folder(base, job) for base in bases] + [host_shared(job)]
+    places = dict.fromkeys([*message.get("bases", ()), *bases(os.environ)])
+    folders = [host_folder(base, job) for base in places] + [host_shared(job)]
     there = [folder for folder in folders if folder and job_of(folder) == job]
     if not known and not there:
         return {"processes": 0}

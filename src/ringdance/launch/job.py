@@ -22,9 +22,9 @@ from ringdance.launch.lines import DOOR, MACHINES, machine_file, session_environ
 from ringdance.launch.output import Banner
 from ringdance.launch.plan import Plan
 from ringdance.launch.remote import Remote, together
-from ringdance.launch.running import Options, Rank, conclude, job_folders, show_held
+from ringdance.launch.running import Options, Rank, conclude, show_held, usable_bases
 from ringdance.launch.signals import PASSED_ON, Signals
-from ringdance.launch.wire import OWN_FOLDER, SHARED, Channel
+from ringdance.launch.wire import OWN_FOLDER, SHARED, Channel, host_folder, host_shared
 
 _SEE_S = 1.0  # after the first failure the other ranks may say what they see
 # (a rank that has told of a failure of its own gets as much again: its exit code becomes the job's)
@@ -51,7 +51,7 @@ class Job:
         self._plan, self._options = plan, options
         self.id = uuid.uuid4().hex
         self._began = time.time()
-        self._base, self._folder, self._shared = job_folders(self.id, plan.wide)
+        self._bases, self._folder, self._shared = list[str](), "", host_shared(self.id)
         self._selector = selectors.DefaultSelector()
         self._deputies = Deputies(remotes, self._selector, self, options.silence)
         self._crew = Crew(plan, options, self._selector, self._deputies)
@@ -73,6 +73,8 @@ class Job:
         try:
             if self._signals.wakes:
                 self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._obey_signals)
+            self._bases = usable_bases()
+            self._folder = host_folder(self._bases[0], self.id)
             folders = [folder for folder in (self._folder, self._shared) if folder]
             for note in self._plan.notes:
                 self._options.err(f"ringdance: {note}\n".encode())
@@ -99,7 +101,7 @@ class Job:
         session = session_environment(self._plan.mpi.family, OWN_FOLDER, SHARED)
         return {
             "job": self.id,
-            "base": self._base,
+            "bases": self._bases,
             "cwd": os.getcwd(),
             "needed": self._options.needed,
             "environ": {**self._plan.forwarded(os.environ), **session},
@@ -108,7 +110,7 @@ class Job:
     def here_ready(self, problem: str) -> None:
         if problem:
             raise LaunchError(
-                f"the job's folder cannot be made: {problem}. Set TMPDIR to a folder you can write to"
+                f"the job's directory cannot be made: {problem}. Set TMPDIR to one that can be written"
             )
         for name, data in self._options.files.items():
             write_private(os.path.join(self._folder, name), data)
@@ -124,7 +126,7 @@ class Job:
             hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
             script = door_script(self._here.socket_path)
             files = {door: (script, 0o700), MACHINES.replace(DOOR, door): (hosts, 0o600)}
-            argv = self._plan.argv(self._base, self.id, door)
+            argv = self._plan.argv(self._bases, self.id, door)
             self._here.launch(
                 argv, self._environment(), files if self._plan.wide else {}, not self._plan.wide
             )

@@ -83,10 +83,10 @@ class Plan:
         """The host that mpiexec calls so."""
         return next((host for n, host in enumerate(self.hosts) if label(host, n) == called), None)
 
-    def argv(self, base: str = "FOLDER", job: str = "JOB", door: str = DOOR) -> list[str]:
+    def argv(self, bases: Sequence[str] = ("FOLDER",), job: str = "JOB", door: str = DOOR) -> list[str]:
         """The whole command line; what is in it of the running job is known only once that exists."""
         mpiexec = [word.replace(DOOR, door) for word in self.mpiexec]
-        return [*mpiexec, *bare_command("rank", base, job), *self.command]
+        return [*mpiexec, *bare_command("rank", os.pathsep.join(bases), job), *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
         """Environment for mpiexec and the ranks here, from the launcher's `own`."""

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 
 from . import linux
-from .wire import SHARED, Channel, host_folder, host_shared
+from .wire import SHARED, Channel, bases, host_folder, host_shared
 
 _VARIABLES = (
     (
@@ -200,12 +200,14 @@ def _connect(path: str) -> Channel:
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: the folder of the jobs' folders, the job's name, then the command."""
-    base, job, command = arguments[0], arguments[1], arguments[2:]
+    """`arguments`: where the job's folder may be, separated by colons; the job's name; then the command."""
+    places, job, command = arguments[0], arguments[1], arguments[2:]
     linux.die_with_parent()
     if os.getppid() == 1:  # mpiexec died before we could ask to die with it
         os._exit(1)
-    os.environ[FOLDER] = host_folder(base, job)
+    # Hosts need not have it in the same place: it is where this host's launcher or agent has made it.
+    folders = [host_folder(base, job) for base in (*places.split(os.pathsep), *bases(os.environ))]
+    os.environ[FOLDER] = next(filter(os.path.isdir, folders), folders[0])
     # Open MPI hands its variables on from host to host, and this differs.
     for name in [name for name, value in os.environ.items() if value == SHARED]:
         os.environ[name] = host_shared(job)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ringdance.errors import LaunchError
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.deputies import RankChannel
 from ringdance.launch.output import WITH_RANK, Sink, Stream, Style, open_files
-from ringdance.launch.wire import Channel, host_folder, host_shared
+from ringdance.launch.wire import Channel, bases, usable
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -168,14 +168,15 @@ def write_all(descriptor: int) -> Sink:
     return write
 
 
-def job_folders(job: str, wide: bool) -> tuple[str, str, str]:
-    """Where jobs' folders are, and a job's (not made yet): for files, and in shared memory ("": none).
+def usable_bases() -> list[str]:
+    """Where a job's folder can be made on this host, the best first.
 
-    Args:
-        job: its id.
-        wide: whether other hosts must have that first folder too.
+    Raises:
+        LaunchError: nowhere.
     """
-    # It must leave room in a socket's address.
-    base = tempfile.gettempdir()
-    base = "/tmp" if wide or len(base.encode()) >= 60 else base
-    return base, host_folder(base, job), host_shared(job)
+    found, wrong = usable(bases(os.environ))
+    if not found:
+        raise LaunchError(
+            f"no directory for temporary files ({wrong}). Set TMPDIR to one that can be written"
+        )
+    return found

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 AGENT_SPEAKS = b"\n::ringdance-agent::\n"
@@ -29,10 +30,36 @@ def bare_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _BOOT.format(module), package, *arguments]
 
 
+_LONGEST = 59  # bytes of a folder's path that leave room for a socket's address in a job's folder there
+
+
+def bases(environ: Mapping[str, str]) -> list[str]:
+    """Where a job's folder may be made, the best first: as `tempfile` has it, save the working directory."""
+    named = [environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
+    return list(dict.fromkeys([*named, "/tmp", "/var/tmp"]))
+
+
+def usable(places: Iterable[str]) -> tuple[list[str], str]:
+    """Those of `places` in which a job's folder can be made, and in words why not in the others."""
+    wrong = {place: _unusable(place) for place in places}
+    told = "; ".join(f"{place}: {why}" for place, why in wrong.items() if why)
+    return [place for place, why in wrong.items() if not why], told
+
+
+def _unusable(base: str) -> str:
+    if not os.path.isabs(base) or os.pathsep in base:
+        return f"it is relative, or has a {os.pathsep!r} in it"
+    if len(base.encode()) > _LONGEST:
+        return f"its path is longer than {_LONGEST} bytes"
+    if not os.path.isdir(base):
+        return "there is no such directory"
+    return "" if os.access(base, os.W_OK | os.X_OK) else "it cannot be written"
+
+
 def host_folder(base: str, job: str) -> str:
     """A job's folder on this host. Hosts may share `base`, so their names are part of it.
 
-    The path leaves room in a socket's address (108 bytes; macOS 104) if `base` has less than 60.
+    The path leaves room in a socket's address (108 bytes; macOS 104) if `base` is :func:`usable`.
     """
     return os.path.join(base, f"ringdance-{job[:12]}-{os.uname().nodename[-20:]}")
 

@@ -22,11 +22,11 @@ def plan(**changes: object) -> Plan:
 
 
 def test_openmpi_line_unbinds_and_yields() -> None:
-    line = " ".join(plan(ranks=4).argv("/tmp", "77"))
+    line = " ".join(plan(ranks=4).argv(["/a", "/tmp"], "77"))
     assert line.startswith("/env/bin/mpiexec --bind-to none --map-by slot --oversubscribe")
     assert " -n 4 " in line
     assert "--mca mpi_yield_when_idle 1" in line
-    assert line.endswith("/tmp 77 /env/bin/python train.py")
+    assert line.endswith(" /a:/tmp 77 /env/bin/python train.py")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.launch.output import Lines
-from ringdance.launch.running import job_folders
-from ringdance.launch.wire import OWN_FOLDER
+from ringdance.launch.wire import OWN_FOLDER, bases
 from ringdance.tools.hosts.members import Members
 from ringdance.tools.hosts.talk import Talk
 
@@ -73,7 +72,7 @@ def run(
     talk = Talk(members.remotes)
     job = uuid.uuid4().hex
     order: dict[str, Any] = {
-        "job": job, "base": job_folders(job, wide=True)[0], "cwd": "/", "needed": [], "environ": {},
+        "job": job, "bases": bases(os.environ), "cwd": "/", "needed": [], "environ": {},
         "silence": None,
     }  # fmt: skip
     lines = {host: Lines() for host in members.remotes}

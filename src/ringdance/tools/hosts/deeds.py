@@ -15,6 +15,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.fold import spans
 from ringdance.launch.plan import table
+from ringdance.launch.wire import bases
 from ringdance.tools.hosts import command, show, source, trust
 from ringdance.tools.hosts.bar import Bar
 from ringdance.tools.hosts.copy import Copy, Outcome
@@ -205,7 +206,7 @@ def kill(arguments: argparse.Namespace, members: Members) -> int:
         _tell(members.problems)
         others = ", ".join(sorted(job[:8] for job in known)) or "none"
         raise LaunchError(f"no job {arguments.job} runs on {_hosts(len(found))}; jobs there: {others}")
-    ended = _again(members, {"chore": "kill", "job": meant[0]})
+    ended = _again(members, {"chore": "kill", "job": meant[0], "bases": bases(os.environ)})
     for host, said in ended.items():
         count = said["processes"]
         print(f"{host}: {count} process{'es' * (count != 1)} of job {meant[0][:8]} ended")

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from ringdance.launch import linux, sweep
+from ringdance.launch.wire import bases
 from ringdance.tools.probes import files
 from ringdance.tools.registry import Wanted
 
@@ -26,7 +27,7 @@ def look(wanted: Wanted) -> dict[str, Any]:
     """
     table = _processes()
     jobs = _jobs(table)
-    base = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
+    places = bases(os.environ)
     return {
         "threads": sum(found["threads"] for found in table.values()),
         "zombies": [
@@ -36,8 +37,8 @@ def look(wanted: Wanted) -> dict[str, Any]:
         ],
         "orphans": _orphans(table, jobs),
         "shared": _unused_shared(table) if linux.LINUX else [],
-        "folders": [path for place in sorted({base, "/tmp", "/dev/shm"}) for path in sweep.abandoned(place)],
-        "sessions": _old_sessions(table, base),
+        "folders": [path for place in [*places, "/dev/shm"] for path in sweep.abandoned(place)],
+        "sessions": _old_sessions(table, places[0]),
     }
 
 
