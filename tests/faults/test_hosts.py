@@ -277,3 +277,32 @@ def test_tmpdir_holds_on_all_hosts(tmp_path: Path, program: Callable[[str], str]
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()] == [place] * 4
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_results_of_any_size_come_or_the_host_that_is_lost_is_named(tmp_path: Path, lost: bool) -> None:
+    """More than a message may hold, with arguments as large; no process on the way holds them whole."""
+    (tmp_path / "call.py").write_text(
+        "import hashlib, os, resource, ringdance\n"
+        "def large(blob):\n"
+        "    return os.uname().nodename, blob, bytes(100 << 20)\n"
+        "blob = os.urandom(1 << 20) * 80\n"
+        "for host, got, more in ringdance.run(large, args=(blob,), np=2, hosts='other1:1,other2:1'):\n"
+        "    print(host, got == blob, len(more) >> 20)\n"
+    )
+    environ = here_hosts.environment(tmp_path / "bin")
+    with tempfile.TemporaryDirectory(prefix="rdt-") as place, open(tmp_path / "errors", "w+") as errors:
+        environ |= {MARKER: str(tmp_path), "TMPDIR": place}
+        line = [sys.executable, str(tmp_path / "call.py")]
+        job = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True)
+        if lost:
+            coming = f"ringdance-*-{os.uname().nodename[-20:]}/result.1.pkl.part"
+            assert wait_until(lambda: bool(list(Path(place).glob(coming))), 60.0) is not None
+            find(str(tmp_path), " ssh other2 ")[0].kill()
+        out, _ = job.communicate(timeout=100)
+        errors.seek(0)
+        err = errors.read()
+    if lost:
+        assert "host other2 (ranks 1): it is gone: its connection was closed, before all" in err, err
+    else:
+        assert out == "other1 True 100\nother2 True 100\n", err

@@ -12,7 +12,7 @@ once, ``{"put": name}`` with a file's bytes, ``{"spawn": n, "command"}``, ``{"to
 ``{"from": connection, "message"}``,
 ``{"from", "stream": 0 or 1}`` with bytes (none: its end), ``{"from", "closed"}``, ``{"took": connection}``,
 ``{"said"}`` with bytes, ``{"spawned": n, "code"}``, ``{"died": pid, "name", "signal"}``, ``{"pong"}``,
-``{"file": name}`` with bytes, ``{"cleaned": bool}``.
+``{"file": name, "last"}`` with bytes (no bytes: its end), ``{"cleaned": bool}``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 from . import linux, machine
 from .sweep import Sweep, make_folders
@@ -43,6 +43,8 @@ from .wire import (
 
 _FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' output is left in its pipes
 _DRAIN_S = 3.0
+_ANSWER_S = 0.5
+_RESULT_BYTES = 1 << 20  # of a result's file in a message
 _DAEMON = "mpiexec's daemon"
 _DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
 _SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
@@ -69,7 +71,7 @@ class _Agent:
         self._folder = ""
         self._sweep: Sweep | None = None
         self._chores: Any = None
-        self._heard = time.monotonic()
+        self._heard = self._answered = time.monotonic()
         self._silence: float | None = None
         self._paused = self._full = self._over = False
         self._wake, write = os.pipe()
@@ -120,7 +122,11 @@ class _Agent:
 
     def _from_launcher(self) -> None:
         messages, alive = self._launcher.receive()
-        self._heard = time.monotonic()
+        self._heard = now = time.monotonic()
+        # Its questions wait behind a large file that it sends: say that there is somebody.
+        if self._silence is not None and now - self._answered > _ANSWER_S:
+            self._launcher.send({"pong": True})
+            self._answered = now
         for message, payload in messages:
             self._obey(message, payload)
         if not alive:
@@ -342,25 +348,40 @@ class _Agent:
 
     def _clean(self, failed: bool) -> None:
         """The end: nothing of the job is left here, and all that its ranks have written is on its way."""
-        clean = self._sweep_all(failed)
+        results = [] if failed else self._results()
+        clean = self._sweep.run(failed) if self._sweep else True
         for connection in list(self._connections.values()):
             for descriptor in list(connection.streams):
                 while self._read(connection, descriptor):
                     pass
+        self._over = True  # what the launcher says from now on only shows that it is there
+        for name, file in results:
+            data = b"x"
+            while data and self._drain(_FULL):
+                data = file.read(_RESULT_BYTES)
+                self._launcher.send({"file": name, "last": not data}, data)
         self._launcher.send({"cleaned": clean})
-        until = time.monotonic() + _DRAIN_S
-        while self._launcher.unsent and self._launcher.flush() and time.monotonic() < until:
-            time.sleep(0.005)
-        self._over = True
+        self._drain(0)
 
-    def _sweep_all(self, failed: bool) -> bool:
-        if not self._sweep:
-            return True
-        for name in sorted(os.listdir(self._folder)) if os.path.isdir(self._folder) else ():
-            if _RESULT.fullmatch(name):
-                with open(os.path.join(self._folder, name), "rb") as file:
-                    self._launcher.send({"file": name}, file.read())
-        return self._sweep.run(failed)
+    def _results(self) -> list[tuple[str, BinaryIO]]:
+        """What the ranks have left for the launcher, opened: it can be read when the folder is gone."""
+        names = sorted(os.listdir(self._folder)) if os.path.isdir(self._folder) else []
+        found = [name for name in names if _RESULT.fullmatch(name)]
+        return [(name, open(os.path.join(self._folder, name), "rb")) for name in found]
+
+    def _drain(self, most: int) -> bool:
+        """Wait until no more than `most` bytes are on their way; False if the launcher takes no more."""
+        until = time.monotonic() + _DRAIN_S
+        while self._launcher.open and (unsent := self._launcher.unsent) > most:
+            readable, _, _ = select.select([0], [1], [], 0.1)
+            if readable:
+                self._from_launcher()
+            self._launcher.flush()
+            if self._launcher.unsent < unsent:
+                until = time.monotonic() + _DRAIN_S
+            elif time.monotonic() > until and (self._silence is None or self._launcher_is_silent()):
+                return False
+        return self._launcher.open
 
 
 def main(arguments: list[str]) -> None:

@@ -14,6 +14,7 @@ from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.order import Order
 from ringdance.launch.output import Sink, Style
+from ringdance.launch.results import Results
 
 
 def run(
@@ -80,7 +81,8 @@ def call(
     plan = ready.plan
     try:
         files = {"call.pkl": _pack(fn, args, kwargs)}
-        options = ready.options(out=_sink("stdout"), err=_sink("stderr"), files=files)
+        results = Results()
+        options = ready.options(out=_sink("stdout"), err=_sink("stderr"), files=files, results=results)
     except BaseException:
         ready.close()
         raise
@@ -89,13 +91,10 @@ def call(
         raise LaunchError("\n" + render(outcome, plan.ranks, order.folder))
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
-    results = [options.results.get(f"result.{rank}.pkl") for rank in range(plan.ranks)]
-    missing = [rank for rank, result in enumerate(results) if result is None]
-    if missing:
-        raise LaunchError(
-            f"ranks {missing} ended with exit code 0 before the function returned (sys.exit in it?)"
-        )
-    return [pickle.loads(result) for result in results if result is not None]
+    try:
+        return results.load(plan.ranks)
+    finally:
+        results.close()
 
 
 def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:

@@ -52,8 +52,8 @@ class Events(Protocol):
     def host_failed(self, host: str, message: str, lost: bool) -> None:
         """A host is lost, or a program of the job's that is no rank was killed there."""
 
-    def file_came(self, name: str, data: bytes) -> None:
-        """A file that a rank has left in the job's folder on its host."""
+    def file_came(self, name: str, data: bytes, last: bool) -> None:
+        """A part of a file that a rank has left in the job's folder on its host, or its end."""
 
 
 @dataclass
@@ -174,10 +174,24 @@ class Deputies:
                 self._lose(
                     agent, f"it has not answered for {self._silence:g} s: it is down, or its network is"
                 )
-        there = [agent.remote.frames for agent in self._agents.values() if agent.there]
-        for frames in there:
-            frames.flush()
-        return 0.01 if any(frames.open and frames.unsent for frames in there) else _PING_S
+        for agent in self._agents.values():
+            agent.remote.frames.flush()
+            self._watch_room(agent, agent.there)
+        return _PING_S
+
+    def _watch_room(self, agent: _Agent, there: bool) -> None:
+        """Have the loop send on what waits for this host as soon as there is room."""
+        frames = agent.remote.frames
+        waits = there and frames.open and bool(frames.unsent)
+        known = self._selector.get_map().get(frames.write_fd) is not None
+        if waits and not known:
+            self._selector.register(frames.write_fd, selectors.EVENT_WRITE, lambda: self._send_on(agent))
+        elif known and not waits:
+            self._selector.unregister(frames.write_fd)
+
+    def _send_on(self, agent: _Agent) -> None:
+        agent.remote.frames.flush()
+        self._watch_room(agent, agent.there)
 
     def _silent(self, agent: _Agent) -> bool:
         """Whether nothing lies in its connection either: this process may have been the one to sleep."""
@@ -188,6 +202,7 @@ class Deputies:
     def _lose(self, agent: _Agent, why: str) -> None:
         agent.lost = True
         self._selector.unregister(agent.remote.frames.read_fd)
+        self._watch_room(agent, False)
         agent.remote.process.kill()
         self._events.host_failed(agent.remote.host, why, lost=True)
         for (host, _), channel in list(self._channels.items()):
@@ -238,7 +253,7 @@ class Deputies:
         elif "took" in message:
             self._await_input()
         elif "file" in message:
-            events.file_came(message["file"], payload)
+            events.file_came(message["file"], payload, message["last"])
         elif "cleaned" in message:
             agent.clean = True
             if self.gone:
@@ -278,6 +293,7 @@ class Deputies:
         if self._pinging.is_alive():
             self._pinging.join()
         for agent in self._agents.values():
+            self._watch_room(agent, False)
             if self._selector.get_map().get(agent.remote.frames.read_fd) is not None:
                 self._selector.unregister(agent.remote.frames.read_fd)
             if agent.lost:

@@ -9,7 +9,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
@@ -256,12 +255,15 @@ class Job:
 
     def host_failed(self, host: str, message: str, lost: bool) -> None:
         self._say(f"host {host}: {message}")
+        placed = next(found for found in self._plan.hosts if found.name == host)
+        where = f"host {host} (ranks {_numbers(placed.ranks)})"
         if self._cleaning:
+            if lost and self._results_wanted:
+                self._fail_outside(f"{where}: {message}, before all that its ranks returned had come", 1)
             if lost and self._deputies.gone:
                 self.agents_clean()
         elif not self._ending or lost:
-            placed = next(found for found in self._plan.hosts if found.name == host)
-            self._fail_outside(f"host {host} (ranks {_numbers(placed.ranks)}): {message}", 1)
+            self._fail_outside(f"{where}: {message}", 1)
 
     def _fail_outside(self, message: str, code: int) -> None:
         self._outside.append(
@@ -310,17 +312,30 @@ class Job:
     def agents_clean(self) -> None:
         if self._cleaning and self._here and not self._swept:
             self._swept = True
-            for path in Path(self._folder).glob("result.*.pkl"):
-                self.file_came(path.name, path.read_bytes())
+            if self._options.results and self._results_wanted:
+                self._options.results.keep(self._folder)
             self._here.clean(not self._crew.completed)
 
-    def file_came(self, name: str, data: bytes) -> None:
-        self._options.results[name] = data
+    @property
+    def _results_wanted(self) -> bool:
+        well = self._crew.completed and not self._outside and not self._signal
+        return well and self._options.results is not None
+
+    def file_came(self, name: str, data: bytes, last: bool) -> None:
+        if self._options.results and self._results_wanted:
+            try:
+                self._options.results.take(self._folder, name, data, last)
+            except LaunchError as error:
+                self._fail_outside(str(error), 1)
 
     def here_clean(self) -> None:
         self._done = True
 
     def _on_agents(self) -> None:
+        if self._results_wanted:  # which may be large; a host that says nothing meanwhile will be lost
+            now = time.monotonic()
+            self._deadlines |= {"agents": now + _AGENTS_S, "stuck": now + _CLEAN_S}
+            return
         self._deputies.give_up()
         self.agents_clean()
 
@@ -363,7 +378,8 @@ class Job:
             verdict, _ = conclude(ranks, self._outside, code)
         show_held(ranks, verdict)
         self._crew.unfold(everything=True)
-        if verdict and self._signal:
+        unfinished = self._options.results is not None and not self._options.results.kept
+        if self._signal and (verdict or unfinished):
             return 128 + self._signal
         return verdict or 0
 

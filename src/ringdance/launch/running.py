@@ -12,6 +12,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.deputies import RankChannel
 from ringdance.launch.output import WITH_RANK, Sink, Stream, Style, open_files
+from ringdance.launch.results import Results
 from ringdance.launch.wire import Channel, bases, usable
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -31,7 +32,7 @@ class Options:
         stdin: file descriptor of what rank 0 reads; -1 for nothing.
         files: what is put into the job's folder on every host, by name, for the ranks (call.py).
         needed: files that every host must have.
-        results: filled with what the ranks leave there as ``result.*.pkl``.
+        results: takes what the ranks leave there as ``result.*.pkl`` if all end well; None: not wanted.
         silence: seconds after which a host that says nothing is lost.
         grace: seconds that ranks have to end after the launcher was asked to stop; a second time ends them.
     """
@@ -46,7 +47,7 @@ class Options:
     stdin: int = -1
     files: Mapping[str, bytes] = field(default_factory=dict)
     needed: Sequence[str] = ()
-    results: dict[str, bytes] = field(default_factory=dict)
+    results: Results | None = None
     silence: float = 6.0
     grace: float = 0.8
 

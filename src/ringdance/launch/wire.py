@@ -6,6 +6,7 @@ Between hosts: JSON objects with a payload of bytes, over any two byte streams (
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import socket
@@ -122,8 +123,10 @@ class Frames:
         after: what comes before this text is not ours (a login shell's greeting): kept in :attr:`said`.
     """
 
-    _HEAD = struct.Struct("!II")
-    _MOST = 64 << 20
+    _HEAD = struct.Struct("!II")  # bytes of text and of payload
+    _MORE = 1 << 31  # in the first: the payload goes on in the next frame, which has no text
+    _CHUNK = 1 << 20
+    _MOST = 64 << 20  # a frame that claims more is something else
 
     def __init__(self, read: int, write: int, after: bytes = b"") -> None:
         self.read_fd, self.write_fd, self._after = read, write, after
@@ -131,33 +134,51 @@ class Frames:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._held = bytearray()
-        self._outbox = bytearray()
+        self._text = b""  # of the message whose payload is not whole yet
+        self._payload: list[bytes] = []
+        self._outbox: collections.deque[memoryview] = collections.deque()
+        self._unsent = 0
         self._lock = threading.Lock()
         self.open = True
 
     @property
     def unsent(self) -> int:
         """Bytes that wait until the other side takes them: then call :meth:`flush`."""
-        return len(self._outbox)
+        return self._unsent
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
-        """False if the other side is gone."""
-        text = json.dumps(message).encode()
+        """False if the other side is gone. A payload of any size; a large one is not copied."""
+        text, view = json.dumps(message).encode(), memoryview(payload)
         with self._lock:
+            while len(view) > self._CHUNK:
+                self._put(self._HEAD.pack(len(text) | self._MORE, self._CHUNK) + text)
+                self._put(view[: self._CHUNK])
+                self._put(b"\n")
+                text, view = b"", view[self._CHUNK :]
             # srun passes whole lines on as they come, and keeps what has no end yet.
-            self._outbox += self._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
+            self._put(self._HEAD.pack(len(text), len(view)) + text + view + b"\n")
         return self.flush()
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._outbox.append(memoryview(data))
+        self._unsent += len(data)
 
     def flush(self) -> bool:
         """Send what can be sent now; False if the other side is gone."""
         with self._lock:
             while self._outbox and self.open:
                 try:
-                    del self._outbox[: os.write(self.write_fd, bytes(self._outbox[:65536]))]
+                    sent = os.write(self.write_fd, self._outbox[0][:65536])
                 except BlockingIOError:
                     break
                 except OSError:
                     self.open = False
+                    break
+                self._unsent -= sent
+                if sent == len(self._outbox[0]):
+                    self._outbox.popleft()
+                else:
+                    self._outbox[0] = self._outbox[0][sent:]
         return self.open
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:
@@ -181,15 +202,18 @@ class Frames:
                 return [], bool(data)
             self._held, self._after = rest, b""
         while len(self._held) - at >= self._HEAD.size:
-            text, payload = self._HEAD.unpack_from(self._held, at)
+            head, payload = self._HEAD.unpack_from(self._held, at)
+            text = head & ~self._MORE
             if text + payload > self._MOST:
                 raise ValueError(bytes(self._held[at : at + 200]).decode(errors="replace"))
             begin, end = at + self._HEAD.size, at + self._HEAD.size + text + payload
             if len(self._held) <= end:
                 break
-            found.append(
-                (json.loads(self._held[begin : begin + text]), bytes(self._held[begin + text : end]))
-            )
+            self._text = bytes(self._held[begin : begin + text]) or self._text
+            self._payload.append(bytes(self._held[begin + text : end]))
+            if not head & self._MORE:
+                found.append((json.loads(self._text), b"".join(self._payload)))
+                self._text, self._payload = b"", []
             at = end + 1
         del self._held[:at]
         return found, bool(data)

@@ -94,3 +94,18 @@ def test_names_that_are_no_hosts(name: str) -> None:
     for way in ("ssh", "srun"):
         with pytest.raises(LaunchError, match="not the name of a host"):
             Reach(way=way).command(name, ["true"])
+
+
+def test_a_payload_of_any_size_comes_whole() -> None:
+    """Larger than what a frame may claim; meanwhile nothing of it is copied for the sender."""
+    ours, theirs = pair()
+    payload = bytes(range(256)) * (70 << 12)
+    theirs.send({"a": 1}, payload)
+    theirs.send({"b": 2})
+    found = []
+    while len(found) < 2:
+        theirs.flush()
+        found += ours.receive()[0]
+    assert [message for message, _ in found] == [{"a": 1}, {"b": 2}]
+    assert found[0][1] == payload
+    assert theirs.unsent == 0
