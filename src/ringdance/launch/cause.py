@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,9 @@ MARK = b"::ringdance-cause::"
 
 # Errors by which a rank tells of another's end; never the first failure if there is another.
 _OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
+# Of all threads that Python's faulthandler lists, the one in which the signal arose.
+_CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+_LONGEST_LINE = 300
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Ended:
         code: exit code, -signal, or None if its wrapper vanished without a report.
         time: seconds since the epoch.
         last_words: the traceback that stood last on its stderr, or "".
+        last_line: the last line on its stderr, or "".
         by_launcher: it ended after the launcher had begun to end the job.
         by_mpiexec: it ended after mpiexec had ended its wrapper.
     """
@@ -66,6 +71,7 @@ class Ended:
     last_words: str = ""
     by_launcher: bool = False
     by_mpiexec: bool = False
+    last_line: str = ""
 
     @property
     def failed(self) -> bool:
@@ -118,7 +124,7 @@ def of_end(ended: Ended) -> Cause | None:
     """The failure that a rank's end is, if it is one."""
     if not ended.failed:
         return None
-    last = ended.last_words.splitlines()
+    last, traceback = ended.last_words.splitlines(), ended.last_words
     if ended.code is None:
         kind, message = "vanished", "its wrapper process vanished (killed?), and the rank with it"
     elif ended.by_mpiexec:
@@ -127,11 +133,19 @@ def of_end(ended: Ended) -> Cause | None:
         kind, message = "signal", f"killed by {signal_name(-ended.code)} (signal {-ended.code})"
         if ended.code == -signal.SIGKILL:
             message += ": by hand, or by the kernel for want of memory (see dmesg)"
+        crashed = _CRASHED_THREAD.search(traceback)
+        traceback = crashed[0] if crashed else traceback
     elif last:
         kind, message = "exception", next((line for line in reversed(last) if line[:1].strip()), last[-1])
     else:
-        kind, message = "code", f"exited with code {ended.code}"
-    return Cause(ended.rank, ended.host, ended.pid, ended.time, kind, message, ended.last_words)
+        kind, message = "code", f"exited with code {ended.code}{_reason(ended)}"
+    return Cause(ended.rank, ended.host, ended.pid, ended.time, kind, message, traceback)
+
+
+def _reason(ended: Ended) -> str:
+    """What `sys.exit("reason")`, argparse and others write to stderr before they exit."""
+    line = ended.last_line
+    return f"; its last line on stderr: {line[:_LONGEST_LINE]}" if line else ""
 
 
 def judge(
@@ -161,6 +175,9 @@ def judge(
             found[rank] = own
         elif rank in found and not found[rank].traceback and end.last_words:
             found[rank] = replace(found[rank], traceback=end.last_words)
+        if rank in found and found[rank].kind == "exit" and (end.code or 0) > 0 and not end.by_mpiexec:
+            message = f"exited with code {end.code} while other ranks waited for it{_reason(end)}"
+            found[rank] = replace(found[rank], message=message)
     if not found and not outside:
         return None
     candidates = [*found.values(), *outside, *_early(found, ended)]

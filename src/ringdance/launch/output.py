@@ -20,7 +20,8 @@ from ringdance.launch.cause import MARK, Cause, parse_mark
 Sink = Callable[[bytes], None]
 
 _LONGEST = 8 << 20
-_TRACEBACK = b"Traceback (most recent call last):"
+# By Python for an uncaught exception, by its faulthandler for a fatal signal.
+_TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 HELD_S = 3.0
 """A traceback on stderr waits so long, to be shown once, as the cause, should it be the rank's last words."""
 
@@ -103,6 +104,7 @@ class Stream:
         self.held: list[bytes] = []
         self.held_since: float | None = None
         self.marks: list[Cause] = []
+        self._last = b""
 
     def feed(self, data: bytes) -> None:
         """Take what the rank wrote."""
@@ -132,9 +134,11 @@ class Stream:
             mark = parse_mark(piece) if MARK in piece else None
             if mark:
                 self.marks.append(mark)
-            elif self.held_since is not None:
+                continue
+            self._last = piece if piece.strip() else self._last
+            if self.held_since is not None:
                 self.held.append(piece)
-            elif piece.startswith(_TRACEBACK):
+            elif piece.startswith(_TRACEBACKS):
                 self.held, self.held_since = [piece], time.monotonic()
             else:
                 shown.append(piece)
@@ -155,6 +159,10 @@ class Stream:
     def last_words(self) -> str:
         """The traceback that is held back, or ""."""
         return b"".join(self.held).decode(errors="replace").rstrip()
+
+    def last_line(self) -> str:
+        """The last line that is not blank, or "" (known where tracebacks are held back)."""
+        return self._last.decode(errors="replace").strip()
 
     def end(self) -> None:
         """The stream has ended: take its last piece."""

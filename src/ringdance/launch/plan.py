@@ -206,6 +206,8 @@ def build_plan(
     exports = dict(exports or {})
     threads = None
     variables: dict[str, str] = {"PYTHONUNBUFFERED": "1"}
+    if "PYTHONFAULTHANDLER" not in environ:  # a fatal signal shows the line of the script
+        variables["PYTHONFAULTHANDLER"] = "1"
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:

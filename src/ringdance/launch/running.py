@@ -140,7 +140,8 @@ def conclude(
     for rank in ranks:
         marks += rank.streams[1].marks
         if rank.ended:
-            ended[rank.rank] = replace(rank.ended, last_words=rank.streams[1].last_words())
+            err = rank.streams[1]
+            ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
     return judge(marks, ended, outside, mpiexec), sum(not end.failed for end in ended.values())
 
 

@@ -57,6 +57,25 @@ def test_a_traceback_without_a_mark_is_the_cause() -> None:
     assert found.cause.traceback == words
 
 
+CRASH = (
+    "Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File a.py, line 1\n\n"
+    "Current thread 0x2 (most recent call first):\n  File train.py, line 7\n\nExtension modules: x (total: 1)"
+)
+
+
+def test_a_fatal_signal_shows_the_thread_in_which_it_arose() -> None:
+    found = verdict([], ended(1, -11, last_words=CRASH))
+    assert found.cause.traceback == "Current thread 0x2 (most recent call first):\n  File train.py, line 7"
+
+
+def test_an_exit_while_others_wait_has_its_code_and_its_reason() -> None:
+    left = mark(1, 1.0, "rank 1 ended its program while other ranks waited for it", kind="exit")
+    found = verdict([left], ended(1, 3, 1.1, last_line="train.py: error: no such file"), ended(0, 1, 1.2))
+    assert "exited with code 3 while" in found.cause.message
+    assert found.cause.message.endswith("its last line on stderr: train.py: error: no such file")
+    assert verdict([left], ended(1, 0, 1.1)).cause.message == left.message
+
+
 def test_a_rank_that_left_early_is_the_cause_of_others_failing() -> None:
     found = verdict([mark(0, 2.0, "ShutDownError: rank 1 ended")], ended(1, 0, 1.0), ended(0, 1, 2.1))
     assert found.cause.rank == 1
