@@ -14,7 +14,7 @@ from processes import script
     ("ending", "code", "words"),
     [
         ("sys.exit(3)", 3, "exited with code 3 while other ranks waited for it"),
-        ("sys.exit('no data')", 1, "code 1 while other ranks waited for it; its last line on stderr: no data"),
+        ("sys.exit('no data')", 1, "1 while other ranks waited for it; its last line on stderr: no data"),
         ("ctypes.string_at(0)", 139, "killed by SIGSEGV"),
     ],
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import here_hosts
@@ -20,6 +21,16 @@ from ringdance.errors import LaunchError
 from ringdance.launch.mpi import find_mpi
 
 FRAME = "the job failed"
+ENV_INIT = """
+import numpy as np, torch, ringdance.numpy as hvd
+hvd.init()
+torch.distributed.init_process_group("gloo", init_method="env://")
+summed = torch.tensor([hvd.rank() + 1.0])
+torch.distributed.all_reduce(summed)
+ours = hvd.allreduce(np.ones(1), op=hvd.Sum)
+print(torch.distributed.get_rank(), summed.item(), ours[0])
+torch.distributed.destroy_process_group()
+"""
 
 
 def run(*words: str, timeout: float = 50.0, **options: object) -> subprocess.CompletedProcess[str]:
@@ -71,18 +82,28 @@ def test_ranks_know_their_place(program: Callable[[str], str]) -> None:
         "for who in ('RINGDANCE_', 'HOROVOD_'):\n"
         "    names = ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')\n"
         "    print(*(os.environ[who + name] for name in names))\n"
+        "print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')),"
+        "      os.environ['MASTER_PORT'])\n"
         "print(os.environ['OMP_NUM_THREADS'], os.environ['MINE'], sys.argv[1:])\n"
         "from mpi4py import MPI\n"
         "print(MPI.COMM_WORLD.rank == rank, MPI.COMM_WORLD.size)\n"
     )
     done = run(
-        "-np", "3", "-x", "OMP_NUM_THREADS=7", "--env", "MINE=a b", "python", path, "-np", "9", "--x=y z"
-    )
+        "-np", "3", "-x", "OMP_NUM_THREADS=7", "--env", "MINE=a b", "-x", "MASTER_PORT=29511",
+        "python", path, "-np", "9", "--x=y z",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         place = f"{rank} 3 {rank} 3 0 1"
-        lines = [place, place, "7 a b ['-np', '9', '--x=y z']", "True 3"]
+        lines = [place, place, f"{rank} 3 {rank} 3 29511", "7 a b ['-np', '9', '--x=y z']", "True 3"]
         assert [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")] == lines
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+def test_torch_distributed_starts_beside_ringdance(program: Callable[[str], str]) -> None:
+    done = run("-np", "2", "python", program(ENV_INIT))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line[4:] for line in done.stdout.splitlines()) == ["0 3.0 2.0", "1 3.0 2.0"]
 
 
 def test_rank_0_reads_what_the_launcher_is_given(program: Callable[[str], str]) -> None:

@@ -26,3 +26,14 @@ assert (wide == rd.size() * (rd.size() + 1) / 2).all()
 print(f"rank {rd.rank()} of {rd.size()}: loss {float(np.sum((weights - truth) ** 2)):.12e}")
 rd.shutdown()
 """
+
+# The address and the port that the launcher has chosen, and a sum over all ranks by torch.distributed.
+ENV_INIT = """
+import os
+import torch
+torch.distributed.init_process_group("gloo", init_method="env://")
+summed = torch.tensor([int(os.environ["RINGDANCE_RANK"]) + 1.0])
+torch.distributed.all_reduce(summed)
+print(summed.item(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+torch.distributed.destroy_process_group()
+"""

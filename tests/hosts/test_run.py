@@ -6,11 +6,12 @@ import json
 import os
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from jobs import PLACES, TRAINING
+from jobs import ENV_INIT, PLACES, TRAINING
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,17 @@ def test_training_over_three_hosts(three_hosts: Hosts) -> None:
     accuracy = re.findall(r"accuracy\D*([\d.]+)", done.stdout)
     assert accuracy, done.stdout
     assert float(accuracy[-1]) > 0.9 or float(accuracy[-1]) > 90.0
+
+
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+def test_torch_distributed_meets_at_rank_0s_host(three_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ENV_INIT)
+    line = [*RUN, "-H", "h2:1,h1:2", "--no-check", "python", str(tmp_path / "program.py")]
+    done = three_hosts.run("h1", *line)
+    assert done.returncode == 0, done.stderr
+    lines = {line.partition("> ")[2] for line in done.stdout.splitlines()}
+    assert len(lines) == 1
+    assert lines.pop().startswith(f"6.0 {three_hosts.address['h2']} ")
 
 
 def test_a_function_on_three_hosts(three_hosts: Hosts, tmp_path: Path) -> None:

@@ -36,11 +36,12 @@ class Crew:
         self._plan, self._options, self._selector, self._deputies = plan, options, selector, deputies
         self._places = rank_places(plan.hosts)
         self._ranks: dict[int, Rank] = {}
+        self._port = 0
         sinks = (options.out, options.err) if options.fold else ()
         self._folds = [Fold(sink, plan.ranks) for sink in sinks]
 
     def welcome(self, channel: AnyChannel, hello: Mapping[str, Any], descriptors: Sequence[int] = ()) -> str:
-        """Let a rank begin; what is wrong with it instead, or "".
+        """Let a rank begin, once rank 0 has named a port for all; what is wrong with it instead, or "".
 
         Args:
             channel: to its supervisor.
@@ -68,7 +69,11 @@ class Crew:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, lambda d=descriptor: self._read(rank, d)
             )
-        self._go(rank)
+        if number == 0:
+            self._port = int(hello["port"])
+        if 0 in self._ranks:
+            for one in self._ranks.values() if number == 0 else (rank,):
+                self._go(one)
         return ""
 
     def _misplaced(self, number: int, size: int, channel: AnyChannel) -> str:
@@ -86,7 +91,7 @@ class Crew:
     def _go(self, rank: Rank) -> None:
         # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
         own = rank.rank == 0 and self._options.stdin >= 0
-        go = {"go": self._places[rank.rank]}
+        go = {"go": self._places[rank.rank], "port": self._port}
         if isinstance(rank.channel, RankChannel):
             rank.channel.send({**go, "stdin": own})
             if own:

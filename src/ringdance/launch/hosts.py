@@ -177,7 +177,7 @@ def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networ
                     f"it has {', '.join(names) or 'none'}"
                 )
         return Networks(tuple(sorted(wanted)), (), here)
-    nets = {name: _nets(found) for name, found in facts.items()}
+    nets = {name: addresses(found) for name, found in facts.items()}
     everywhere = set.intersection(*map(set, nets.values())) if nets else set()
     # The same address on two hosts is a bridge inside each (docker0), which leads nowhere; unless it is
     # all they have: then they share more than a network.
@@ -199,7 +199,7 @@ def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networ
     return Networks(tuple(sorted(common)), () if common else tuple(sorted(inner)), here if common else {})
 
 
-def _nets(facts: HostFacts) -> dict[str, tuple[str, str]]:
+def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
     """Interface and address by network."""
     return {
         str(ipaddress.ip_interface(f"{address}/{bits}").network): (interface, address)

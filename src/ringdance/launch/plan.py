@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.launch.environment import ALL, forwarded, shown
-from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, meet, place
+from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, addresses, meet, place
 from ringdance.launch.lines import DOOR, Given, label, options_of
+from ringdance.launch.linux import MARKER
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.wire import bare_command
 
@@ -208,6 +209,9 @@ def build_plan(
     variables: dict[str, str] = {"PYTHONUNBUFFERED": "1"}
     if "PYTHONFAULTHANDLER" not in environ:  # a fatal signal shows the line of the script
         variables["PYTHONFAULTHANDLER"] = "1"
+    nested = MARKER in environ  # what a job's rank starts: MASTER_* there are the outer job's
+    if nested or "MASTER_ADDR" not in environ:
+        variables["MASTER_ADDR"] = _master_address(placed[0], known, networks) if wide else "127.0.0.1"
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
@@ -218,7 +222,7 @@ def build_plan(
     given = Given(mpi, placed, root, binding, mpi_args, networks, infiniband, bool(notes))
     options, extra = options_of(given)
     if wide and (names := _same_interfaces(placed)):
-        extra["NCCL_SOCKET_IFNAME"] = ",".join(names)
+        extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return Plan(
         ranks=ranks,
@@ -232,7 +236,8 @@ def build_plan(
             sorted(
                 name
                 for name in environ
-                if name.startswith((*_OF_A_RANK, *_OF_A_SCHEDULER)) and name not in exports
+                if (name.startswith((*_OF_A_RANK, *_OF_A_SCHEDULER)) or (nested and name == "MASTER_PORT"))
+                and name not in exports
             )
         ),
         threads=threads,
@@ -285,6 +290,15 @@ def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, co
         devices=found.devices if found else (),
         interfaces=networks.interfaces.get(host.name, ()),
     )
+
+
+def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:
+    """Rank 0's host, for torch.distributed: its address where the hosts meet, or else its name."""
+    known = facts.get(host.name)
+    for net, (interface, address) in addresses(known).items() if known else ():
+        if net in networks.include or interface in networks.include:
+            return address
+    return known.name if known and host.name in LOCAL_NAMES else host.name
 
 
 def _same_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ moment (Hydra does so as soon as a rank aborts), and the supervisor, which outli
 rank and to report. The rank's stdout and stderr are pipes whose reading ends are handed over that socket,
 so the launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
-Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, ``{"pid"}``, then
-``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did the front go first}``.
-Launcher to supervisor: ``{"go": the rank's numbers}`` with a descriptor of what the rank reads; then
-``{"signal": n}`` for the rank; closing the connection ends the rank at once.
+Supervisor to launcher: ``{"rank", "size", ..., "host", "port"}`` with stdout and stderr to read, then
+``{"pid"}``, then ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": whether the
+front went first}``.
+Launcher to supervisor: ``{"go": the rank's numbers, "port": rank 0's}`` with a descriptor of what the rank
+reads; then ``{"signal": n}`` for the rank; closing the connection ends the rank at once.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ FOLDER = "RINGDANCE_JOB_FOLDER"
 """Environment variable of the rank: the job's folder on its host."""
 
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+_TORCH = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
+"""The names by which torch.distributed, Accelerate and Transformers know the same."""
 
 
 def place(environ: Mapping[str, str]) -> dict[str, int]:
@@ -61,7 +64,25 @@ def place(environ: Mapping[str, str]) -> dict[str, int]:
     raise LookupError("mpiexec set none of OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID for this process")
 
 
-def _exec(command: list[str], where: Mapping[str, int], streams: list[int], parent: int) -> None:
+def _free_port() -> tuple[socket.socket | None, int]:
+    """A port of this host for MASTER_PORT, and what keeps it from others; 0 if there is none.
+
+    While the socket is bound with SO_REUSEADDR the kernel gives the port to nobody who takes any; a program
+    that asks for it by number, with SO_REUSEADDR too as torch's TCPStore does, gets it.
+    """
+    try:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("", 0))
+    except OSError:
+        return None, 0
+    port: int = sock.getsockname()[1]
+    if not linux.LINUX:  # elsewhere the second bind fails
+        sock.close()
+    return sock, port
+
+
+def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:
     """In the child: become the rank. Returns only if that failed."""
     # A group of its own: mpiexec signals the wrapper's group, and the wrapper passes on exactly once.
     os.setpgid(0, 0)
@@ -78,6 +99,10 @@ def _exec(command: list[str], where: Mapping[str, int], streams: list[int], pare
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     for name, value in where.items():
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
+        if name in _TORCH:
+            os.environ[_TORCH[name]] = str(value)
+    if port:
+        os.environ.setdefault("MASTER_PORT", str(port))
     os.environ["HOROVOD_HOSTNAME"] = os.uname().nodename
     try:
         os.execvp(command[0], command)
@@ -99,6 +124,7 @@ class _Supervisor:
         self._wake = _wake_on_signals()
         self._child = 0
         self._front_gone = False
+        self._held_port: socket.socket | None = None
 
     def run(self, command: list[str]) -> int:
         """Run the rank to its end; its exit code as a shell tells it."""
@@ -110,11 +136,11 @@ class _Supervisor:
         go = self._announce(where, [out[0], err[0]])
         if go is None:
             return 1
-        where, stdin = go
+        where, port, stdin = go
         parent = os.getpid()
         self._child = os.fork()
         if self._child == 0:
-            _exec(command, where, [stdin, out[1], err[1]], parent)
+            _exec(command, where, port, [stdin, out[1], err[1]], parent)
         for number in _FORWARDED:
             signal.signal(number, lambda number, _: self._pass_on(number))
         for descriptor in (stdin, *out, *err):
@@ -129,19 +155,22 @@ class _Supervisor:
             select.select([self._channel.sock.fileno(), self._front], [], [], _AFTER_FAILURE_S)
         return code if code >= 0 else 128 - code
 
-    def _announce(self, where: Mapping[str, int], streams: list[int]) -> tuple[dict[str, int], int] | None:
-        """Hand over the streams; the rank's numbers and what it shall read, or None: no launcher."""
+    def _announce(
+        self, where: Mapping[str, int], streams: list[int]
+    ) -> tuple[dict[str, int], int, int] | None:
+        """Hand over the streams; the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
+        self._held_port, port = _free_port() if where["RANK"] == 0 else (None, 0)
         hello = {name.lower(): value for name, value in where.items()}
         try:
-            self._channel.send_with({**hello, "host": os.uname().nodename}, streams)
+            self._channel.send_with({**hello, "host": os.uname().nodename, "port": port}, streams)
         except OSError:
             return None
         alive, descriptors, numbers = True, list[int](), dict(where)
         while alive and not descriptors:
             messages, descriptors, alive = self._channel.receive()
             for message in messages:
-                numbers = message.get("go", numbers)
-        return (numbers, descriptors[0]) if descriptors else None
+                numbers, port = message.get("go", numbers), message.get("port", port)
+        return (numbers, port, descriptors[0]) if descriptors else None
 
     def _pass_on(self, number: int) -> None:
         try:

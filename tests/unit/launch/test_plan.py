@@ -71,6 +71,17 @@ def test_variables_of_a_job_around_this_one_are_removed() -> None:
     assert environ["HOME"] == "/h"
 
 
+def test_where_torch_distributed_meets() -> None:
+    assert dict(plan().environment)["MASTER_ADDR"] == "127.0.0.1"
+    assert dict(plan(**WIDE).environment)["MASTER_ADDR"] == "10.0.0.2"  # rank 0's host, in the network of all
+    own = {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    assert plan(environ=own).environ(own).items() >= own.items()
+    nested = own | {"RINGDANCE_JOB": "0123456789abcdef"}  # these are the outer job's
+    environ = plan(environ=nested).environ(nested)
+    assert environ["MASTER_ADDR"] == "127.0.0.1"
+    assert "MASTER_PORT" not in environ
+
+
 def test_session_files_go_with_the_job() -> None:
     found = session_environment("openmpi", "/tmp/job", "/dev/shm/job")
     assert found["PRTE_MCA_prte_tmpdir_base"] == "/tmp/job"
@@ -158,7 +169,7 @@ def test_open_mpi_talks_tcp_between_hosts_unless_there_is_better() -> None:
     environment = dict(plan(**WIDE).environment)
     assert environment["OMPI_MCA_btl_tcp_links"] == "4"
     assert "tcp" not in environment["OMPI_MCA_btl"]
-    assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == "eth0"
     fast = {**WIDE, "facts": {**WIDE["facts"], "a": HostFacts(infiniband=True)}}  # type: ignore[dict-item]
     assert "OMPI_MCA_pml" not in dict(plan(**fast).environment)
 
