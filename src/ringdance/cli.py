@@ -41,6 +41,7 @@ _PASSED_ON = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
+    open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "run":
         # Everything after `run` is the launcher's and the script's: not looked at here.
@@ -63,6 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     _parser().print_help()
     return 2
+
+
+def open_standard_streams() -> None:
+    """Open on /dev/null those that the caller has closed (`>&-`): other files would get their numbers."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free, which is it
+        if getattr(sys, name) is None and descriptor:
+            setattr(sys, name, open(descriptor, "w", closefd=False))  # noqa: SIM115
 
 
 def _look(ready: Ready, say: Callable[[str], None]) -> None:

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from ringdance.errors import LaunchError
 from ringdance.launch import linux, records
 from ringdance.launch.order import as_program
+from ringdance.launch.output import write_all
 from ringdance.launch.plan import table
-from ringdance.launch.running import write_all
 
 _LOOK_S = 0.1
 _HARD_S = 10.0

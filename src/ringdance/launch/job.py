@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch import linux
+from ringdance.launch import linux, machine
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.crew import Crew
 from ringdance.launch.deputies import Deputies, RankChannel
@@ -93,7 +93,8 @@ class Job:
     def _environment(self) -> dict[str, str]:
         own = self._plan.environ(os.environ)
         session = session_environment(self._plan.mpi.family, self._folder, SHARED if self._shared else "")
-        return {**own, **session, linux.MARKER: self.id}
+        # Open MPI does not start without HOME.
+        return {"HOME": machine.home(), **own, **session, linux.MARKER: self.id}
 
     def _order(self) -> dict[str, Any]:
         """What the agents must know; they fill in the names of the folders on their hosts."""

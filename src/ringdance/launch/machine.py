@@ -16,7 +16,8 @@ from typing import Any
 
 from . import linux
 
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
+_IFF_UP = 1
 
 
 def facts() -> dict[str, Any]:
@@ -62,6 +63,12 @@ def in_home(path: str) -> str:
     return found
 
 
+def home() -> str:
+    """The user's home, also without HOME; / for a user whom the system does not know, as in containers."""
+    found = os.path.expanduser("~")
+    return "/" if found == "~" else found
+
+
 def identity() -> str:
     """Tells this machine, or container, from others."""
     try:
@@ -93,6 +100,29 @@ def devices() -> list[str]:
             continue
         found.append(model[1].strip() if model else "NVIDIA GPU")
     return found
+
+
+def problem() -> str:
+    """What every job needs and is missing here, or ""."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working directory has been removed: cd to one that exists"
+    if linux.LINUX and not os.path.exists("/proc/self/stat"):
+        return "/proc is not mounted, and MPI and the launcher need it: mount -t proc proc /proc"
+    if _loopback_down():
+        return "the loopback interface is down, and MPI needs it: ip link set lo up"
+    return ""
+
+
+def _loopback_down() -> bool:
+    """Whether Linux has one that is down, as in a network namespace that nobody has set up."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            answer = fcntl.ioctl(sock.fileno(), _SIOCGIFFLAGS, struct.pack("256s", b"lo"))
+    except OSError:
+        return False
+    return not struct.unpack_from("16xh", answer)[0] & _IFF_UP
 
 
 def networks() -> list[tuple[str, str, int]]:

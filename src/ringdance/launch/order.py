@@ -20,10 +20,10 @@ from ringdance.launch.hosts import facts_from, local_names, place
 from ringdance.launch.job import Job
 from ringdance.launch.linux import usable_cores
 from ringdance.launch.mpi import find_mpi
-from ringdance.launch.output import WITH_HOST, WITH_RANK, Style
+from ringdance.launch.output import WITH_HOST, WITH_RANK, Sink, Style, lasting, write_all
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote import Remote, connect
-from ringdance.launch.running import Options, write_all
+from ringdance.launch.running import Options
 from ringdance.launch.ssh import Reach
 
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
@@ -124,6 +124,7 @@ class Order:
         Raises:
             LaunchError: it cannot be done; nothing has been started.
         """
+        check_machine()
         order = self.found()
         assert order.ranks is not None
         hosts = order.hosts or [("localhost", order.ranks)]
@@ -201,10 +202,18 @@ class Ready:
         for remote in self.remotes:
             remote.close()
 
-    def options(self, **more: Any) -> Options:
-        """How it is run."""
+    def options(self, out: Sink, err: Sink, **more: Any) -> Options:
+        """How it is run; a sink that fails, but for want of a reader, is left out from then on."""
         order = self.order
+
+        def tell(line: bytes) -> None:
+            shown_err(line)
+
+        shown_out = lasting("stdout", out, tell)
+        shown_err = lasting("stderr", err, shown_out)
         return Options(
+            out=shown_out,
+            err=shown_err,
             style=order.style
             or replace(
                 WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK,
@@ -239,10 +248,10 @@ def run_in_terminal(ready: Ready) -> int:
     sys.stdout.flush()
     # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
-    options = ready.options(out=write_all(1), err=write_all(2), stdin=stdin)
+    options = ready.options(write_all(1), write_all(2), stdin=stdin)
     outcome = Job(plan, options, ready.remotes).run()
     if isinstance(outcome, Verdict):
-        print(render(outcome, plan.ranks, ready.order.folder), file=sys.stderr, flush=True)
+        options.err(render(outcome, plan.ranks, ready.order.folder).encode(errors="surrogateescape") + b"\n")
         return outcome.code
     return outcome
 
@@ -262,6 +271,13 @@ def as_program(name: str, action: Callable[[], int]) -> int:
         # Else the interpreter complains when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
+
+
+def check_machine() -> None:
+    """Raise a CommandError if no job can start on this machine."""
+    problem = machine.problem()
+    if problem:
+        raise CommandError(problem)
 
 
 def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -287,6 +303,7 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     Raises:
         CommandError: no command, not found (code 127), not executable, or a Python script that is missing.
     """
+    check_machine()
     command = list(command[1:] if command[:1] == ["--"] else command)
     if not command:
         raise CommandError("what is to be run? For example: ringdance run -np 2 python train.py")

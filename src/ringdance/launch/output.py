@@ -8,7 +8,9 @@ without an end gets one. A carriage return ends a piece too, so progress bars st
 from __future__ import annotations
 
 import json
+import os
 import re
+import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +26,48 @@ _LONGEST = 8 << 20
 _TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 HELD_S = 3.0
 """A traceback on stderr waits so long, to be shown once, as the cause, should it be the rank's last words."""
+
+
+def write_all(descriptor: int) -> Sink:
+    """A sink that writes to a file descriptor, whole, and waits for a non-blocking one."""
+
+    def write(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(descriptor, view) :]
+            except BlockingIOError:  # a pipe or terminal that whoever started us shares with us
+                select.select([], [descriptor], [])
+
+    return write
+
+
+def lasting(name: str, sink: Sink, tell: Sink) -> Sink:
+    """The same sink until it fails, as on a full disk: that is told once, and nothing more goes there.
+
+    Args:
+        name: of the file or stream, for people.
+        sink: what may fail; a reader that has left (BrokenPipeError) is the caller's to see.
+        tell: where a line about it goes.
+    """
+    failed = False
+
+    def write(data: bytes) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            sink(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            failed = True
+            tell(
+                f"ringdance: cannot write to {name}: {error.strerror}; nothing more is written there, "
+                "and the job goes on\n".encode()
+            )
+
+    return write
 
 
 class Lines:
@@ -85,6 +129,7 @@ class Stream:
         sink: the launcher's stream.
         style: how its pieces are shown, the prefix filled in.
         file: a copy goes there, None for nowhere.
+        tell: where it is told if the copy cannot be written.
         holds: whether tracebacks are held back and marked lines understood (stderr).
         bare: whether the sink gets the pieces as they are; a file gets them with their prefix all the same.
     """
@@ -96,8 +141,10 @@ class Stream:
         file: BinaryIO | None = None,
         holds: bool = False,
         bare: bool = False,
+        tell: Sink | None = None,
     ) -> None:
         self._sink, self._style, self._file, self._holds, self._bare = sink, style, file, holds, bare
+        self._copy = lasting(str(file.name), write_all(file.fileno()), tell or sink) if file else None
         self._prefix = style.prefix.encode()
         self._shown = b"\033[%dm%s\033[0m" % (style.colour, self._prefix) if style.colour else self._prefix
         self._lines = Lines()
@@ -111,8 +158,8 @@ class Stream:
         self._take(self._lines.feed(data))
 
     def _take(self, pieces: list[bytes]) -> None:
-        if self._file:
-            self._file.write(b"".join(self._dress(piece, shown=False) for piece in pieces))
+        if self._copy and pieces:
+            self._copy(b"".join(self._dress(piece, shown=False) for piece in pieces))
         if self._holds:
             pieces = self._sift(pieces)
         if pieces:
@@ -170,7 +217,7 @@ class Stream:
         self._take([piece if piece.endswith(b"\r") else piece + end for piece in self._lines.end()])
         if self._file:
             self._file.close()
-            self._file = None
+            self._file = self._copy = None
 
 
 def open_files(folder: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]:

@@ -126,7 +126,7 @@ def make_streams(
     colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
     out, err = (replace(style, prefix=prefix, colour=colour) for prefix in given)
     return (
-        Stream(sinks[0], out, out_file, bare=bare),
+        Stream(sinks[0], out, out_file, bare=bare, tell=sinks[1]),
         Stream(sinks[1], err, err_file, holds=True, bare=bare),
     )
 
@@ -157,17 +157,6 @@ def show_held(ranks: Iterable[Rank], verdict: Verdict | None) -> None:
             rank.streams[1].drop(told[rank.rank].traceback)
         else:
             rank.streams[1].release()
-
-
-def write_all(descriptor: int) -> Sink:
-    """A sink that writes to a file descriptor, whole."""
-
-    def write(data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-
-    return write
 
 
 def usable_bases() -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import random
 import time
 from dataclasses import replace
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.output import Banner, Lines, Stream, Style, open_files
+from ringdance.launch.output import Banner, Lines, Stream, Style, lasting, open_files
 
 
 def test_lines_are_cut_at_their_ends() -> None:
@@ -71,15 +73,33 @@ HOROVOD = Style("[1]<stdout>:", closes=False)
         ([], b""),
     ],
 )
-def test_a_style_that_leaves_the_last_piece_as_it_is(pieces: list[bytes], expected: bytes) -> None:
-    shown, copy = io.BytesIO(), io.BytesIO()
-    copy.close = lambda: None  # type: ignore[method-assign]
-    stream = Stream(shown.write, HOROVOD, copy)
+def test_a_style_that_leaves_the_last_piece_as_it_is(
+    pieces: list[bytes], expected: bytes, tmp_path: Path
+) -> None:
+    shown = io.BytesIO()
+    stream = Stream(shown.write, HOROVOD, open(tmp_path / "copy", "wb", buffering=0))  # noqa: SIM115
     for piece in pieces:
         stream.feed(piece)
     stream.end()
     assert shown.getvalue() == expected
-    assert copy.getvalue() == expected
+    assert (tmp_path / "copy").read_bytes() == expected
+
+
+def test_a_sink_that_fails_is_given_up_but_not_one_whose_reader_leaves() -> None:
+    def full(data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def left(data: bytes) -> None:
+        raise BrokenPipeError
+
+    told: list[bytes] = []
+    write = lasting("stdout", full, told.append)
+    write(b"one")
+    write(b"two")
+    assert len(told) == 1
+    assert b"cannot write to stdout: No space left on device" in told[0]
+    with pytest.raises(BrokenPipeError):
+        lasting("stdout", left, told.append)(b"one")
 
 
 def test_lines_are_shown_as_they_come() -> None:

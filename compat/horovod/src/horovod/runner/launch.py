@@ -8,6 +8,7 @@ import sys
 from horovod.runner.build import check_build
 from horovod.runner.options import parse_args
 from horovod.runner.request import order_of, tell
+from ringdance.cli import open_standard_streams
 from ringdance.launch.order import CommandError, as_program, resolve_command, run_in_terminal
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
@@ -15,6 +16,7 @@ __all__ = ["check_build", "parse_args", "run_commandline"]
 
 def run_commandline() -> int:
     """Do what this process's command line says; the exit code."""
+    open_standard_streams()
     return as_program("horovodrun", _main)
 
 
