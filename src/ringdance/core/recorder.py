@@ -17,6 +17,8 @@ __all__ = ["Recorder"]
 
 _NAME = re.compile(r"ringdance-flight-rank\d+-\d+\.json")
 _KEPT_S = 7 * 86400.0
+_KEPT_FILES = 32
+_SURELY_S = 600.0  # for so long all are kept: a large job writes one for each rank
 
 
 class Recorder:
@@ -66,9 +68,13 @@ class Recorder:
 
 
 def _remove_old(folder: str) -> None:
-    """Remove records of former jobs: nobody looks for the batches of last week."""
+    """Remove records of former jobs: all of a week ago, and of ten minutes ago all but the newest 32."""
+    found = []
     for entry in os.scandir(folder):
         if _NAME.fullmatch(entry.name):
             with contextlib.suppress(OSError):
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _KEPT_S:
-                    os.unlink(entry.path)
+                found.append((time.time() - entry.stat(follow_symlinks=False).st_mtime, entry.path))
+    for newer, (age, path) in enumerate(sorted(found)):
+        if age > _KEPT_S or (age > _SURELY_S and newer >= _KEPT_FILES):
+            with contextlib.suppress(OSError):  # another user's
+                os.unlink(path)

@@ -182,6 +182,17 @@ def test_records_of_former_weeks_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], os.path.basename(path)])
 
 
+def test_of_the_records_of_former_jobs_the_newest_stay(tmp_path: Path) -> None:
+    now = time.time()
+    for number in range(110):  # ten of them of this very job
+        path = tmp_path / f"ringdance-flight-rank{number}-1.json"
+        path.write_text("{}")
+        os.utime(path, (now, now - (0 if number < 10 else 1000 + number)))
+    Recorder(4, str(tmp_path)).dump(Identity(1, "h", 5), "a test", [])
+    left = {int(path.name.split("-")[2][4:]) for path in tmp_path.glob("ringdance-flight-rank*-1.json")}
+    assert left == set(range(32))
+
+
 def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path) -> None:
     def program(engine: Engine) -> str:
         for step in range(3):
