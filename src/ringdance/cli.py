@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ringdance import __version__
+from ringdance.launch.parser import Parser
 
 if TYPE_CHECKING:
     from ringdance.launch.order import Ready
@@ -85,7 +86,7 @@ def _look(ready: Ready, say: Callable[[str], None]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ringdance",
         description="Data-parallel training over many processes.",
         epilog=_EXAMPLES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import pytest
 
 import ringdance
+from horovod.runner.options import parse_args
+from ringdance.cli import main
 from ringdance.settings import KNOBS
 
 
@@ -41,6 +44,31 @@ def test_what_cannot_be_understood_exits_with_2(words):
     done = ringdance_command(*words)
     assert done.returncode == 2
     assert "usage:" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("rnu -np 2 true", "run"),
+        ("run --num-porc 2 true", "--num-proc"),
+        ("run -np 2 --timestamp true", "--timestamps"),
+        ("doctor --slotz 3", "--slots"),
+        ("hosts list --formt=json", "--format"),
+        ("k8s sbmit", "submit"),
+        ("status --format jsn", "json"),
+    ],
+)
+def test_what_was_meant_is_told(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) if line.startswith(("rnu", "doctor")) else contextlib.nullcontext():
+        assert main(line.split()) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+@pytest.mark.parametrize("line", ["-np2", "-np 2", "-n 2", "-n2", "--num-proc=2"])
+def test_the_number_of_ranks_in_all_spellings(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *line.split(), "--dry-run", "--json", sys.executable]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+    assert parse_args([*line.split(), "true"]).num_proc == 2
 
 
 def test_settings_shows_all_knobs():

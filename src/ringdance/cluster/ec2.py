@@ -8,6 +8,7 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.order import as_program
+from ringdance.launch.parser import Parser
 
 _DESCRIPTION = "Running EC2 instances with a tag, as a host file of their private addresses."
 _EXAMPLES = """\
@@ -23,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ringdance ec2", description="Hosts on Amazon EC2.")
+    parser = Parser(prog="ringdance ec2", description="Hosts on Amazon EC2.")
     commands = parser.add_subparsers(required=True, metavar="command", title="commands")
     add = commands.add_parser(
         "hostfile",

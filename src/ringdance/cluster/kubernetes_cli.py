@@ -15,6 +15,7 @@ from ringdance.cluster.kubernetes_convert import convert
 from ringdance.cluster.kubernetes_kubectl import Kubectl, delete, logs, submit
 from ringdance.errors import LaunchError
 from ringdance.launch.order import CommandError, as_program, parse_exports
+from ringdance.launch.parser import Parser
 
 _EXAMPLES = """\
 examples:
@@ -39,7 +40,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ringdance k8s",
         description="Training on Kubernetes, by the MPI operator or Kubeflow Trainer.",
         epilog=_EXAMPLES,

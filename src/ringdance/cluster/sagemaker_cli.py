@@ -15,6 +15,7 @@ from ringdance.cluster.sagemaker_request import Input
 from ringdance.errors import ArgumentError
 from ringdance.launch.environment import shown, shown_text
 from ringdance.launch.order import CommandError, as_program, parse_exports
+from ringdance.launch.parser import Parser
 
 _EPILOG = """\
 examples:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ringdance sagemaker", description="Training on Amazon SageMaker.")
+    parser = Parser(prog="ringdance sagemaker", description="Training on Amazon SageMaker.")
     commands = parser.add_subparsers(required=True, metavar="command", title="commands")
     submit = commands.add_parser(
         "submit",

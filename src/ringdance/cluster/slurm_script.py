@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ringdance.errors import LaunchError
 from ringdance.launch.order import as_program
+from ringdance.launch.parser import Parser
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -119,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ringdance slurm", description="Training on a Slurm cluster.")
+    parser = Parser(prog="ringdance slurm", description="Training on a Slurm cluster.")
     commands = parser.add_subparsers(required=True, metavar="command", title="commands")
     script = commands.add_parser(
         "script",

@@ -16,6 +16,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch import linux, records
 from ringdance.launch.order import as_program
 from ringdance.launch.output import write_all
+from ringdance.launch.parser import Parser
 from ringdance.launch.plan import table
 
 _LOOK_S = 0.1
@@ -23,7 +24,7 @@ _HARD_S = 10.0
 
 
 def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"ringdance {name}",
         description=description,
         epilog=epilog,

@@ -21,6 +21,7 @@ from ringdance.launch.order import (
     run_in_terminal,
 )
 from ringdance.launch.output import Style
+from ringdance.launch.parser import Parser, rank_count
 from ringdance.launch.ssh import add_ssh_options, reach_of
 
 _EPILOG = """\
@@ -51,7 +52,7 @@ Look = Callable[[Ready, Callable[[str], None]], None]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ringdance run",
         usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
         description="Run a command as N ranks of one MPI job, on this machine or on several.",
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
+    add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ringdance.cluster.hostfile import NAME, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
+from ringdance.launch.parser import Parser
 from ringdance.launch.ssh import add_ssh_options, reach_of
 from ringdance.tools import report, saved
 from ringdance.tools.preflight import examined
@@ -30,7 +31,7 @@ exit code: 0 if nothing is wrong (notes do not count), 1 if something is, 2 if t
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="ringdance doctor",
         description="Look for what makes training fail, hang or crawl, and say the line that mends it.",
         epilog=_EPILOG,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ringdance.launch.order import as_program
+from ringdance.launch.parser import Parser
 from ringdance.tools.hosts import deeds
 from ringdance.tools.hosts.members import Members, add_arguments, members_of
 
@@ -36,7 +37,7 @@ class Command(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="ringdance hosts",
         description="Look at hosts, run commands on them, copy files to them, end what was started there.",
         epilog=_EPILOG,

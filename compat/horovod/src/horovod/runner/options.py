@@ -11,6 +11,7 @@ from typing import Any
 
 import horovod
 from horovod.runner.common.util import config_parser
+from ringdance.launch.parser import Parser, rank_count
 from ringdance.settings import KNOBS
 
 __all__ = ["DEFAULTS", "parse_args"]
@@ -76,7 +77,7 @@ class _Deprecated(argparse.Action):
 
 def _parser() -> argparse.ArgumentParser:
     # Without defaults: what is in the namespace has been given on the command line.
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="horovodrun",
         usage="horovodrun -np N [options] COMMAND [ARGUMENTS...]",
         description="Run a command as N processes of one job, by Ringdance.",
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-v", "--version", action="version", version=horovod.__version__, help="print the version")
     add("-np", "--num-proc", type=int, metavar="N", help="number of processes (default: the slots given)")
+    add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     add("-cb", "--check-build", **_NO_VALUE, help="print what is available, and exit")
     add("--disable-cache", **_NO_VALUE, help="look at the hosts anew, even if all was well minutes ago")
     add(

@@ -1,0 +1,44 @@
+"""Command lines that know what was meant by a misspelt option or command."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+_UNKNOWN = "unrecognized arguments:"
+_CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors name the option or command that comes closest."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse, and end with an error of this (sub)command where something is not known to it."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"{_UNKNOWN} {' '.join(rest)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and `message`, with what was probably meant, and exit with code 2."""
+        word, known, choice = "", list[str](), _CHOICE.search(message)
+        if message.startswith(_UNKNOWN):
+            word = next((w.partition("=")[0] for w in message.split()[2:] if w.startswith("-")), "")
+            known = list(self._option_string_actions)
+        elif choice:
+            word, known = choice[1], re.findall(r"[^\s,']+", choice[2])
+        near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+
+
+def rank_count(text: str) -> int:
+    """The number in `-n 2`; also in `-np2`, which argparse takes for `-n p2`."""
+    try:
+        return int(text.removeprefix("p"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks") from None
