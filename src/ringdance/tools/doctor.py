@@ -15,6 +15,7 @@ from ringdance.tools import report, saved
 from ringdance.tools.preflight import examined
 from ringdance.tools.probe import PROBES, QUICK
 from ringdance.tools.registry import SEVERITIES, Wanted, all_checks
+from ringdance.tools.waiting import Waiting
 
 _EPILOG = """\
 examples:
@@ -85,15 +86,17 @@ def _main(arguments: argparse.Namespace) -> int:
         here=os.getcwd(),
     )
     probes, measured = _probes(arguments.check, arguments.quick)
-    facts, results = examined(
-        tuple(slots),
-        wanted,
-        probes,
-        arguments.seconds,
-        reach_of(arguments),
-        arguments.check or None,
-        30.0 if measured else 0.0,
-    )
+    with Waiting() as waiting:
+        facts, results = examined(
+            tuple(slots),
+            wanted,
+            probes,
+            arguments.seconds,
+            reach_of(arguments),
+            arguments.check or None,
+            30.0 if measured else 0.0,
+            waiting,
+        )
     if arguments.save:
         saved.save(arguments.save, facts, results)
     changed = saved.changes(old, facts, results) if old is not None else None

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,8 @@ from ringdance.tools.probe import MARK, request
 from ringdance.tools.registry import Facts, Wanted
 
 _SPARE_S = 30.0  # for ssh and for starting Python, beyond the time that the probes have
+
+_MOST_NAMED = 4  # hosts that have not answered
 
 _KINDS = (
     ("Permission denied", "refused"),
@@ -51,11 +53,12 @@ def command(host: str, module: str, local: Collection[str], reach: Reach) -> lis
 
 def gather(
     hosts: Sequence[str],
-    probes: Iterable[str],
+    probes: Collection[str],
     wanted: Wanted,
     seconds: float,
     reach: Reach,
     local: Collection[str],
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Facts]:
     """Facts of each host, all asked at once; one that does not answer: only why, under "reach".
 
@@ -66,13 +69,23 @@ def gather(
         seconds: time for the probes.
         reach: how other hosts are reached.
         local: those of `hosts` that are this machine.
+        tell: told what is being waited for.
     """
     found: dict[str, Facts] = {}
+    slow = ", importing frameworks" if "frameworks" in probes else ""
+
+    def tell_hosts() -> None:
+        left = [host for host in hosts if host not in found]
+        more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+        tell(f"looking at {', '.join(left[:_MOST_NAMED])}{more}{slow}")
+
+    tell_hosts()
     with _marks(wanted.folders) as marks:
         asked = request(probes, replace(wanted, marks=marks), seconds)
 
         def one(host: str) -> None:
             found[host] = _ask(host, asked, seconds + _SPARE_S, reach, local)
+            tell_hosts()
 
         threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
         for thread in threads:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ringdance.tools.probes import files
@@ -39,18 +40,19 @@ _DISTRIBUTIONS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-
 
 def look(wanted: Wanted) -> dict[str, Any]:
     """For each installed framework: what it said of itself, or the error that its import ended with."""
-    found: dict[str, Any] = {}
-    for name, script in _SCRIPTS.items():
-        if not any(_installed(distribution) for distribution in _DISTRIBUTIONS[name]):
-            continue
-        program = f"{script}\nimport json; print('\\n::found::' + json.dumps(found))"
-        code, said, errors = files.run([sys.executable, "-P", "-c", program], _LIMIT_S, _environment())
-        mark = said.rpartition("::found::")[2]
-        if code == 0 and mark:
-            found[name] = json.loads(mark)
-        else:
-            found[name] = {"error": files.last_line(errors) or f"exit code {code}"}
-    return {"of": found}
+    names = [name for name in _SCRIPTS if any(map(_installed, _DISTRIBUTIONS[name]))]
+    with ThreadPoolExecutor(max(1, len(names))) as pool:  # each import takes seconds
+        return {"of": dict(zip(names, pool.map(_ask, names), strict=True))}
+
+
+def _ask(name: str) -> dict[str, Any]:
+    program = f"{_SCRIPTS[name]}\nimport json; print('\\n::found::' + json.dumps(found))"
+    code, said, errors = files.run([sys.executable, "-P", "-c", program], _LIMIT_S, _environment())
+    mark = said.rpartition("::found::")[2]
+    if code == 0 and mark:
+        found: dict[str, Any] = json.loads(mark)
+        return found
+    return {"error": files.last_line(errors) or f"exit code {code}"}
 
 
 def _environment() -> dict[str, str]:
