@@ -211,6 +211,26 @@ class EngineEnd(ProcessSets):
         """The engine thread has ended in an error: nothing would start asynchronous work any more."""
         self.fail(self._failure(error))
 
+    def _fail_for(self, who: str) -> None:
+        """Fail because a rank has died."""
+        self.departed = who
+        self.fail(
+            RankLostError(
+                f"{who} died while {self.identity} waited for it. Look for its last output, "
+                "or for the kernel's out-of-memory killer (dmesg) on its host."
+            )
+        )
+
+    def _fail_by(self, error: Exception) -> None:
+        """Fail because of an error in the engine or in MPI, which may mean that a rank has died."""
+        lost = self.transport.lost(error)
+        if lost is None:
+            self.fail(self._failure(error))
+            return
+        self._read_notes()  # what it has sent before it went says more
+        if not self.closed:
+            self._fail_for(", ".join(str(self.transport.identities[place]) for place in lost) or "A rank")
+
     def _failure(self, error: BaseException) -> EngineError:
         failure = EngineError(f"The engine of {self.identity} failed: {type(error).__name__}: {error}")
         failure.__cause__ = error

@@ -243,7 +243,7 @@ class Engine(EngineEnd):
         except CollectiveError as error:
             self.fail(error)
         except Exception as error:
-            self.fail(self._failure(error))
+            self._fail_by(error)
         except BaseException as error:
             self.fail(
                 EngineError(f"{self.identity} was interrupted ({type(error).__name__}) during an exchange.")
@@ -298,7 +298,7 @@ class Engine(EngineEnd):
         try:
             self._look()
         except Exception as error:
-            self.fail(self._failure(error))
+            self._fail_by(error)
 
     def _look(self) -> None:
         self._read_notes()
@@ -322,14 +322,7 @@ class Engine(EngineEnd):
         if not self.closed and state.transport.state(place) == "gone":
             self._read_notes()  # what it has sent before it went says more
         if not self.closed and state.transport.state(place) == "gone":
-            who = state.transport.identities[place]
-            self.departed = str(who)
-            self.fail(
-                RankLostError(
-                    f"{who} died while {self.identity} waited for it. Look for its last output, "
-                    "or for the kernel's out-of-memory killer (dmesg) on its host."
-                )
-            )
+            self._fail_for(str(state.transport.identities[place]))
 
     def _hear(self, sender: int, note: dict[str, Any]) -> None:
         kind = note["kind"]

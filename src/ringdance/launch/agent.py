@@ -11,8 +11,8 @@ once, ``{"put": name}`` with a file's bytes, ``{"spawn": n, "command"}``, ``{"to
 "failed"}``, and what chores.py does. Agent to launcher: ``{"facts"}``, ``{"ready", "problem"}``,
 ``{"from": connection, "message"}``,
 ``{"from", "stream": 0 or 1}`` with bytes (none: its end), ``{"from", "closed"}``, ``{"took": connection}``,
-``{"said"}`` with bytes, ``{"spawned": n, "code"}``, ``{"died": pid, "name", "signal"}``, ``{"pong"}``,
-``{"file": name, "last"}`` with bytes (no bytes: its end), ``{"cleaned": bool}``.
+``{"said"}`` with bytes, ``{"spawned": n, "code", "time"}``, ``{"died": pid, "name", "signal"}``,
+``{"pong"}``, ``{"file": name, "last"}`` with bytes (no bytes: its end), ``{"cleaned": bool}``.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class _Agent:
             process.returncode = code  # Popen shall not wait for it again
             if process.stdout and not process.stdout.closed and self._ready(process.stdout.fileno()):
                 self._pass_on(process)
-            self._launcher.send({"spawned": number, "code": code})
+            self._launcher.send({"spawned": number, "code": code, "time": time.time()})
             if code == 128 + signal.SIGKILL:  # so its shell tells that the daemon was killed
                 code, name = -signal.SIGKILL, _DAEMON
         if code < 0 and name.startswith(_DAEMONS):  # else the users' own: what becomes of those is theirs

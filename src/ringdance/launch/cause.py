@@ -16,6 +16,11 @@ _OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 # Of all threads that Python's faulthandler lists, the one in which the signal arose.
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _LONGEST_LINE = 300
+_LOST_PEER = "MPI_ERR_PROC_FAILED"  # what mpi4py raises where a peer has died
+# Codes with which Open MPI ends a process whose peer has died: its MPI_ERR_UNKNOWN ("Socket closed") and
+# MPI_ERR_PROC_FAILED.
+_LOST_PEER_CODES = (14, 75, 76)
+_LATE_S = 0.5  # peers may notice a rank's end before its wrapper does
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,9 @@ class Cause:
         host: name of its machine.
         pid: of the process.
         time: seconds since the epoch.
-        kind: "exception", "exit" (ended early), "code", "signal", "ended" (by mpiexec), "early",
-            "vanished", "launcher", or, telling of another rank's failure, "lost", "stall".
+        kind: "exception", "exit" (ended early), "code", "peer" (by the MPI library), "signal", "ended" (by
+            mpiexec), "early", "vanished", "launcher", "daemon" (mpiexec's on another host ended), or, telling
+            of another rank's failure, "lost", "stall".
         message: one line.
         traceback: several lines, or "".
         code: the job's exit code, for kind "launcher".
@@ -46,7 +52,18 @@ class Cause:
     @property
     def follows(self) -> bool:
         """Whether it tells of another rank's failure."""
-        return self.kind in ("lost", "stall") or self.message.rpartition(".")[2].startswith(_OF_OTHERS)
+        told = self.message.rpartition(".")[2]
+        return self.kind in ("lost", "stall") or told.startswith(_OF_OTHERS) or _LOST_PEER in self.message
+
+    @property
+    def of_an_end(self) -> bool:
+        """Whether it tells that another rank has ended."""
+        return self.follows and ("RankLostError" in self.message or _LOST_PEER in self.message)
+
+    def names(self, ended: Ended) -> bool:
+        """Whether it tells of that rank's end."""
+        who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # transport.base.Identity
+        return self.of_an_end and who in self.message.partition(" died while ")[0]
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,11 @@ class Verdict:
     cause: Cause
     code: int
     others: tuple[Cause, ...]
+
+    @property
+    def follows(self) -> bool:
+        """Whether the cause tells that something else has ended, which may still be reported."""
+        return self.cause.kind in ("ended", "peer", "early") or self.cause.of_an_end
 
 
 def parse_mark(line: bytes) -> Cause | None:
@@ -129,6 +151,8 @@ def of_end(ended: Ended) -> Cause | None:
         kind, message = "vanished", "its wrapper process vanished (killed?), and the rank with it"
     elif ended.by_mpiexec:
         kind, message = "ended", "ended by mpiexec"
+    elif ended.code in _LOST_PEER_CODES and not last:
+        kind, message = "peer", f"exited with code {ended.code}, as by Open MPI where another rank has ended"
     elif ended.code < 0:
         kind, message = "signal", f"killed by {signal_name(-ended.code)} (signal {-ended.code})"
         if ended.code == -signal.SIGKILL:
@@ -178,7 +202,7 @@ def judge(
         if rank in found and found[rank].kind == "exit" and (end.code or 0) > 0 and not end.by_mpiexec:
             message = f"exited with code {end.code} while other ranks waited for it{_reason(end)}"
             found[rank] = replace(found[rank], message=message)
-    if not found and not outside:
+    if not found and all(cause.kind == "daemon" for cause in outside):  # after ranks that all ended well
         return None
     candidates = [*found.values(), *outside, *_early(found, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
@@ -198,7 +222,7 @@ def _weight(cause: Cause) -> int:
         return 1
     if cause.kind == "early":
         return 2
-    if cause.kind == "ended" or (cause.kind == "signal" and "SIGTERM" in cause.message):  # by mpiexec
+    if cause.kind in ("ended", "peer"):
         return 3
     return 4 if cause.follows else 0
 
@@ -207,7 +231,9 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
     """Ranks that ended with 0 before others failed, if nothing better explains that failure."""
     if not found:
         return []
-    first = min(cause.time for cause in found.values())
+    until = min(cause.time for cause in found.values())
+    if all(cause.kind in ("ended", "peer") or cause.of_an_end for cause in found.values()):
+        until += _LATE_S
     return [
         Cause(
             end.rank,
@@ -218,13 +244,13 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
             "ended with exit code 0 while other ranks still ran",
         )
         for end in ended.values()
-        if not end.failed and end.time <= first
+        if not end.failed and (end.time <= until or any(cause.names(end) for cause in found.values()))
     ]
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
     """The exit code of the first failing rank that has one of its own, or 0."""
-    if first.kind in ("launcher", "early"):
+    if first.rank is None or first.kind == "early":
         return first.code
     for cause in (first, *others):
         end = ended.get(cause.rank) if cause.rank is not None else None

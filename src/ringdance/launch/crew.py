@@ -144,6 +144,11 @@ class Crew:
         """Whether any has failed."""
         return any(rank.ended and rank.ended.failed for rank in self._ranks.values())
 
+    def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
+        """When those of these ranks were ended that mpiexec has ended."""
+        ends = (rank.ended for rank in self._ranks.values() if rank.rank in numbers)
+        return [end.time for end in ends if end and end.by_mpiexec]
+
     @property
     def completed(self) -> bool:
         """Whether all have ended well."""
@@ -159,6 +164,11 @@ class Crew:
         for rank in self._ranks.values():
             if rank.running:
                 rank.channel.send({"signal": number})
+
+    def release(self) -> None:
+        """Let mpiexec see that all ranks have ended."""
+        for rank in self._ranks.values():
+            rank.channel.send({"over": True})
 
     def own_failure_told(self) -> bool:
         """Whether one that still runs has told of a failure of its own."""

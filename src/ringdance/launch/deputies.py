@@ -52,6 +52,9 @@ class Events(Protocol):
     def host_failed(self, host: str, message: str, lost: bool) -> None:
         """A host is lost, or a program of the job's that is no rank was killed there."""
 
+    def daemon_ended(self, host: str, code: int, when: float) -> None:
+        """What mpiexec has started there has ended; seconds since the epoch."""
+
     def file_came(self, name: str, data: bytes, last: bool) -> None:
         """A part of a file that a rank has left in the job's folder on its host, or its end."""
 
@@ -246,6 +249,7 @@ class Deputies:
             events.mpiexec_said(payload)
         elif "spawned" in message:
             self._doors[message["spawned"]](message["code"])
+            events.daemon_ended(host, message["code"], message["time"])
         elif "died" in message:
             name = signal_name(message["signal"])
             why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"

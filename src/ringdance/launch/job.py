@@ -17,6 +17,7 @@ from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.crew import Crew
 from ringdance.launch.deputies import Deputies, RankChannel
 from ringdance.launch.here import Here, door_script, write_private
+from ringdance.launch.hosts import Host
 from ringdance.launch.lines import DOOR, MACHINES, machine_file, session_environment
 from ringdance.launch.output import Banner
 from ringdance.launch.plan import Plan
@@ -28,6 +29,7 @@ from ringdance.launch.wire import OWN_FOLDER, SHARED, Channel, host_folder, host
 _SEE_S = 1.0  # after the first failure the other ranks may say what they see
 # (a rank that has told of a failure of its own gets as much again: its exit code becomes the job's)
 _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have told them
+_CAUSE_S = 1.0  # another host may report the failure that others follow from
 _TERM_S = 0.2  # after SIGTERM they may put their things in order
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 _CLEAN_S = 6.0
@@ -62,6 +64,7 @@ class Job:
         self._daemons_wanted = self._tried_again = False
         self._banner = Banner(options.err)
         self._signal = 0
+        self._cause_until = 0.0
         self._signals = Signals()
         self._ending = self._waited = self._cleaning = self._swept = self._done = False
 
@@ -222,6 +225,7 @@ class Job:
         if rank.ended.failed:
             self._expect("see", _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
         if self._crew.over:
+            self._crew.release()
             soon = self._crew.failed or self._ending or self._mpiexec[1] is not None
             self._expect("clean", 0.05 if soon else _EXIT_S)
 
@@ -256,20 +260,32 @@ class Job:
 
     def host_failed(self, host: str, message: str, lost: bool) -> None:
         self._say(f"host {host}: {message}")
-        placed = next(found for found in self._plan.hosts if found.name == host)
-        where = f"host {host} (ranks {_numbers(placed.ranks)})"
         if self._cleaning:
             if lost and self._results_wanted:
-                self._fail_outside(f"{where}: {message}, before all that its ranks returned had come", 1)
+                why = f"{message}, before all that its ranks returned had come"
+                self._fail_outside(f"{self._named(host)}: {why}", 1)
             if lost and self._deputies.gone:
                 self.agents_clean()
         elif not self._ending or lost:
-            self._fail_outside(f"{where}: {message}", 1)
+            self._fail_outside(f"{self._named(host)}: {message}", 1)
 
-    def _fail_outside(self, message: str, code: int) -> None:
-        self._outside.append(
-            Cause(None, os.uname().nodename, os.getpid(), time.time(), "launcher", message, code=code or 1)
-        )
+    def daemon_ended(self, host: str, code: int, when: float) -> None:
+        # Open MPI's own does so only after its ranks, or in consequence of a failure that came before.
+        running = self._crew.come and not self._crew.completed and not self._ending
+        if code and running and self._plan.mpi.family == "openmpi":
+            before = self._crew.ended_by_mpiexec(self._placed(host).ranks)  # by this daemon
+            why = f"mpiexec's daemon (prted) ended with code {code} while ranks ran. Was it killed?"
+            self._fail_outside(f"{self._named(host)}: {why}", 1, "daemon", min([when, *before]))
+
+    def _placed(self, host: str) -> Host:
+        return next(found for found in self._plan.hosts if found.name == host)
+
+    def _named(self, host: str) -> str:
+        return f"host {host} (ranks {_numbers(self._placed(host).ranks)})"
+
+    def _fail_outside(self, message: str, code: int, kind: str = "launcher", when: float = 0.0) -> None:
+        at = when or time.time()
+        self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
         self._expect("see", 0.1)
 
     def _expect(self, name: str, seconds: float) -> None:
@@ -289,10 +305,22 @@ class Job:
         if self._crew.own_failure_told() and not self._waited:
             self._waited = True
             self._expect("see", _SEE_S)
-        elif self._deputies.pending and not self._outside:
-            self._expect("see", 0.2)  # a silent host may be the cause
+        elif self._cause_is_awaited():
+            self._expect("see", 0.05)
         else:
             self._terminate(_TERM_S)
+
+    def _cause_is_awaited(self) -> bool:
+        """Whether another host may still report why ranks have failed: what is known only follows from it."""
+        if self._outside or self._signal or not self._plan.wide:
+            return False
+        if self._deputies.pending:  # a silent host may be the cause
+            return True
+        verdict, _ = conclude(self._crew.everyone(), (), None)
+        if verdict is None or not verdict.follows:
+            return False
+        self._cause_until = self._cause_until or time.monotonic() + _CAUSE_S
+        return time.monotonic() < self._cause_until
 
     def _terminate(self, seconds: float) -> None:
         if not self._ending:
@@ -302,8 +330,8 @@ class Job:
 
     def _on_clean(self) -> None:
         """The end: nothing of the job may be left, on the other hosts first, which report to here."""
-        if self._deputies.pending and not self._outside and not self._crew.completed:
-            self._expect("clean", 0.2)
+        if not self._crew.completed and self._cause_is_awaited():
+            self._expect("clean", 0.05)
             return
         self._deadlines.clear()
         self._cleaning = self._ending = self._banner.quiet = True

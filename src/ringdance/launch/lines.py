@@ -112,6 +112,10 @@ def _openmpi(given: Given) -> _Options:
         if not given.infiniband:
             variables["OMPI_MCA_pml"] = "ob1"
             left_out += ["openib", "ofi", "uct", "usnic", "ugni", "portals4"]
+            if given.mpi.major >= 5:
+                # A connection that a dead rank has closed is an error of the call, not the end of the
+                # process: the engine raises RankLostError. (With ob1 only: it would replace UCX.)
+                variables["OMPI_MCA_mpi_ft_enable"] = "1"
         if left_out:
             variables["OMPI_MCA_btl"] = "^" + ",".join(left_out)
         if given.include:

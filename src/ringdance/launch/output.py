@@ -24,6 +24,8 @@ Sink = Callable[[bytes], None]
 _LONGEST = 8 << 20
 # By Python for an uncaught exception, by its faulthandler for a fatal signal.
 _TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
+_LOST_PEER = re.compile(rb"NBC_Progress: an error -?\d+ was found|Error in NBC_Start_round")
+"""What Open MPI prints, at times with an empty line after it, where a peer has died; the error says more."""
 HELD_S = 3.0
 """A traceback on stderr waits so long, to be shown once, as the cause, should it be the rank's last words."""
 
@@ -152,6 +154,7 @@ class Stream:
         self.held_since: float | None = None
         self.marks: list[Cause] = []
         self._last = b""
+        self._skips_empty = False
 
     def feed(self, data: bytes) -> None:
         """Take what the rank wrote."""
@@ -179,8 +182,11 @@ class Stream:
         shown: list[bytes] = []
         for piece in pieces:
             mark = parse_mark(piece) if MARK in piece else None
+            skips, self._skips_empty = self._skips_empty, bool(_LOST_PEER.match(piece))
             if mark:
                 self.marks.append(mark)
+                continue
+            if self._skips_empty or (skips and not piece.strip()):
                 continue
             self._last = piece if piece.strip() else self._last
             if self.held_since is not None:
@@ -239,6 +245,7 @@ _KNOWN = re.compile(
     rb"|MPI_ABORT was invoked|exited (on signal|without)|non-zero (exit )?(status|code)|Per user-direction"
     rb"|BAD TERMINATION|EXIT CODE:|CLEANING UP REMAINING|IGNORE THE BELOW|RUNNING AT|KILLED BY SIGNAL"
     rb"|APPLICATION TERMINATED WITH THE EXIT STRING|typically refers to a problem with your application"
+    rb"|you have requested support for fault tolerance|help-mpi-ft\.txt"
     rb"|Please see the FAQ page|causing the job to be terminated|This does not necessarily mean"
 )
 

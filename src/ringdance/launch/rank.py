@@ -7,10 +7,11 @@ rank and to report. The rank's stdout and stderr are pipes whose reading ends ar
 so the launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", ..., "host", "port"}`` with stdout and stderr to read, then
-``{"pid"}``, then ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": whether the
-front went first}``.
+``{"pid"}``, then ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did mpiexec
+end it}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": rank 0's}`` with a descriptor of what the rank
-reads; then ``{"signal": n}`` for the rank; closing the connection ends the rank at once.
+reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection ends
+the rank at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_AFTER_FAILURE_S = 1.5
+_BEFORE_OTHERS_S = 1.5
 FOLDER = "RINGDANCE_JOB_FOLDER"
 """Environment variable of the rank: the job's folder on its host."""
 
@@ -123,7 +124,7 @@ class _Supervisor:
         self._channel, self._front = channel, front
         self._wake = _wake_on_signals()
         self._child = 0
-        self._front_gone = False
+        self._front_gone = self._told_to_end = False
         self._held_port: socket.socket | None = None
 
     def run(self, command: list[str]) -> int:
@@ -142,17 +143,19 @@ class _Supervisor:
         if self._child == 0:
             _exec(command, where, port, [stdin, out[1], err[1]], parent)
         for number in _FORWARDED:
-            signal.signal(number, lambda number, _: self._pass_on(number))
+            signal.signal(number, lambda number, _: self._from_front(number))
         for descriptor in (stdin, *out, *err):
             os.close(descriptor)
         self._channel.send({"pid": self._child})
         code = self._wait()
         if code is None:
             return 1
-        self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": self._front_gone})
-        if code and not self._front_gone:
-            # mpiexec ends the others when it sees a failure: give them a moment to say what they saw.
-            select.select([self._channel.sock.fileno(), self._front], [], [], _AFTER_FAILURE_S)
+        by_mpiexec = self._front_gone or (self._told_to_end and code == -signal.SIGTERM)
+        self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec})
+        if not self._front_gone:
+            # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
+            # code: give them a moment to say what they saw.
+            select.select([self._channel.sock.fileno(), self._front], [], [], _BEFORE_OTHERS_S)
         return code if code >= 0 else 128 - code
 
     def _announce(
@@ -171,6 +174,10 @@ class _Supervisor:
             for message in messages:
                 numbers, port = message.get("go", numbers), message.get("port", port)
         return (numbers, port, descriptors[0]) if descriptors else None
+
+    def _from_front(self, number: int) -> None:
+        self._told_to_end |= number == signal.SIGTERM
+        self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
         try:
@@ -195,6 +202,7 @@ class _Supervisor:
             readable, _, _ = select.select(watched, [], [])
             if self._wake in readable:
                 os.read(self._wake, 512)
+                continue  # a rank that has ended by itself is not one that mpiexec ends
             if self._front in readable:
                 # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
                 watched.remove(self._front)

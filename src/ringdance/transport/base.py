@@ -159,6 +159,10 @@ class Transport(abc.ABC):
     def state(self, place: int) -> str:
         """Return "running", "stopped", "gone" or, for a member on another host, "unknown"."""
 
+    def lost(self, error: BaseException) -> list[int] | None:
+        """Return the places of members that have died, as far as known, if ``error`` says so, else None."""
+        return None
+
     @abc.abstractmethod
     def close(self, agreed: bool) -> None:
         """Give everything back. ``agreed``: all members do so, nothing is in flight."""

@@ -23,6 +23,7 @@ from ringdance.transport.window import Window, window_size
 __all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "meet", "rank_list", "world_transport"]
 
 _log = logging.getLogger("ringdance")
+_FAILED_S = 0.3
 
 
 class _MpiPending:
@@ -176,20 +177,62 @@ class MpiTransport(Transport):
         return Hierarchy(sizes, min(areas), self._cross)
 
     def post(self, place: int, message: bytes) -> None:
-        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        self._sent = [pair for pair in self._sent if not self._left(pair[0])]
         data = np.frombuffer(message, np.uint8)
         self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=place, tag=1), data))
+
+    def _left(self, request: Any) -> bool:
+        """Return whether a note is on its way, or never will be as its receiver has died."""
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception as error:
+            if self.lost(error) is None:
+                raise
+            return True
 
     def messages(self) -> list[tuple[int, bytes]]:
         notes: list[tuple[int, bytes]] = []
         status = self._mpi.Status()
         while True:
-            message = self._notes.Improbe(tag=1, status=status)
+            try:
+                message = self._notes.Improbe(tag=1, status=status)
+            except self._mpi.Exception as error:
+                if self.lost(error) is None:
+                    raise
+                return notes  # what had arrived was found before the loss of a rank is told
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
             message.Recv([data, self._mpi.BYTE])
             notes.append((status.Get_source(), data.tobytes()))
+
+    def lost(self, error: BaseException) -> list[int] | None:
+        mpi = self._mpi
+        if not isinstance(error, mpi.Exception) or len(self.host_group) == self.size:
+            return None
+        told = error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        until = time.monotonic() + _FAILED_S
+        while True:  # a send that fails may be told before the end of its receiver
+            places = self._failed()
+            if places or told or time.monotonic() > until:
+                return places if places or told else None
+            time.sleep(1e-3)
+
+    def _failed(self) -> list[int]:
+        """Return the places of members that the library knows to have died."""
+        try:
+            self._notes.Iprobe(tag=1)  # makes it look
+        except self._mpi.Exception:
+            pass
+        try:
+            failed = self._comm.Get_failed()
+        except NotImplementedError:  # by an MPI library without fault tolerance
+            return []
+        own = self._comm.Get_group()
+        places = self._mpi.Group.Translate_ranks(failed, list(range(failed.Get_size())), own)
+        failed.Free()
+        own.Free()
+        return list(places)
 
     def state(self, place: int) -> str:
         if place not in self.host_group:

@@ -106,6 +106,28 @@ def test_a_killed_mpiexec_comes_before_what_follows() -> None:
     assert found.code == 137
 
 
+def test_a_terminated_rank_comes_before_what_mpiexec_and_its_library_end() -> None:
+    ends = [ended(0, 14, 1.0), ended(1, -15, 1.2), ended(2, -15, 1.1, by_mpiexec=True), ended(3, 75, 1.0)]
+    found = verdict([mark(4, 1.0, "mpi4py.MPI.Exception: MPI_ERR_PROC_FAILED: Process Failure")], *ends)
+    assert (found.cause.rank, found.code) == (1, 143)
+
+
+def test_a_rank_that_left_is_named_though_a_peer_noticed_it_first() -> None:
+    lost = "ringdance.errors.RankLostError: rank 1 on host h (pid 101) died while rank 0 on host h waited"
+    found = verdict([mark(0, 1.0, lost)], ended(0, 1, 1.1), ended(1, 0, 9.0), ended(2, 0, 8.0))
+    assert (found.cause.rank, found.code) == (1, 1)
+    found = verdict([], ended(0, 75, 1.0), ended(1, 0, 1.2))
+    assert found.cause.rank == 1
+
+
+def test_a_daemon_that_ended_before_any_rank_failed_is_the_cause() -> None:
+    daemon = Cause(None, "h", 1, 1.1, "daemon", "host h: mpiexec's daemon ended")
+    ends = [ended(0, -9, 1.0, by_mpiexec=True), ended(1, -11, 1.2)]
+    assert verdict([], *ends, outside=[daemon]).cause is daemon
+    assert verdict([], ended(0, 3, 1.0), outside=[daemon]).code == 3
+    assert judge([], {0: ended(0, 0)}, [daemon]) is None
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_never_zero(seed: int) -> None:
     chance = random.Random(seed)

@@ -1,0 +1,70 @@
+"""A rank dies on one of three hosts: it is named first, with its cause and code; the others clean up."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+RUN = (sys.executable, "-m", "ringdance", "run", "--no-check")
+LAYOUTS = ("h1:2,h2:1,h3:1", "h1:1,h2:2,h3:3")
+# How rank 2 ends, what is said of that, and the job's exit code.
+DEATHS = {
+    "kill": ("os.kill(os.getpid(), 9)", r"killed by SIGKILL \(signal 9\)", 128 + signal.SIGKILL),
+    "term": ("os.kill(os.getpid(), 15)", r"killed by SIGTERM \(signal 15\)", 128 + signal.SIGTERM),
+    "abort": ("os.abort()", r"killed by SIGABRT \(signal 6\)", 128 + signal.SIGABRT),
+    "exit 0": ("os._exit(0)", "ended with exit code 0 while other ranks still ran", 1),
+    "exit 3": ("os._exit(3)", "exited with code 3", 3),
+}
+WORK = """
+import os, time
+import numpy as np
+import ringdance.numpy as rd
+from ringdance.errors import RankLostError
+rd.init()
+try:
+    for step in range(400):
+        if rd.rank() == 2 and step == {step}:
+            {death}
+        rd.allreduce(np.ones({count}), name="x")
+        time.sleep({pause})
+except RankLostError:
+    print("except", flush=True)
+    raise
+finally:
+    print("finally", flush=True)
+"""
+
+
+@pytest.mark.parametrize("trial", range(int(os.environ.get("DEATH_TRIALS", "6"))))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("death", DEATHS)
+def test_who_died(three_hosts: Hosts, tmp_path: Path, death: str, layout: str, trial: int) -> None:
+    do, words, code = DEATHS[death]
+    program = tmp_path / "work.py"
+    count, pause = (50, 0.01) if trial % 2 else (300_000, 0.0)
+    program.write_text(WORK.format(step=5 + 7 * trial, death=do, count=count, pause=pause))
+    done = three_hosts.run("h1", *RUN, "-H", layout, "python", str(program))
+    assert re.search(rf"first failure: rank 2 of \d on h[23], pid \d+: {words}", done.stderr), done.stderr
+    assert done.returncode == code, done.stderr
+    others = sum(int(count) for count in re.findall(r":(\d)", layout)) - 1
+    told = done.stdout + done.stderr
+    assert done.stdout.count("> except\n") == done.stdout.count("> finally\n") == others, told
+    assert "first failure: rank" not in done.stderr.partition("\nthen rank")[2]
+    assert "fault tolerance" not in done.stderr
+    assert "NBC_Progress" not in done.stderr
+    left: list[str] = []
+
+    def nothing_left() -> bool:
+        left[:] = [line for name in three_hosts.names for line in three_hosts.leftovers(name)]
+        # (Records of the last batches are what a failed job leaves to be read.)
+        left[:] = [line for line in left if "ringdance-flight-" not in line]
+        return not left
+
+    assert wait_until(nothing_left, 10.0) is not None, left
