@@ -10,8 +10,8 @@ Supervisor to launcher: ``{"rank", "size", ..., "host", "port"}`` with stdout an
 ``{"pid"}``, then ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did mpiexec
 end it}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": rank 0's}`` with a descriptor of what the rank
-reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection ends
-the rank at once.
+reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
+ends the rank at once.
 """
 
 from __future__ import annotations

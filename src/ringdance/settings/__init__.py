@@ -18,7 +18,9 @@ from ringdance.errors import SettingError
 from ringdance.settings.knobs import KNOBS, LEGACY_PREFIX, OWN_PREFIX, Knob, Settings
 from ringdance.settings.names import BUILD_NAMES, LAUNCH_PREFIX, LAUNCHER_NAMES, RANK_NAMES
 
-__all__ = ["KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "level_of_caller", "load", "show", "without_effect"]
+__all__ = [
+    "KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "level_of_caller", "load", "show", "without_effect",
+]  # fmt: skip
 
 TOLD = "RINGDANCE_JOB_TOLD"
 """Variable in which a launcher names those variables of which it has said that they have no effect."""
