@@ -19,7 +19,8 @@ from ringdance.settings.knobs import KNOBS, LEGACY_PREFIX, OWN_PREFIX, Knob, Set
 from ringdance.settings.names import BUILD_NAMES, LAUNCH_PREFIX, LAUNCHER_NAMES, RANK_NAMES
 
 __all__ = [
-    "KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "level_of_caller", "load", "show", "without_effect",
+    "KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "level_of_caller", "load", "show",
+    "without_effect",
 ]  # fmt: skip
 
 TOLD = "RINGDANCE_JOB_TOLD"
