@@ -21,6 +21,7 @@ MARKER = "RINGDANCE_JOB"
 _JOB = re.compile(rb"(?:^|\0)" + MARKER.encode() + rb"=([0-9a-f]{8,})(?=\0|$)")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_IN_CREATE = 0x100  # of inotify
 
 
 def _prctl(option: int, value: int) -> bool:
@@ -32,6 +33,23 @@ def _prctl(option: int, value: int) -> bool:
         return int(ctypes.CDLL(None).prctl(option, value, 0, 0, 0)) == 0
     except (OSError, AttributeError):
         return False
+
+
+def watch_folder(path: str) -> int:
+    """A descriptor that can be read whenever something was made in a folder; -1 if there is no such thing."""
+    if not LINUX:
+        return -1
+    import ctypes
+
+    try:
+        libc = ctypes.CDLL(None)
+        descriptor = int(libc.inotify_init1(os.O_CLOEXEC))
+        if descriptor >= 0 and libc.inotify_add_watch(descriptor, os.fsencode(path), _IN_CREATE) < 0:
+            os.close(descriptor)
+            descriptor = -1
+    except (OSError, AttributeError):
+        return -1
+    return descriptor
 
 
 def die_with_parent() -> bool:

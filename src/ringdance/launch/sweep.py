@@ -26,12 +26,15 @@ _SHM = "/dev/shm"
 _SPARED_S = 0.8
 _LIMIT_S = 4.0
 _ASKED_S = 0.4
-_WATCH_S = 0.1
-_WATCH_SHARE = 0.1  # of a core, at most, while files come and go in /dev/shm all the time
+_USERS_ASKED_S = 1.5  # all processes of the host
+_WATCH_S = 0.002  # from one look at /dev/shm to the next
+_WATCH_FREE_S = 1.0  # of looking without regard to its cost: most files are made when a job starts
+_WATCH_SHARE = 0.1  # of a core, at most, beyond that
+_POLL_S = 0.1  # then, and where the kernel does not tell of changes
 _NOTES = "shared-memory"
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")  # where PyTorch looks, in this order
 # A file in /dev/shm with another name may be the user's own data, also if a process of the job has mapped it.
-_OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_")
+_OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_")
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 _OF_PYTHON = re.compile(r"torch_\d+_|psm_|sem\.|sem_")
 
@@ -156,32 +159,35 @@ class Sweep:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        known, seen_at, pause = self._before, 0, _WATCH_S
+        known, events, spent = self._before, linux.watch_folder(_SHM), 0.0
         while self._watching:
-            time.sleep(pause)
-            changed = _changed(_SHM)
-            if changed == seen_at:
-                continue
+            if events >= 0:
+                os.read(events, 65536)
             began = time.monotonic()
-            # A file made in the same tick of the kernel's clock would not change that time again.
-            seen_at = changed if time.time_ns() - changed > 50_000_000 else 0
-            new = set(_shared(0.0).values()) - known
+            found = _shared(0.0).items()
+            there = {inode for path, inode in found if not _OF_TORCH.match(os.path.basename(path))}
+            new, known = there - known, there
             if new:
                 pids = linux.job_processes(self._job, self._root)
-                self._note_shared(new & set().union(*map(linux.shared_files, pids)))
-                known = known | new
-            pause = max(_WATCH_S, (time.monotonic() - began) / _WATCH_SHARE)
+                self._note_shared(there & (self._seen | new & set().union(*map(linux.shared_files, pids))))
+            cost = time.monotonic() - began
+            spent += cost
+            often = events >= 0 and spent < _WATCH_FREE_S
+            time.sleep(_WATCH_S if often else max(_POLL_S, cost / _WATCH_SHARE))
 
-    def _note_shared(self, inodes: set[int]) -> None:
-        self._seen |= inodes
-        if inodes and self._watching:
-            with contextlib.suppress(OSError), open(os.path.join(self._folders[0], _NOTES), "a") as file:
-                file.write("".join(f"{inode}\n" for inode in inodes))
+    def _note_shared(self, seen: set[int]) -> None:
+        if seen != self._seen and self._watching:
+            notes = os.path.join(self._folders[0], _NOTES)
+            with contextlib.suppress(OSError):
+                with open(f"{notes}.part", "w") as file:
+                    file.write(" ".join(map(str, seen)))
+                os.replace(f"{notes}.part", notes)
+        self._seen = seen
 
     def _noted(self) -> set[int]:
         try:
             with open(os.path.join(self._folders[0], _NOTES)) as file:
-                return {int(line) for line in file if line.endswith("\n")}
+                return set(map(int, file.read().split()))
         except (OSError, IndexError):
             return set()
 
@@ -207,7 +213,7 @@ class Sweep:
         began, quiet, left = time.monotonic(), 0, set[int]()
         while quiet < 2 and time.monotonic() - began < _LIMIT_S:
             left = linux.job_processes(self._job, self._root)
-            self._mapped |= _used_by(left - self._asked, _ASKED_S)
+            self._mapped |= _used_by(left - self._asked, _ASKED_S)[0]
             self._asked |= left
             self._pids |= left
             # Helpers that unlink shared memory when their clients are dead get a moment to do so.
@@ -227,14 +233,15 @@ class Sweep:
 
         Never by the name alone: what another program has closed and not removed looks the same.
         """
-        suspects = _shared(self._began)
-        mapped = self._mapped - self._before
-        certain = {path for path, inode in suspects.items() if inode in mapped or self._was_ours(path)}
-        if not certain:
+        suspects = {path: inode for path, inode in _shared(self._began).items() if inode not in self._before}
+        ours = {path for path, inode in suspects.items() if inode in self._mapped or self._was_ours(path)}
+        if not ours:
             return
-        in_use = _used_by([int(pid) for pid in os.listdir("/proc") if pid.isdigit()], _ASKED_S)
-        for path in certain:
-            if suspects[path] not in in_use:
+        pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
+        in_use, whole = _used_by(pids, _USERS_ASKED_S)
+        for path in ours:
+            # Another program may have attached it, and be the one that could not be asked.
+            if whole and suspects[path] not in in_use:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
@@ -283,8 +290,8 @@ def _refused(path: str) -> bool:
     return True
 
 
-def _used_by(pids: Iterable[int], seconds: float) -> set[int]:
-    """What those processes use of /dev/shm (inodes), of those that can be asked in that time.
+def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
+    """What those processes use of /dev/shm (inodes), and whether all could be asked in that time.
 
     The kernel makes the reader of a process's map wait while that process changes it, at times for seconds.
     """
@@ -296,11 +303,11 @@ def _used_by(pids: Iterable[int], seconds: float) -> set[int]:
             found.append(linux.shared_files(pid))
 
     if not pids:
-        return set()
+        return set(), True
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
-    return set().union(*list(found))
+    return set().union(*list(found)), not asking.is_alive()
 
 
 def _shared(began: float) -> dict[str, int]:
@@ -308,14 +315,6 @@ def _shared(began: float) -> dict[str, int]:
     names = [name for name in _listed(_SHM) if _OF_MPI.match(name) or _OF_PYTHON.match(name)]
     inodes = {path: _inode_since(path, began - 1.0) for path in (f"{_SHM}/{name}" for name in names)}
     return {path: inode for path, inode in inodes.items() if inode}
-
-
-def _changed(folder: str) -> int:
-    """When something was made or removed in a folder, in nanoseconds since the epoch; 0: there is none."""
-    try:
-        return os.stat(folder).st_mtime_ns
-    except OSError:
-        return 0
 
 
 def _listed(folder: str) -> list[str]:

@@ -14,7 +14,9 @@ from ringdance.launch.wire import bases
 from ringdance.tools.probes import files
 from ringdance.tools.registry import Wanted
 
-_SHARED = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|torch_")
+_SHARED = re.compile(
+    r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_"
+)
 _SESSIONS = ("ompi.*", "prte.*", "pmix-*", "openmpi-sessions-*")
 _OLD_S, _NEW_S = 3600.0, 60.0
 _JOB = re.compile(rb"(?:^|\0)" + linux.MARKER.encode() + rb"=([^\0]*)")
