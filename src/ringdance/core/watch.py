@@ -87,8 +87,8 @@ class StallWatch:
 
         Its fields: ``pending``: set and name of up to 200 requests, ``more``: checksums of the names of the
         others; ``due``: the sets in which this rank takes part in rounds now; ``waiting``: whether a thread
-        waits; ``joined``; ``threads``: see ``stacks.thread_locations``; ``blocked`` and ``quiet``: see
-        ``deadlock.Submitters``.
+        waits; ``joined``; ``stopped``: the ranks of this host whose processes are stopped; ``threads``: see
+        ``stacks.thread_locations``; ``blocked`` and ``quiet``: see ``deadlock.Submitters``.
         """
         tickets = [(s.set_id, t) for s in sets for t in s.tickets() if t.refusal is None]
         return {
@@ -98,6 +98,7 @@ class StallWatch:
             "due": [s.set_id for s in sets if _takes_part(s)],
             "waiting": any(s.waiting for s in sets),
             "joined": any(s.join_ticket is not None for s in sets),
+            "stopped": [r for r in self._transport.host_group if self._transport.state(r) == "stopped"],
             "threads": thread_locations({ticket.thread for _, ticket in tickets}),
             **self.submitters.status(list(sets[0].exchange.progress.callers.values()) if sets else ()),
         }
@@ -208,7 +209,7 @@ class StallWatch:
             set_id=state.set_id,
             others=others,
             answers=inquiry.answers,
-            silent={r: self._outside(r, inquiry.cpu[r]) for r in others if r not in inquiry.answers},
+            silent={r: self._outside(r, inquiry) for r in others if r not in inquiry.answers},
             in_round=state.in_round,
             behind=[state.members[group[place]] for place in behind],
             idle=now - self._moved[state.set_id][1],
@@ -216,16 +217,19 @@ class StallWatch:
             moving=state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
         )
 
-    def _outside(self, rank: int, before: CpuSample | None) -> str:
+    def _outside(self, rank: int, inquiry: _Inquiry) -> str:
         """Say what can be known of a rank that does not answer."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
+        if any(rank in answer["stopped"] for answer in inquiry.answers.values()):  # by a rank on its host
+            state = "stopped"
         if state == "stopped":
             return f"its process is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` continues it"
         if state == "gone":
             return "its process is gone"
-        seen = describe_threads(pid, before) if state == "running" and pid != os.getpid() else ""
+        seen = describe_threads(pid, inquiry.cpu[rank]) if state == "running" and pid != os.getpid() else ""
         if not seen:
-            seen = "its main thread is probably in a call that holds Python's lock"
+            stopped = "its process is stopped, or " if state == "unknown" else ""
+            seen = f"{stopped}its main thread is probably in a call that holds Python's lock"
         return f"{seen}; `py-spy dump --pid {pid}` on that host shows its stack"
 
 

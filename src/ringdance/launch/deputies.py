@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from ringdance.launch.cause import signal_name
 from ringdance.launch.remote import Remote
+from ringdance.launch.wire import Frames
 
 _PING_S = 0.5
 _LATE_S = 1.5  # a host that has not answered for so long may be gone: worth waiting to know
@@ -90,9 +90,6 @@ class Deputies:
         self._channels: dict[tuple[str, int], RankChannel] = {}
         self._doors: dict[int, Callable[[int], None]] = {}
         self._input: tuple[RankChannel, int] | None = None
-        # A thread of its own: the launcher itself may wait long for whoever reads its output.
-        self._pinging = threading.Thread(target=self._ping, daemon=True)
-        self._stopping = threading.Event()
         self._paused = False
         for agent in self._agents.values():
             fd = agent.remote.frames.read_fd
@@ -105,14 +102,11 @@ class Deputies:
             agent.remote.frames.send({**order, "silence": self._silence})
             for name, data in files.items():
                 agent.remote.frames.send({"put": name}, data)
-        if self._agents:
-            self._pinging.start()
 
-    def _ping(self) -> None:
-        while not self._stopping.wait(_PING_S):
-            for agent in self._agents.values():
-                if agent.there:
-                    agent.remote.frames.send({"ping": True})
+    @property
+    def frames(self) -> list[Frames]:
+        """The connections, for pings."""
+        return [agent.remote.frames for agent in self._agents.values()]
 
     @property
     def ready(self) -> bool:
@@ -293,9 +287,6 @@ class Deputies:
 
     def close(self) -> None:
         """End all connections, and so all agents."""
-        self._stopping.set()
-        if self._pinging.is_alive():
-            self._pinging.join()
         for agent in self._agents.values():
             self._watch_room(agent, False)
             if self._selector.get_map().get(agent.remote.frames.read_fd) is not None:

@@ -5,23 +5,29 @@ says so or is gone, however it went. Started by :mod:`ringdance.launch.job` with
 socket pair. Standard library only.
 
 Launcher to guardian: ``{"job", "folders", "began"}``, then ``{"start": argv, "env", "cwd", "alone": bool}``,
-``{"pid": n}`` for each rank, ``{"clean": true, "failed": bool}``.
+``{"pid": n}`` for each rank, ``{"ping": n}`` for each agent with a file and the connection to that agent,
+``{"clean": true, "failed": bool}``.
 Guardian to launcher: ``{"ready"}``, ``{"mpiexec": pid}``, ``{"open": why mpiexec's sockets stay open to the
 network}``, ``{"ended": wait status}``, ``{"cleaned": bool}``.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
 import socket
+import time
 from typing import Any
 
 from . import linux
 from .listening import restrict
 from .sweep import Sweep, make_folders
-from .wire import Channel
+from .wire import Channel, Frames
+
+_PING_S = 0.5
+_PING = Frames.pack({"ping": True})
 
 _LOOK_S = 0.01  # for new sockets of mpiexec, until its first rank runs
 
@@ -32,6 +38,9 @@ class _Guardian:
         self._mpiexec = 0
         self._alone = False  # mpiexec starts, and no other host needs its sockets
         self._sweep: Sweep | None = None
+        # The byte of the file to lock: the file, the connection.
+        self._agents: dict[int, tuple[int, int]] = {}
+        self._next_ping = 0.0
         self._wake, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -40,21 +49,44 @@ class _Guardian:
     def run(self) -> None:
         open_ = True
         while open_:
-            readable, _, _ = select.select(
-                [self._channel.sock.fileno(), self._wake], [], [], _LOOK_S if self._alone else None
-            )
+            watched = [self._channel.sock.fileno(), self._wake]
+            wait = _LOOK_S if self._alone else self._ping()
+            readable, _, _ = select.select(watched, [], [], wait)
             if self._alone:
                 self._restrict()
             if self._wake in readable:
                 os.read(self._wake, 512)
                 self._reap()
             if self._channel.sock.fileno() in readable:
-                messages, _, open_ = self._channel.receive()
+                messages, descriptors, open_ = self._channel.receive()
                 for message in messages:
-                    if not self._obey(message):
+                    if "ping" in message:
+                        self._agents[message["ping"]] = descriptors[0], descriptors[1]
+                        for descriptor in descriptors:
+                            os.set_inheritable(descriptor, False)
+                    elif not self._obey(message):
                         return
+        for _, connection in self._agents.values():
+            os.close(connection)  # nothing else holds it open any more: the agents end
         if self._sweep:
             self._sweep.run()
+
+    def _ping(self) -> float | None:
+        """Tell the agents that the job goes on, whatever the launcher does; seconds until the next time."""
+        now = time.monotonic()
+        if self._agents and now >= self._next_ping:
+            self._next_ping = now + _PING_S
+            for byte, (file, connection) in self._agents.items():
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+                except OSError:
+                    continue  # the launcher is in the middle of a message
+                try:
+                    os.write(connection, _PING)  # whole, or not at all: it is short
+                except OSError:
+                    pass  # much waits to be read there, or the agent is gone
+                fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)
+        return max(0.0, self._next_ping - now) if self._agents else None
 
     def _obey(self, message: dict[str, Any]) -> bool:
         if "job" in message:

@@ -7,11 +7,12 @@ import selectors
 import shlex
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ringdance.launch.sweep import Sweep
-from ringdance.launch.wire import Channel, bare_command
+from ringdance.launch.wire import Channel, Frames, bare_command
 
 
 class Events(Protocol):
@@ -74,6 +75,7 @@ class Here:
         self._pipes: set[int] = set()
         self._pids: list[int] = []
         self._over = self._listens = False
+        self._between = -1
         ours, theirs = socket.socketpair()
         out, err = os.pipe(), os.pipe()
         self._guardian = subprocess.Popen(
@@ -115,6 +117,16 @@ class Here:
             for path, (text, mode) in files.items():
                 write_private(path, text.encode(), mode)
         self._channel.send({"start": list(argv), "env": dict(environ), "cwd": os.getcwd(), "alone": alone})
+
+    def keep_alive(self, connections: Sequence[Frames]) -> None:
+        """Let the guardian send pings to the agents: this process may be stopped, or wait for a reader."""
+        if not connections:
+            return
+        with tempfile.TemporaryFile() as file:
+            self._between = os.dup(file.fileno())
+        for number, frames in enumerate(connections):
+            frames.shared = self._between, number
+            self._channel.send_with({"ping": number}, [self._between, frames.write_fd])
 
     @property
     def socket_path(self) -> str:
@@ -164,6 +176,8 @@ class Here:
         for descriptor in self._pipes:
             os.close(descriptor)
         self._guardian.wait()
+        if self._between >= 0:
+            os.close(self._between)
 
     # --- what comes ----------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class Job:
             for note in self._plan.notes:
                 self._options.err(f"ringdance: {note}\n".encode())
             self._here = Here(self.id, folders, self._began, self._selector, self, self._environment())
+            self._here.keep_alive(self._deputies.frames)
             self._deputies.begin(self._order(), self._options.files)
             self._deadlines["start"] = time.monotonic() + self._options.start_timeout
             while not self._done:
@@ -182,6 +183,8 @@ class Job:
                 self._fail_outside(f"{self._plan.mpi.mpiexec} {wrong}", 1)
         elif rank and "pid" in message:
             self._started(rank, message["pid"])
+        elif rank and "stopped" in message:
+            self._stopped(rank, message["stopped"])
         elif rank and "ended" in message:
             self._ended(rank, message["ended"], message["time"], message["by_mpiexec"])
 
@@ -204,6 +207,11 @@ class Job:
         self._say(f"rank {rank.rank} runs on {rank.host}, pid {pid}")
         if self._crew.started:
             self._deadlines.pop("start", None)
+
+    def _stopped(self, rank: Rank, number: int) -> None:
+        who = f"rank {rank.rank} on {rank.host} (pid {rank.pid})"
+        go_on = f"the others wait for it. `kill -CONT {rank.pid}` there continues it"
+        self._options.err(f"ringdance: {who} was stopped by {signal_name(number)}: {go_on}\n".encode())
 
     # --- what can happen -----------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ rank and to report. The rank's stdout and stderr are pipes whose reading ends ar
 so the launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", ..., "host", "port"}`` with stdout and stderr to read, then
-``{"pid"}``, then ``{"ended": exit code or -signal, "time": seconds since the epoch, "by_mpiexec": did mpiexec
-end it}``.
+``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time": seconds
+since the epoch, "by_mpiexec": did mpiexec end it}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": rank 0's}`` with a descriptor of what the rank
 reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
 ends the rank at once.
@@ -196,8 +196,10 @@ class _Supervisor:
         """Wait for the rank and pass signals on; its exit code, or -signal; None if the launcher is gone."""
         watched = [self._channel.sock.fileno(), self._wake, self._front]
         while True:
-            pid, status = os.waitpid(self._child, os.WNOHANG)
-            if pid:
+            pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
+            if pid and os.WIFSTOPPED(status):
+                self._channel.send({"stopped": os.WSTOPSIG(status)})
+            elif pid:
                 return os.waitstatus_to_exitcode(status)
             readable, _, _ = select.select(watched, [], [])
             if self._wake in readable:

@@ -7,6 +7,7 @@ Between hosts: JSON objects with a payload of bytes, over any two byte streams (
 from __future__ import annotations
 
 import collections
+import fcntl
 import json
 import os
 import socket
@@ -140,6 +141,8 @@ class Frames:
         self._unsent = 0
         self._lock = threading.Lock()
         self.open = True
+        self.shared: tuple[int, int] | None = None
+        """A file and a byte of it, locked while part of a message is sent: the guardian sends pings too."""
 
     @property
     def unsent(self) -> int:
@@ -155,8 +158,7 @@ class Frames:
                 self._put(view[: self._CHUNK])
                 self._put(b"\n")
                 text, view = b"", view[self._CHUNK :]
-            # srun passes whole lines on as they come, and keeps what has no end yet.
-            self._put(self._HEAD.pack(len(text), len(view)) + text + view + b"\n")
+            self._put(self._packed(text, view))
         return self.flush()
 
     def _put(self, data: bytes | memoryview) -> None:
@@ -166,6 +168,8 @@ class Frames:
     def flush(self) -> bool:
         """Send what can be sent now; False if the other side is gone."""
         with self._lock:
+            if self._outbox and self.shared:
+                fcntl.lockf(self.shared[0], fcntl.LOCK_EX, 1, self.shared[1])
             while self._outbox and self.open:
                 try:
                     sent = os.write(self.write_fd, self._outbox[0][:65536])
@@ -179,7 +183,19 @@ class Frames:
                     self._outbox.popleft()
                 else:
                     self._outbox[0] = self._outbox[0][sent:]
+            if self.shared and not (self._outbox and self.open):
+                fcntl.lockf(self.shared[0], fcntl.LOCK_UN, 1, self.shared[1])
         return self.open
+
+    @classmethod
+    def pack(cls, message: dict[str, Any]) -> bytes:
+        """The bytes of a message without a payload."""
+        return cls._packed(json.dumps(message).encode(), memoryview(b""))
+
+    @classmethod
+    def _packed(cls, text: bytes, payload: memoryview) -> bytes:
+        # srun passes whole lines on as they come, and keeps what has no end yet.
+        return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:
         """What one read brings: messages with their payloads, and whether the other side is still there.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,28 @@ def test_messages_come_whole_however_they_are_cut() -> None:
         found += messages
     assert found == [({"a": 1}, b""), ({"b": "ü"}, payload), ({"c": None}, b"")]
     assert theirs.unsent == 0
+
+
+def test_another_process_sees_whether_a_message_is_under_way(tmp_path: Path) -> None:
+    ours, theirs = pair()
+    other = "import fcntl, sys; fcntl.lockf(0, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 3)"
+    with open(tmp_path / "between", "wb") as file:
+        theirs.shared = file.fileno(), 3
+
+        def may_send() -> bool:
+            done = subprocess.run(
+                [sys.executable, "-c", other], stdin=file, stderr=subprocess.PIPE, check=False
+            )
+            return done.returncode == 0
+
+        assert may_send()
+        theirs.send({}, b"x" * 200_000)
+        assert theirs.unsent
+        assert not may_send()
+        while theirs.unsent:
+            ours.receive()
+            theirs.flush()
+        assert may_send()
 
 
 def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
