@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ringdance.cluster.ray import RayExecutor, _fitting
@@ -116,8 +120,46 @@ def test_a_rank_that_fails_ends_the_call_for_all(cluster: Any) -> None:
     with pytest.raises(LaunchError, match=r"(?s)rank 1 on .*ValueError: as asked.*Traceback"):
         executor.run(fail)
     executor.start()
-    with pytest.raises(LaunchError, match=r"rank 0 on .* has died"):
+    with pytest.raises(LaunchError, match=r"rank 0 on .* has died: exited with code 3"):
         executor.run(lambda: os._exit(3) if os.environ["RINGDANCE_RANK"] == "0" else None)
+
+
+def sleep(path: str) -> None:
+    with open(f"{path}/{os.environ['RINGDANCE_RANK']}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(300.0)
+
+
+@pytest.mark.limit(150)
+@pytest.mark.parametrize("victim", ["rank", "actor"])
+def test_what_is_killed_is_named_and_leaves_no_rank(cluster: Any, tmp_path: Path, victim: str) -> None:
+    executor = RayExecutor(SETTINGS, num_hosts=2, num_workers_per_host=1)
+    executor.start()
+    calls = executor.run_remote(sleep, [str(tmp_path)])
+    pids: list[int] = []
+
+    def started() -> bool:
+        pids[:] = [int(path.read_text() or 0) for path in sorted(tmp_path.iterdir())]
+        return len(pids) == 2 and all(pids)
+
+    wait_until(started)
+    if victim == "rank":
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(LaunchError, match=r"rank 1 on .* has died: killed by SIGKILL"):
+            cluster.get(calls[1])
+        executor.shutdown()
+    else:  # the one that both ranks are connected to, as both nodes are this machine
+        names = {process.pid: process.name() for process in psutil.Process(pids[0]).parents()}
+        os.kill(next(pid for pid, name in names.items() if name.startswith("ray::Seat")), signal.SIGKILL)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    executor.shutdown()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.limit(150)

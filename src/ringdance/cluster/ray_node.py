@@ -21,8 +21,10 @@ from typing import Any
 
 from ringdance.cluster.ray_rank import SOCKET, receive, send
 from ringdance.errors import LaunchError
+from ringdance.launch.cause import Cause, Ended, of_end
 from ringdance.launch.mpi import find_mpi
 
+_TOLD_S = 1.0  # within which a rank's wrapper tells how it has ended
 _AGENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ray_agent.py")
 
 
@@ -34,6 +36,7 @@ class Seat:
         self._ranks: dict[int, tuple[socket.socket, threading.Lock]] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._peers: Mapping[str, Any] = {}
+        self._ended: dict[int, Cause | None] = {}
         self._arrived = threading.Condition()
 
     def where(self) -> dict[str, Any]:
@@ -67,11 +70,18 @@ class Seat:
             try:
                 sock, _ = listener.accept()
                 hello = receive(sock)
-                send(sock, setup)
+                if "ended" not in hello:
+                    send(sock, setup)
             except (OSError, EOFError):
                 continue
             with self._arrived:
-                self._ranks[hello["rank"]] = (sock, threading.Lock())
+                if "ended" in hello:
+                    sock.close()
+                    host = os.uname().nodename
+                    ended = Ended(hello["rank"], host, hello["pid"], hello["ended"], time.time())
+                    self._ended[hello["rank"]] = of_end(ended)
+                else:
+                    self._ranks[hello["rank"]] = (sock, threading.Lock())
                 self._arrived.notify_all()
 
     def _environ(self) -> dict[str, str]:
@@ -159,10 +169,16 @@ class Seat:
                 send(sock, {"kind": kind, "call": payload})
                 answer = receive(sock)
             except (OSError, EOFError):
-                raise LaunchError(f"rank {rank} on {host} has died; its last output tells why") from None
+                raise LaunchError(f"rank {rank} on {host} has died{self._why(rank)}") from None
         if "error" in answer:
             raise LaunchError(f"rank {rank} on {host} failed: {answer['error']}\n{answer['traceback']}")
         return answer["value"]
+
+    def _why(self, rank: int) -> str:
+        with self._arrived:
+            self._arrived.wait_for(lambda: rank in self._ended, _TOLD_S)
+            cause = self._ended.get(rank)
+        return f": {cause.message}" if cause else "; its last output tells why"
 
     def close(self) -> None:
         """End everything that was started on this node."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -47,10 +49,14 @@ def _exactly(sock: socket.socket, length: int) -> bytes:
 
 
 def main() -> None:
-    """Serve calls until the actor closes the connection."""
+    """Serve calls until the actor closes the connection, in a child whose end this process reports."""
     from ringdance.launch.linux import die_with_parent
     from ringdance.launch.rank import place
 
+    die_with_parent()
+    child = os.fork()
+    if child:
+        _report(child, place(os.environ)["RANK"])
     die_with_parent()
     where = place(os.environ)
     for name, value in where.items():
@@ -64,11 +70,15 @@ def main() -> None:
     if os.path.isdir(setup["folder"]):
         os.chdir(setup["folder"])
     instance: list[Any] = [None]
+    busy = threading.Event()
+    threading.Thread(target=_end_with_actor, args=(sock, busy), daemon=True).start()
     while True:
+        busy.clear()
         try:
             call = receive(sock)
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
+        busy.set()
         try:
             answer = {"value": _do(call, instance)}
         except BaseException as error:
@@ -79,6 +89,28 @@ def main() -> None:
             send(sock, answer)
         except (pickle.PicklingError, TypeError, AttributeError) as error:  # the value cannot travel
             send(sock, {"error": f"the result cannot be pickled: {error}", "traceback": ""})
+
+
+def _report(child: int, rank: int) -> None:
+    """Wait for the rank's end, report it to the actor, and end in the same way."""
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(os.environ[SOCKET])
+            send(sock, {"rank": rank, "pid": child, "ended": code})
+    except OSError:
+        pass  # the actor is gone
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_with_actor(sock: socket.socket, busy: threading.Event) -> None:
+    """End this rank if its actor goes during a call: nobody wants the result, and others may wait for it."""
+    poll = select.poll()
+    poll.register(sock, 0)  # its end only
+    poll.poll()
+    if busy.is_set():
+        os._exit(1)
 
 
 def _do(call: dict[str, Any], instance: list[Any]) -> Any:
