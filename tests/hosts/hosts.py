@@ -59,9 +59,12 @@ class Hosts:
         count: how many.
         rate: of each link, in both directions.
         domain: of all names but a host's own, as of pods: "job.ns.svc".
+        ipv6: whether they have IPv6 addresses, and no others.
     """
 
-    def __init__(self, folder: Path, count: int, rate: int = 0, domain: str = "") -> None:
+    def __init__(
+        self, folder: Path, count: int, rate: int = 0, domain: str = "", ipv6: bool = False
+    ) -> None:
         self.folder, self.rate = folder, rate
         self.names = [f"h{number}" for number in range(1, count + 1)]
         self._tag = "rd" + uuid.uuid4().hex[:5]
@@ -69,7 +72,8 @@ class Hosts:
         self._outer: dict[str, subprocess.Popen[bytes]] = {}
         self._init: dict[str, int] = {}
         suffix = f".{domain}" if domain else ""
-        self.address = {name: f"{_NET}.{number}" for number, name in enumerate(self.names, 1)}
+        self._net, self._bits = ("fd83:7::", 64) if ipv6 else (f"{_NET}.", 24)
+        self.address = {name: f"{self._net}{number}" for number, name in enumerate(self.names, 1)}
         self._prepare("".join(f"{self.address[name]} {name}{suffix}\n" for name in self.names))
         try:
             self._up()
@@ -82,7 +86,7 @@ class Hosts:
         for path in ("ssh/id_ed25519", "host_key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / path))
         shutil.copy(self.folder / "ssh/id_ed25519.pub", self.folder / "ssh/authorized_keys")
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
         (self.folder / "sshd_config").write_text(_SSHD_CONFIG.format(folder=self.folder))
         Path("/run/sshd").mkdir(exist_ok=True)
         Path("/root/.ssh").mkdir(exist_ok=True, mode=0o700)
@@ -104,13 +108,15 @@ class Hosts:
         _run("ip", "netns", "add", space)
         _run("ip", "-n", space, "link", "set", "lo", "up")
         # A fixed address: the others remember it when the host comes back.
-        pair = f"eth0 address 02:00:00:00:07:{self.address[name].rpartition('.')[2]:0>2} type veth peer name"
+        number = self.address[name].removeprefix(self._net)
+        pair = f"eth0 address 02:00:00:00:07:{number:0>2} type veth peer name"
         _run("ip", "-n", space, "link", "add", *pair.split(), name, "netns", self._switch)
         for where, device in ((space, "eth0"), (self._switch, name)) if self.rate else ():
             limit = f"tbf rate {self.rate}mbit burst 512kb latency 50ms".split()
             _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *limit)
         _run("ip", "-n", self._switch, "link", "set", name, "master", "br0", "up")
-        _run("ip", "-n", space, "addr", "add", f"{self.address[name]}/24", "dev", "eth0")
+        own = f"{self.address[name]}/{self._bits}"
+        _run("ip", "-n", space, "addr", "add", own, "dev", "eth0", *(["nodad"] if self._bits > 32 else []))
         _run("ip", "-n", space, "link", "set", "eth0", "up")
         (self.folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
         line = [

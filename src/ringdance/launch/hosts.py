@@ -26,7 +26,7 @@ class HostFacts:
         version: of ringdance.
         cores: that the user's processes may use.
         devices: names of its GPUs.
-        networks: interface, IPv4 address, prefix length of each.
+        networks: interface, IPv4 or IPv6 address, prefix length of each.
         reached: the address by which it was reached, or "".
         infiniband: whether it has such devices.
         shared_memory: free bytes of its /dev/shm, -1 if there is none or it is not known.
@@ -155,9 +155,14 @@ class Networks:
     exclude: tuple[str, ...] = ()
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def ipv6(self) -> bool:
+        """Whether they are IPv6 networks."""
+        return any(":" in net for net in self.include)
+
 
 def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networks:
-    """Choose the networks that all hosts share.
+    """Choose the networks that all hosts share: IPv4 ones, or IPv6 ones where there are none.
 
     Args:
         facts: of each host with ranks, by name.
@@ -169,7 +174,7 @@ def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networ
     if wanted:
         here = {}
         for name, found in facts.items():
-            names = [interface for interface, _, _ in found.networks]
+            names = list(dict.fromkeys(interface for interface, _, _ in found.networks))
             here[name] = tuple(interface for interface in names if interface in wanted)
             if not here[name]:
                 raise LaunchError(
@@ -191,7 +196,10 @@ def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networ
         for net, (_, address) in nets[name].items()
         if address == found.reached
     }
-    common = (everywhere & reached or everywhere) - inner
+    common: set[str] = set()
+    for version in (4, 6):
+        usable = {net for net in everywhere - inner if ipaddress.ip_network(net).version == version}
+        common = common or usable & reached or usable
     here = {
         name: tuple(sorted(interface for net, (interface, _) in found.items() if net in common))
         for name, found in nets.items()
@@ -200,11 +208,13 @@ def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networ
 
 
 def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
-    """Interface and address by network."""
-    return {
-        str(ipaddress.ip_interface(f"{address}/{bits}").network): (interface, address)
-        for interface, address, bits in facts.networks
-    }
+    """Interface and address by network; of several addresses the one by which the host was reached."""
+    found: dict[str, tuple[str, str]] = {}
+    for interface, address, bits in facts.networks:
+        net = str(ipaddress.ip_interface(f"{address}/{bits}").network)
+        if net not in found or address == facts.reached:
+            found[net] = (interface, address)
+    return found
 
 
 def _repeats(entries: Iterable[tuple[str, str] | None]) -> bool:

@@ -44,9 +44,14 @@ class Given:
 
     @property
     def include(self) -> str:
-        """The networks to use: by interface where that is called the same on all hosts, or as they are."""
+        """The networks to use: by interface where that is called the same on all hosts, or as they are.
+
+        Open MPI reads no IPv6 networks, and must find these itself.
+        """
         names = {host.interfaces for host in self.hosts}
-        return ",".join(names.pop() if len(names) == 1 and all(names) else self.networks.include)
+        if len(names) == 1 and all(names):
+            return ",".join(names.pop())
+        return "" if self.networks.ipv6 else ",".join(self.networks.include)
 
     @property
     def wide(self) -> bool:

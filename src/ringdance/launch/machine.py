@@ -126,7 +126,7 @@ def _loopback_down() -> bool:
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Name, IPv4 address and prefix length of each interface that is up; the loopback is left out."""
+    """Name, address and prefix length of each interface that is up, IPv4 first; without link-local ones."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -139,4 +139,17 @@ def networks() -> list[tuple[str, str, int]]:
             if address[0] != 127:
                 bits = int.from_bytes(mask, "big").bit_count()
                 found.append((name, socket.inet_ntoa(address), bits))
-    return found
+    return found + _networks6()
+
+
+def _networks6() -> list[tuple[str, str, int]]:
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except OSError:  # no IPv6, or not Linux
+        return []
+    return [
+        (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)), int(bits, 16))
+        for address, _, bits, scope, _, name in lines
+        if scope == "00"  # global; fd00::/8 too
+    ]

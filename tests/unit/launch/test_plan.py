@@ -174,6 +174,16 @@ def test_open_mpi_talks_tcp_between_hosts_unless_there_is_better() -> None:
     assert "OMPI_MCA_pml" not in dict(plan(**fast).environment)
 
 
+def test_ipv6_networks_are_given_to_mpi_by_interface() -> None:
+    facts = {name: HostFacts(networks=(("eth0", f"fd00::{name}", 64),)) for name in "ab"}
+    wide = {"hosts": [("a", 1), ("b", 1)], "local": ("a",), "facts": facts}
+    assert dict(plan(**wide).environment)["OMPI_MCA_btl_tcp_if_include"] == "eth0"
+    other = {**wide, "facts": facts | {"b": HostFacts(networks=(("ens3", "fd00::b", 64),))}}
+    assert "OMPI_MCA_btl_tcp_if_include" not in dict(plan(**other).environment)
+    with pytest.raises(LaunchError, match=r"IPv6 networks only \(fd00::/64\), and MPICH's mpiexec knows IPv4"):
+        plan(**wide, mpi=Mpi("mpich", "m", "test"))
+
+
 def test_no_shared_memory_transport_where_a_host_has_no_room_for_it() -> None:
     facts: dict[str, HostFacts] = WIDE["facts"]
     room = {name: replace(found, shared_memory=18 << 20) for name, found in facts.items()}

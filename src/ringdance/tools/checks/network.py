@@ -276,11 +276,11 @@ def common_network(cases: Cases) -> Finding:
     )
 
 
-def _networks(case: Case) -> Iterator[ipaddress.IPv4Network]:
+def _networks(case: Case) -> Iterator[ipaddress.IPv4Network | ipaddress.IPv6Network]:
     for entry in case["network"]["interfaces"]:
         if entry["up"] and not entry["virtual"] and not entry["loopback"]:
             for address, bits in entry["addresses"]:
-                yield ipaddress.IPv4Interface(f"{address}/{bits}").network
+                yield ipaddress.ip_interface(f"{address}/{bits}").network
 
 
 @hosts_check(
@@ -305,6 +305,6 @@ def same_mtu(cases: Cases) -> Iterator[Finding]:
 def _mtu(case: Case, network: Any) -> int:
     for entry in case["network"]["interfaces"]:
         for address, bits in entry["addresses"]:
-            if ipaddress.IPv4Interface(f"{address}/{bits}").network == network:
+            if ipaddress.ip_interface(f"{address}/{bits}").network == network:
                 return int(entry["mtu"])
     return 0
