@@ -126,7 +126,7 @@ class Job:
         if self._deputies.ready and self._deputies.problems:
             raise LaunchError(together(self._deputies.problems))
         if self._here and self._here_ready and self._deputies.ready and not self._cleaning:
-            door = os.path.join(self._folder, "ssh")
+            door = os.path.join(self._folder, "ssh")  # (the name is in session_environment too)
             hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
             script = door_script(self._here.socket_path)
             files = {door: (script, 0o700), MACHINES.replace(DOOR, door): (hosts, 0o600)}

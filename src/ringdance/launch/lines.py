@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -169,8 +170,11 @@ def _hydra(given: Given) -> _Options:
         return binding, [way, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     # Intel MPI takes no number of ranks in -hosts.
     where = ["-machinefile", MACHINES] if intel else ["-hosts", machines(given.hosts, ",")]
+    # By a shell, for /tmp may be mounted noexec; the script's path is in session_environment. (As "ssh" it would
+    # get an -x first.)
+    door = ["ssh", f"{way}-exec", DOOR] if intel else ["rsh", f"{way}-exec", "/bin/sh"]
     # Ranks have the environment of their host's daemon. Hydra would send its own as it is, and in clear.
-    fixed = [way, "ssh", f"{way}-exec", DOOR, "-genvnone", *where]
+    fixed = [way, *door, "-genvnone", *where]
     names = {interface for host in given.hosts for interface in host.interfaces}
     if len(names) == 1:  # hydra takes one name, which has to be the same on all hosts
         (name,) = names
@@ -202,7 +206,7 @@ def session_environment(family: str, folder: str, shared: str) -> dict[str, str]
         shared: the job's folder in shared memory, or "" if there is none.
     """
     if family != "openmpi":  # the others' files have no settable place; sweep.py finds them
-        return {}
+        return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(folder, "ssh")} if family == "mpich" else {}
     found = {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
     if shared:
         for component in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
