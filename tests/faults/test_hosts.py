@@ -78,6 +78,26 @@ def test_one_world_over_three_hosts(
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="moves the virtual environment")
+def test_another_environment_and_directory_on_another_host(tmp_path: Path) -> None:
+    moved, there = tmp_path / "moved", tmp_path / "there"
+    before = f"mkdir {moved}; mount --bind {sys.prefix} {moved}; mount -t tmpfs tmpfs {sys.prefix}"
+    there.mkdir()
+    text = "import os, sys\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.size, sys.executable, os.getcwd())\n"
+    for folder in (tmp_path, there):
+        (folder / "program.py").write_text(text)
+    words = ["--python", f"{moved}/bin/python", "--chdir", str(there), "python", "program.py"]
+    done = subprocess.run(
+        [*LINE, "-H", "localhost:1,other1:1", "--no-check", *words],
+        cwd=tmp_path, env=here_hosts.environment(tmp_path / "bin", before),
+        capture_output=True, text=True, check=False, timeout=100.0,
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == [
+        f"[0]<{os.uname().nodename}> 2 {sys.executable} {tmp_path}",
+        f"[1]<other1> 2 {moved}/bin/python {there}",
+    ], done.stderr
+
+
 def test_an_exception_on_another_host_is_the_cause(
     run: Callable[..., subprocess.CompletedProcess[str]], program: Callable[[str], str]
 ) -> None:

@@ -28,7 +28,7 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from . import linux, machine
+from . import elsewhere, linux, machine
 from .sweep import Sweep, make_folders
 from .wire import (
     AGENT_SPEAKS,
@@ -68,6 +68,7 @@ class _Agent:
         self._spawned: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by pid, with mpiexec's number
         self._environ: dict[str, str] = {}
         self._cwd = "/"
+        self._place: dict[str, str] | None = None  # of the launcher, where ours is another
         self._folder = ""
         self._sweep: Sweep | None = None
         self._chores: Any = None
@@ -165,7 +166,7 @@ class _Agent:
         if not os.path.isdir(self._cwd):
             return (
                 f"there is no folder {self._cwd}. Start from a folder that all hosts have, on a shared "
-                "file system, or copied"
+                "file system, or copied; or say which one ranks have there: --chdir DIR"
             )
         for path in message["needed"]:
             if not os.path.exists(os.path.join(self._cwd, path)):
@@ -191,6 +192,9 @@ class _Agent:
         # What the launcher says wins over what this host's login has set.
         given = message["environ"]
         given = {name: self._folder if text == OWN_FOLDER else text for name, text in given.items()}
+        self._place = message.get("launcher")
+        if self._place:
+            given = elsewhere.translated(given, self._place) | elsewhere.variables(self._cwd, self._place)
         self._environ = {**os.environ, **given, linux.MARKER: message["job"]}
         return ""
 
@@ -201,8 +205,11 @@ class _Agent:
 
     def _spawn(self, number: int, command: str) -> None:
         """Start what mpiexec would have started through ssh: by the user's shell, in a session of its own."""
+        command = command.replace(OWN_FOLDER, self._folder)
+        if self._place:
+            command = elsewhere.translated_command(command, self._place)
         process = subprocess.Popen(
-            ["/bin/sh", "-c", command.replace(OWN_FOLDER, self._folder)],
+            ["/bin/sh", "-c", command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -107,6 +107,7 @@ def _add_reach(parser: argparse.ArgumentParser) -> None:
         help="variables of this shell that ranks on other hosts get too (default: all but those of a machine "
         "or login; * stands for any text); NAME=VALUE is as of -x",
     )
+    add("--chdir", default="", metavar="DIR", help="directory of the ranks there (default: as here)")
     add(
         "--network-interface",
         action="append",
@@ -183,6 +184,7 @@ def _order(arguments: argparse.Namespace) -> Order:
         hosts=hosts,
         source=source,
         reach=reach_of(arguments),
+        chdir=arguments.chdir,
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
         check=not (arguments.dry_run and arguments.no_check),
         exports=parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ),

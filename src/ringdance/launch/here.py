@@ -101,6 +101,7 @@ class Here:
         self,
         argv: Sequence[str],
         environ: Mapping[str, str],
+        cwd: str,
         files: Mapping[str, tuple[str, int]],
         alone: bool,
     ) -> None:
@@ -109,6 +110,7 @@ class Here:
         Args:
             argv: its command line.
             environ: of it.
+            cwd: its directory.
             files: what it needs: texts and permissions by path.
             alone: whether no other host has to reach it.
         """
@@ -116,7 +118,7 @@ class Here:
             self._listen()
             for path, (text, mode) in files.items():
                 write_private(path, text.encode(), mode)
-        self._channel.send({"start": list(argv), "env": dict(environ), "cwd": os.getcwd(), "alone": alone})
+        self._channel.send({"start": list(argv), "env": dict(environ), "cwd": cwd, "alone": alone})
 
     def keep_alive(self, connections: Sequence[Frames]) -> None:
         """Let the guardian send pings to the agents: this process may be stopped, or wait for a reader."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch import linux, machine
+from ringdance.launch import elsewhere, linux, machine
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.crew import Crew
 from ringdance.launch.deputies import Deputies, RankChannel
@@ -97,8 +97,9 @@ class Job:
     def _environment(self) -> dict[str, str]:
         own = self._plan.environ(os.environ)
         session = session_environment(self._plan.mpi.family, self._folder, SHARED if self._shared else "")
+        place = elsewhere.variables(os.getcwd()) if self._plan.differs else {}
         # Open MPI does not start without HOME.
-        return {"HOME": machine.home(), **own, **session, linux.MARKER: self.id}
+        return {"HOME": machine.home(), **own, **session, **place, linux.MARKER: self.id}
 
     def _order(self) -> dict[str, Any]:
         """What the agents must know; they fill in the names of the folders on their hosts."""
@@ -106,7 +107,8 @@ class Job:
         return {
             "job": self.id,
             "bases": self._bases,
-            "cwd": os.getcwd(),
+            "cwd": self._plan.chdir or os.getcwd(),
+            "launcher": elsewhere.launchers_place() if self._plan.differs else None,
             "needed": self._options.needed,
             "environ": {**self._plan.forwarded(os.environ), **session},
         }
@@ -131,9 +133,10 @@ class Job:
             script = door_script(self._here.socket_path)
             files = {door: (script, 0o700), MACHINES.replace(DOOR, door): (hosts, 0o600)}
             argv = self._plan.argv(self._bases, self.id, door)
-            self._here.launch(
-                argv, self._environment(), files if self._plan.wide else {}, not self._plan.wide
-            )
+            # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
+            cwd = "/" if self._plan.differs else os.getcwd()
+            wide = self._plan.wide
+            self._here.launch(argv, self._environment(), cwd, files if wide else {}, alone=not wide)
 
     def door_opened(self, host: str, command: str, done: Callable[[int], None]) -> None:
         found = self._plan.host_of(host)

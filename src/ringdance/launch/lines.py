@@ -170,7 +170,7 @@ def _hydra(given: Given) -> _Options:
         return binding, [way, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     # Intel MPI takes no number of ranks in -hosts.
     where = ["-machinefile", MACHINES] if intel else ["-hosts", machines(given.hosts, ",")]
-    # By a shell, for /tmp may be mounted noexec; the script's path is in session_environment. (As "ssh" it would
+    # By a shell, for /tmp may be mounted noexec; the script's path is in session_environment. ("ssh" would
     # get an -x first.)
     door = ["ssh", f"{way}-exec", DOOR] if intel else ["rsh", f"{way}-exec", "/bin/sh"]
     # Ranks have the environment of their host's daemon. Hydra would send its own as it is, and in clear.

@@ -48,6 +48,7 @@ class Order:
         source: where `hosts` come from, for people.
         reach: how other hosts are reached, where no scheduler says.
         interfaces: names of the network interfaces to use; empty for those that lead to all hosts.
+        chdir: directory of the ranks on other hosts, "" for one that is called as the launcher's.
         check: whether other hosts are asked before a plan is made; they always are before a start.
         exports: variables to set for the ranks.
         forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
@@ -69,6 +70,7 @@ class Order:
     source: str = ""
     reach: Reach = field(default_factory=Reach)
     interfaces: Collection[str] = ()
+    chdir: str = ""
     check: bool = True
     exports: Mapping[str, str] = field(default_factory=dict)
     forward: Sequence[str] = ALL
@@ -155,6 +157,8 @@ class Order:
                 forward=order.forward,
                 local=local,
                 root=os.getuid() == 0,
+                python=order.reach.python,
+                chdir=order.chdir,
                 binding=order.binding,
                 mpi_args=order.mpi_args,
             )
@@ -225,7 +229,7 @@ class Ready:
             start_timeout=order.start_timeout,
             silence=order.silence,
             verbose=order.verbose,
-            needed=_needed(self.plan.command),
+            needed=_needed(self.plan.command)[bool(self.plan.python) :],
             **more,
         )
 

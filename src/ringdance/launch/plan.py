@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
+from ringdance.launch.elsewhere import rank_line
 from ringdance.launch.environment import ALL, forwarded, shown
 from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, addresses, meet, place
 from ringdance.launch.lines import DOOR, Given, label, options_of
@@ -53,6 +54,8 @@ class Plan:
         command: the user's command, the program's path resolved.
         environment: variables that are set for the ranks beyond the launcher's own (these win).
         removed: names of variables of the launcher's that the ranks do not get.
+        python: the interpreter on other hosts, "" if it is where the launcher's is.
+        chdir: directory of the ranks on other hosts, "" if it is called as the launcher's.
         notes: what people should know of it before it starts.
         forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
@@ -74,6 +77,13 @@ class Plan:
     mpiexec: tuple[str, ...]
     forward: tuple[str, ...] = ALL
     notes: tuple[str, ...] = ()
+    python: str = ""
+    chdir: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether interpreter or directory of the ranks differ between hosts."""
+        return self.wide and bool(self.python or self.chdir)
 
     @property
     def wide(self) -> bool:
@@ -87,7 +97,9 @@ class Plan:
     def argv(self, bases: Sequence[str] = ("FOLDER",), job: str = "JOB", door: str = DOOR) -> list[str]:
         """The whole command line; what is in it of the running job is known only once that exists."""
         mpiexec = [word.replace(DOOR, door) for word in self.mpiexec]
-        return [*mpiexec, *bare_command("rank", os.pathsep.join(bases), job), *self.command]
+        places = os.pathsep.join(bases)
+        rank = rank_line(places, job) if self.differs else bare_command("rank", places, job)
+        return [*mpiexec, *rank, *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
         """Environment for mpiexec and the ranks here, from the launcher's `own`."""
@@ -117,6 +129,7 @@ class Plan:
         lines += ["             " + line for line in table(rows)]
         if self.wide:
             lines += [f"reached by:  {self.way}"]
+            lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"] * self.differs
             lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
         lines += [f"threads:     {threads} for each rank"]
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
@@ -170,6 +183,8 @@ def build_plan(
     forward: Sequence[str] = ALL,
     local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
+    python: str = "",
+    chdir: str = "",
     binding: Sequence[str] | None = None,
     mpi_args: Sequence[str] = (),
 ) -> Plan:
@@ -190,6 +205,8 @@ def build_plan(
         forward: which of `environ` ranks on other hosts get.
         local: which names in `hosts` are this machine.
         root: whether the user is root.
+        python: the interpreter on other hosts, "" for the same path.
+        chdir: directory of the ranks there, "" for the same path.
         binding: options of mpiexec in place of ours that bind ranks to no cores.
         mpi_args: more options of mpiexec; they win over ours.
 
@@ -251,6 +268,8 @@ def build_plan(
         mpiexec=(mpi.mpiexec, *options, "-n", str(ranks)),
         forward=tuple(forward),
         notes=tuple(notes),
+        python=python,
+        chdir=chdir,
     )
 
 

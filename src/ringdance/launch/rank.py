@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from . import linux
+from . import elsewhere, linux
 from .wire import SHARED, Channel, bases, host_folder, host_shared
 
 _VARIABLES = (
@@ -244,6 +244,10 @@ def main(arguments: list[str]) -> None:
     linux.die_with_parent()
     if os.getppid() == 1:  # mpiexec died before we could ask to die with it
         os._exit(1)
+    try:
+        command = elsewhere.enter(os.environ, command)
+    except OSError as error:
+        sys.exit(f"ringdance: {error.filename} on {os.uname().nodename}: {error.strerror}")
     # Hosts need not have it in the same place: it is where this host's launcher or agent has made it.
     folders = [host_folder(base, job) for base in (*places.split(os.pathsep), *bases(os.environ))]
     os.environ[FOLDER] = next(filter(os.path.isdir, folders), folders[0])

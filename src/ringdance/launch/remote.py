@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from ringdance.errors import LaunchError
 from ringdance.launch import machine
+from ringdance.launch.elsewhere import module_line
 from ringdance.launch.hosts import HostFacts, facts_from
 from ringdance.launch.ssh import Reach
-from ringdance.launch.wire import AGENT_SPEAKS, Frames, bare_command
+from ringdance.launch.wire import AGENT_SPEAKS, Frames, bare_command, package_folder
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
 _TOLD_S = 5.0
@@ -145,7 +146,8 @@ def _join(
 
 
 def _connect(host: str, reach: Reach, timeout: float) -> Remote:
-    command = reach.command(host, bare_command("agent"))
+    python = "" if host in reach.here else reach.python
+    command = reach.command(host, module_line(python, "agent") if python else bare_command("agent"))
     try:
         process = subprocess.Popen(
             command,
@@ -175,7 +177,7 @@ def _connect(host: str, reach: Reach, timeout: float) -> Remote:
                 remote.facts = facts_from(message["facts"])
                 return remote
             if not alive:
-                raise _why(remote, command[0])
+                raise _why(remote, command[0], python)
     except BaseException:
         process.kill()
         remote.close()
@@ -187,22 +189,22 @@ def _heard(remote: Remote) -> str:
     return f"({words})" if words else ""
 
 
-def _why(remote: Remote, program: str) -> _Problem:
+def _why(remote: Remote, program: str, python: str) -> _Problem:
     """What the end of an ssh that brought no agent means."""
     try:
         code = remote.process.wait(5.0)
     except subprocess.TimeoutExpired:
         code = -1
     said = remote.last_words()
-    here = machine.facts()["executable"]
+    here = python or machine.facts()["executable"]
     if code in (126, 127):
         return _Problem(
             f"there is no {here} ({said}). "
-            "The same Python environment is needed at the same place on all hosts"
+            "Is the Python environment of that host somewhere else? Say where: --python PATH"
         )
-    if "launch" in said and "ModuleNotFoundError" in said:
-        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        return _Problem(f"{here} there has no ringdance in {package}. Install it as it is installed here")
+    if "ModuleNotFoundError" in said and (python or "launch" in said):
+        where = "" if python else f" in {package_folder()}"
+        return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
     if program == "ssh" and code == 255:
         advice = next((advice for sign, advice in _ADVICE if sign in said), "try: ssh HOST true")
         return _Problem(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ class Reach:
         arguments: more arguments of ssh; they win over ours.
         patience: seconds in which hosts may still be starting (pods of a job).
         here: names of this machine, where a program is started without any of that.
+        python: the interpreter there, if it is not where this one is.
     """
 
     way: str = "ssh"
@@ -31,6 +34,7 @@ class Reach:
     arguments: Sequence[str] = ()
     patience: float = 0.0
     here: Collection[str] = ()
+    python: str = ""
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         """The command line that runs `program` on `host`.
@@ -42,6 +46,8 @@ class Reach:
             raise LaunchError(f"{host!r} is not the name of a host: letters, digits, dots and dashes")
         if host in self.here:
             return list(program)
+        if self.python and program[0] == sys.executable:
+            program = [self.python, *program[1:]]
         if self.way == "srun":
             return [
                 "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none",
@@ -71,6 +77,7 @@ def add_ssh_options(parser: Any) -> None:
     add = parser.add_argument
     add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
     add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
+    add("--python", default="", metavar="PATH", help="interpreter with ringdance there (default: as here)")
     add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
 
 
@@ -88,4 +95,11 @@ def reach_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Reach:
         words = shlex.split(arguments.ssh_args)
     except ValueError as error:
         raise LaunchError(f"--ssh-args={arguments.ssh_args!r} cannot be split into words: {error}") from None
-    return Reach(port=arguments.ssh_port, identity=arguments.ssh_identity_file, arguments=(*words, *more))
+    if arguments.python and not os.path.isabs(arguments.python):
+        raise LaunchError(f"--python {arguments.python}: give the whole path, as in /opt/env/bin/python")
+    return Reach(
+        port=arguments.ssh_port,
+        identity=arguments.ssh_identity_file,
+        arguments=(*words, *more),
+        python=arguments.python,
+    )

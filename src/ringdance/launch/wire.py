@@ -20,7 +20,12 @@ from typing import Any
 AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 """What an agent writes before its first message."""
 
-_BOOT = "import sys;sys.path.append(sys.argv[1]);from launch.{0} import main;main(sys.argv[2:])"
+BOOT = "import sys;sys.path.append(sys.argv[1]);from launch.{0} import main;main(sys.argv[2:])"
+
+
+def package_folder() -> str:
+    """Where this package lies."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def bare_command(module: str, *arguments: str) -> list[str]:
@@ -28,8 +33,7 @@ def bare_command(module: str, *arguments: str) -> list[str]:
 
     Starts in some 20 ms instead of the time that all imports of the package and its ``.pth`` files take.
     """
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return [sys.executable, "-I", "-S", "-c", _BOOT.format(module), package, *arguments]
+    return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_folder(), *arguments]
 
 
 _LONGEST = 59  # bytes of a folder's path that leave room for a socket's address in a job's folder there

@@ -36,16 +36,16 @@ class Ran:
     seconds: float = 0.0
 
 
-def shell_line(words: Sequence[str], folder: str) -> str:
+def shell_line(words: Sequence[str], folder: str, python: str = sys.executable) -> str:
     """The program for the shell: one word is a line of its language, several are a program and its arguments.
 
-    It begins in `folder` ("" for the home folder) and finds the commands of this Python environment first.
+    It begins in `folder` ("" for the home folder) and finds the commands beside `python` first.
     """
     command = words[0] if len(words) == 1 else shlex.join(words)
     home = folder.startswith("~/") or folder in ("", "~")
     # A tilde in quotes is none.
     place = f'"$HOME"/{shlex.quote(folder[2:])}' if home else shlex.quote(folder)
-    path = shlex.quote(os.path.dirname(sys.executable))
+    path = shlex.quote(os.path.dirname(python))
     return f"PATH={path}:$PATH; export PATH\ncd -- {place} || exit 1\n{command}\n"
 
 
@@ -78,9 +78,10 @@ def run(
     lines = {host: Lines() for host in members.remotes}
     running = set(members.remotes)
     began = time.monotonic()
-    for host in members.remotes:
+    for host, remote in members.remotes.items():
+        line = shell_line(words, folder, remote.facts.executable)
         talk.send(host, order)
-        talk.send(host, {"put": "command"}, shell_line(words, folder).encode())
+        talk.send(host, {"put": "command"}, line.encode())
         talk.send(host, {"spawn": 0, "command": f"exec /bin/sh {OWN_FOLDER}/command"})
     while running and (timeout is None or time.monotonic() - began < timeout):
         for host, said, data in talk.step(0.2 if timeout else 1.0):
