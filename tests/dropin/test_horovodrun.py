@@ -173,6 +173,11 @@ def test_output_with_prefixes_and_files(program, tmp_path):
     assert sorted(done.stderr.decode().splitlines()) == ["[0]<stderr>:warned", "[1]<stderr>:warned"]
 
 
+def test_last_words_without_an_end_are_not_glued(program):
+    done = horovodrun("-np", "2", "python", program("sys.stdout.write('no end')"))
+    assert sorted(done.stdout.splitlines()) == [b"[0]<stdout>:no end", b"[1]<stdout>:no end"]
+
+
 @pytest.mark.parametrize(("ranks", "name"), [(1, "rank.0"), (11, "rank.03")])
 def test_names_of_output_folders(tmp_path, ranks, name):
     done = horovodrun("-np", str(ranks), "--output-filename", str(tmp_path / "logs"), "echo", "hello")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from processes import script
 
 LINE = (sys.executable, "-m", "ringdance", "run", "-np", "3")
@@ -63,3 +65,33 @@ def test_colours_are_on_the_screen_only(tmp_path: Path) -> None:
     assert len({line[: line.index("[", 2)] for line in done.stdout.splitlines()}) == 3
     assert (logs / "rank.1" / "stdout").read_text() == "[1] word\n"
     assert "\033" not in run("python", "-c", "print('word')").stdout
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_of_two_ranks_do_not_overwrite_each_other(tmp_path: Path, terminal: bool) -> None:
+    path = script(
+        tmp_path,
+        "import os, sys, time\n"
+        "for n in range(5):\n"
+        "    sys.stderr.write(f'\\rbar {n}')\n"
+        "    time.sleep(0.05)\n"
+        "sys.stderr.write('\\r')\n",
+    )
+    ours, theirs = os.openpty() if terminal else os.pipe()
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
+    done = subprocess.run(
+        line, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, check=False, timeout=50,
+        env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == 0, shown
+    if terminal:  # both below one another: two lines are taken away before they are shown again
+        last = shown.rpartition("\x1b[2A\x1b[J")[2]
+        assert last.splitlines() == ["[0] bar 4", "[1] bar 4"]
+    else:
+        for row in shown.split("\n"):
+            assert not ("[0]" in row and "[1]" in row)
+        assert "[0] bar 4\r" in shown
+        assert "[1] bar 4\r" in shown

@@ -53,7 +53,10 @@ class Crew:
         """
         number, options, host = int(hello["rank"]), self._options, str(hello["host"])
         try:
-            out, err = [fold.of(number) for fold in self._folds] or (options.out, options.err)
+            out, err = [fold.of(number) for fold in self._folds] or (
+                options.screen.of(0, number),
+                options.screen.of(1, number),
+            )
             streams = make_streams(
                 number, self._plan.ranks, host, (out, err), options.style, options.folder, options.fold
             )

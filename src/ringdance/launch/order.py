@@ -24,6 +24,7 @@ from ringdance.launch.output import WITH_HOST, WITH_RANK, Sink, Style, lasting, 
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote import Remote, connect
 from ringdance.launch.running import Options
+from ringdance.launch.screen import Screen
 from ringdance.launch.ssh import Reach
 
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
@@ -206,7 +207,9 @@ class Ready:
         for remote in self.remotes:
             remote.close()
 
-    def options(self, out: Sink, err: Sink, **more: Any) -> Options:
+    def options(
+        self, out: Sink, err: Sink, terminals: Sequence[bool] = (False, False), **more: Any
+    ) -> Options:
         """How it is run; a sink that fails, but for want of a reader, is left out from then on."""
         order = self.order
 
@@ -216,8 +219,7 @@ class Ready:
         shown_out = lasting("stdout", out, tell)
         shown_err = lasting("stderr", err, shown_out)
         return Options(
-            out=shown_out,
-            err=shown_err,
+            screen=Screen((shown_out, shown_err), terminals),
             style=order.style
             or replace(
                 WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK,
@@ -252,7 +254,9 @@ def run_in_terminal(ready: Ready) -> int:
     sys.stdout.flush()
     # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
-    options = ready.options(write_all(1), write_all(2), stdin=stdin)
+    smart = os.environ.get("TERM", "dumb") != "dumb"
+    terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
+    options = ready.options(write_all(1), write_all(2), terminals, stdin=stdin)
     outcome = Job(plan, options, ready.remotes).run()
     if isinstance(outcome, Verdict):
         options.err(render(outcome, plan.ranks, ready.order.folder).encode(errors="surrogateescape") + b"\n")

@@ -13,6 +13,7 @@ from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.deputies import RankChannel
 from ringdance.launch.output import WITH_RANK, Sink, Stream, Style, open_files
 from ringdance.launch.results import Results
+from ringdance.launch.screen import Screen
 from ringdance.launch.wire import Channel, bases, usable
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -23,7 +24,7 @@ class Options:
     """How to run a plan.
 
     Attributes:
-        out, err: where the ranks' output goes.
+        screen: where the ranks' output goes.
         fold: whether equal lines of several ranks are shown once (not with JSON, nor in files).
         style: how its lines are shown.
         folder: for per-rank files, or None.
@@ -37,8 +38,7 @@ class Options:
         grace: seconds that ranks have to end after the launcher was asked to stop; a second time ends them.
     """
 
-    out: Sink
-    err: Sink
+    screen: Screen
     fold: bool = False
     style: Style = WITH_RANK
     folder: Path | None = None
@@ -50,6 +50,16 @@ class Options:
     results: Results | None = None
     silence: float = 6.0
     grace: float = 0.8
+
+    @property
+    def out(self) -> Sink:
+        """For the launcher's own lines on stdout."""
+        return self.screen.of(0)
+
+    @property
+    def err(self) -> Sink:
+        """The same on stderr."""
+        return self.screen.of(1)
 
 
 @dataclass

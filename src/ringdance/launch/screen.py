@@ -1,0 +1,82 @@
+"""Where the pieces of all ranks are shown: those without a line's end do not run into one another."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from ringdance.launch.output import Sink
+
+LAUNCHER = -1
+"""In place of a rank: the launcher's own lines."""
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Screen:
+    """The launcher's stdout and stderr, shared by the ranks.
+
+    On a terminal a piece that ends in a carriage return, as a progress bar's, has a line of its own below all
+    others until its rank writes the next. In files and pipes the piece of another rank begins a new line.
+
+    Args:
+        sinks: for stdout and stderr.
+        terminals: which of them are terminals that know ANSI's escapes; if both are, they are the same.
+    """
+
+    def __init__(self, sinks: tuple[Sink, Sink], terminals: Sequence[bool] = (False, False)) -> None:
+        self._sinks, self._terminals = sinks, terminals
+        self._begun: dict[int, int] = {}  # by stream: whose piece stands there without an end
+        self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
+        self._drawn = 0  # lines of bars on the terminal, above the cursor
+
+    def of(self, stream: int, rank: int = LAUNCHER) -> Sink:
+        """Where whole pieces of a rank are put in; `stream`: 0 for stdout, 1 for stderr."""
+        show = self._draw if self._terminals[stream] else self._join
+        return lambda data: show(stream, rank, data)
+
+    def _join(self, stream: int, rank: int, data: bytes) -> None:
+        others = self._begun.pop(stream, rank) != rank
+        if not data.endswith(b"\n"):
+            self._begun[stream] = rank
+        self._sinks[stream](b"\n" + data if others else data)
+
+    def _draw(self, stream: int, rank: int, data: bytes) -> None:
+        *lines, rest = data.split(b"\n")
+        if not rest.endswith(b"\r"):
+            lines, rest = [*lines, *([rest] if rest else [])], b""
+        if lines:
+            self._bars.pop((rank, stream), None)
+        if rest:
+            self._bars[rank, stream] = _last(rest)
+        columns, rows = _size(stream + 1)
+        bars = [_cut(self._bars[key], columns) for key in sorted(self._bars)][: max(1, rows - 2)]
+        erase = b"\033[%dA\033[J" % self._drawn if self._drawn else b""
+        self._drawn = len(bars)
+        self._sinks[stream](erase + b"".join(line + b"\n" for line in [*map(_last, lines), *bars]))
+
+    def settle(self) -> None:
+        """The ranks have ended: leave their bars where they are."""
+        self._bars.clear()
+        self._drawn = 0
+
+
+def _last(piece: bytes) -> bytes:
+    """What a terminal would show in the end of pieces with carriage returns between them."""
+    return piece.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _cut(bar: bytes, columns: int) -> bytes:
+    """As much as has room in a line: what goes on in the next could not be taken away again."""
+    text = _ESCAPES.sub("", bar.decode(errors="replace"))
+    return bar if len(text) < columns else text[: columns - 1].encode()
+
+
+def _size(descriptor: int) -> tuple[int, int]:
+    """Columns and rows; terminals of programs may not know theirs."""
+    try:
+        columns, rows = os.get_terminal_size(descriptor)
+    except OSError:
+        columns, rows = 0, 0
+    return columns or 80, rows or 24
