@@ -405,7 +405,7 @@ class Job:
         ranks = self._crew.everyone()
         for rank in ranks:
             rank.finish()
-        self._options.screen.settle()
+        self._options.screen.freeze()
         self._banner.end()
         code = self._mpiexec[1]
         verdict, completed = conclude(ranks, self._outside, code)

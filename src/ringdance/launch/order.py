@@ -20,7 +20,7 @@ from ringdance.launch.hosts import facts_from, local_names, place
 from ringdance.launch.job import Job
 from ringdance.launch.linux import usable_cores
 from ringdance.launch.mpi import find_mpi
-from ringdance.launch.output import WITH_HOST, WITH_RANK, Sink, Style, lasting, write_all
+from ringdance.launch.output import WITH_HOST, WITH_RANK, Sink, Style, guarded, write_all
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote import Remote, connect
 from ringdance.launch.running import Options
@@ -213,13 +213,13 @@ class Ready:
         """How it is run; a sink that fails, but for want of a reader, is left out from then on."""
         order = self.order
 
-        def tell(line: bytes) -> None:
-            shown_err(line)
+        def warn(line: bytes) -> None:
+            guarded_err(line)
 
-        shown_out = lasting("stdout", out, tell)
-        shown_err = lasting("stderr", err, shown_out)
+        guarded_out = guarded("stdout", out, warn)
+        guarded_err = guarded("stderr", err, guarded_out)
         return Options(
-            screen=Screen((shown_out, shown_err), terminals),
+            screen=Screen((guarded_out, guarded_err), terminals),
             style=order.style
             or replace(
                 WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK,

@@ -44,13 +44,13 @@ def write_all(descriptor: int) -> Sink:
     return write
 
 
-def lasting(name: str, sink: Sink, tell: Sink) -> Sink:
-    """The same sink until it fails, as on a full disk: that is told once, and nothing more goes there.
+def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
+    """Make a sink that gives up when it fails, as on a full disk: warns once, and writes nothing more.
 
     Args:
         name: of the file or stream, for people.
         sink: what may fail; a reader that has left (BrokenPipeError) is the caller's to see.
-        tell: where a line about it goes.
+        warn: takes the line of the warning.
     """
     failed = False
 
@@ -64,7 +64,7 @@ def lasting(name: str, sink: Sink, tell: Sink) -> Sink:
             raise
         except OSError as error:
             failed = True
-            tell(
+            warn(
                 f"ringdance: cannot write to {name}: {error.strerror}; nothing more is written there, "
                 "and the job goes on\n".encode()
             )
@@ -131,7 +131,7 @@ class Stream:
         sink: the launcher's stream.
         style: how its pieces are shown, the prefix filled in.
         file: a copy goes there, None for nowhere.
-        tell: where it is told if the copy cannot be written.
+        warn: takes a line if the copy cannot be written; default `sink`.
         holds: whether tracebacks are held back and marked lines understood (stderr).
         bare: whether the sink gets the pieces as they are; a file gets them with their prefix all the same.
     """
@@ -143,10 +143,10 @@ class Stream:
         file: BinaryIO | None = None,
         holds: bool = False,
         bare: bool = False,
-        tell: Sink | None = None,
+        warn: Sink | None = None,
     ) -> None:
         self._sink, self._style, self._file, self._holds, self._bare = sink, style, file, holds, bare
-        self._copy = lasting(str(file.name), write_all(file.fileno()), tell or sink) if file else None
+        self._copy = guarded(str(file.name), write_all(file.fileno()), warn or sink) if file else None
         self._prefix = style.prefix.encode()
         self._shown = b"\033[%dm%s\033[0m" % (style.colour, self._prefix) if style.colour else self._prefix
         self._lines = Lines()

@@ -1,4 +1,4 @@
-"""Command lines that know what was meant by a misspelt option or command."""
+"""An argument parser whose errors suggest the option or command that was probably meant."""
 
 from __future__ import annotations
 

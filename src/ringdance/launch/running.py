@@ -136,7 +136,7 @@ def make_streams(
     colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
     out, err = (replace(style, prefix=prefix, colour=colour) for prefix in given)
     return (
-        Stream(sinks[0], out, out_file, bare=bare, tell=sinks[1]),
+        Stream(sinks[0], out, out_file, bare=bare, warn=sinks[1]),
         Stream(sinks[1], err, err_file, holds=True, bare=bare),
     )
 

@@ -1,4 +1,4 @@
-"""Where the pieces of all ranks are shown: those without a line's end do not run into one another."""
+"""The terminal or files to which all ranks write: unfinished lines of two ranks are not joined."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class Screen:
     """The launcher's stdout and stderr, shared by the ranks.
 
-    On a terminal a piece that ends in a carriage return, as a progress bar's, has a line of its own below all
-    others until its rank writes the next. In files and pipes the piece of another rank begins a new line.
+    On a terminal, output that ends in a carriage return (a progress bar) keeps a line of its own for each
+    rank, below all other lines. In files and pipes, output after an unfinished line of another rank begins a
+    new line.
 
     Args:
         sinks: for stdout and stderr.
@@ -27,12 +28,12 @@ class Screen:
 
     def __init__(self, sinks: tuple[Sink, Sink], terminals: Sequence[bool] = (False, False)) -> None:
         self._sinks, self._terminals = sinks, terminals
-        self._begun: dict[int, int] = {}  # by stream: whose piece stands there without an end
+        self._begun: dict[int, int] = {}  # by stream: the rank of the unfinished line
         self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
         self._drawn = 0  # lines of bars on the terminal, above the cursor
 
     def of(self, stream: int, rank: int = LAUNCHER) -> Sink:
-        """Where whole pieces of a rank are put in; `stream`: 0 for stdout, 1 for stderr."""
+        """Return the sink for a rank's output on a stream: 0 for stdout, 1 for stderr."""
         show = self._draw if self._terminals[stream] else self._join
         return lambda data: show(stream, rank, data)
 
@@ -56,25 +57,25 @@ class Screen:
         self._drawn = len(bars)
         self._sinks[stream](erase + b"".join(line + b"\n" for line in [*map(_last, lines), *bars]))
 
-    def settle(self) -> None:
-        """The ranks have ended: leave their bars where they are."""
+    def freeze(self) -> None:
+        """Leave the bars where they are: the ranks have ended."""
         self._bars.clear()
         self._drawn = 0
 
 
-def _last(piece: bytes) -> bytes:
-    """What a terminal would show in the end of pieces with carriage returns between them."""
-    return piece.rstrip(b"\r").rpartition(b"\r")[2]
+def _last(line: bytes) -> bytes:
+    """Return what a terminal shows of a line with carriage returns in it."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _cut(bar: bytes, columns: int) -> bytes:
-    """As much as has room in a line: what goes on in the next could not be taken away again."""
+    """Cut a bar to one line: what wraps into the next could not be erased again."""
     text = _ESCAPES.sub("", bar.decode(errors="replace"))
     return bar if len(text) < columns else text[: columns - 1].encode()
 
 
 def _size(descriptor: int) -> tuple[int, int]:
-    """Columns and rows; terminals of programs may not know theirs."""
+    """Return columns and rows; a pseudo-terminal may report 0."""
     try:
         columns, rows = os.get_terminal_size(descriptor)
     except OSError:

@@ -58,7 +58,7 @@ def gather(
     seconds: float,
     reach: Reach,
     local: Collection[str],
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Facts]:
     """Facts of each host, all asked at once; one that does not answer: only why, under "reach".
 
@@ -69,23 +69,23 @@ def gather(
         seconds: time for the probes.
         reach: how other hosts are reached.
         local: those of `hosts` that are this machine.
-        tell: told what is being waited for.
+        report: called with a text that names what is being waited for.
     """
     found: dict[str, Facts] = {}
     slow = ", importing frameworks" if "frameworks" in probes else ""
 
-    def tell_hosts() -> None:
+    def report_progress() -> None:
         left = [host for host in hosts if host not in found]
         more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
-        tell(f"looking at {', '.join(left[:_MOST_NAMED])}{more}{slow}")
+        report(f"checking {', '.join(left[:_MOST_NAMED])}{more}{slow}")
 
-    tell_hosts()
+    report_progress()
     with _marks(wanted.folders) as marks:
         asked = request(probes, replace(wanted, marks=marks), seconds)
 
         def one(host: str) -> None:
             found[host] = _ask(host, asked, seconds + _SPARE_S, reach, local)
-            tell_hosts()
+            report_progress()
 
         threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
         for thread in threads:

@@ -143,7 +143,7 @@ def examined(
     reach: Reach,
     names: Iterable[str] | None = None,
     links_seconds: float = _LINKS_S,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Facts], list[Result]]:
     """Facts of the hosts, measured links included, and what the checks say of them.
 
@@ -155,13 +155,13 @@ def examined(
         reach: how other hosts are reached.
         names: of the checks, None for all.
         links_seconds: time for measuring links; 0 measures none.
-        tell: told what is being waited for.
+        report: called with a text that names what is being waited for.
     """
     local = local_names(hosts)
-    facts = gather(hosts, probes, wanted, seconds, reach, local, tell)
+    facts = gather(hosts, probes, wanted, seconds, reach, local, report)
     answering = {host: found for host, found in facts.items() if not found["reach"]["error"]}
     if len(answering) > 1 and links_seconds:
-        tell(f"measuring the links between {len(answering)} hosts")
+        report(f"measuring the links between {len(answering)} hosts")
         for host, found in links.measure(answering, reach, local, links_seconds).items():
             facts[host] = {**facts[host], "links": found}
     return facts, examine(facts, wanted, names)

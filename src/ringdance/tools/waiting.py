@@ -14,7 +14,7 @@ _EVERY_S = 0.25
 
 
 class Waiting:
-    """Shows the line while it is open; silent where stderr is no terminal.
+    """Show the line until it is closed; silent where stderr is no terminal.
 
     Args:
         write: shows a text.
@@ -27,7 +27,7 @@ class Waiting:
         self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __call__(self, text: str) -> None:
-        """Say what is being waited for from now on."""
+        """Set the text, and show it from now on."""
         self._text = text
         if self._write and not self._thread.is_alive():
             self._thread.start()

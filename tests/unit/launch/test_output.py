@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.output import Banner, Lines, Stream, Style, lasting, open_files
+from ringdance.launch.output import Banner, Lines, Stream, Style, guarded, open_files
 
 
 def test_lines_are_cut_at_their_ends() -> None:
@@ -93,13 +93,13 @@ def test_a_sink_that_fails_is_given_up_but_not_one_whose_reader_leaves() -> None
         raise BrokenPipeError
 
     told: list[bytes] = []
-    write = lasting("stdout", full, told.append)
+    write = guarded("stdout", full, told.append)
     write(b"one")
     write(b"two")
     assert len(told) == 1
     assert b"cannot write to stdout: No space left on device" in told[0]
     with pytest.raises(BrokenPipeError):
-        lasting("stdout", left, told.append)(b"one")
+        guarded("stdout", left, told.append)(b"one")
 
 
 def test_lines_are_shown_as_they_come() -> None:

@@ -1,4 +1,4 @@
-"""Pieces of several ranks without a line's end, on a terminal and in a file."""
+"""Unfinished lines of several ranks, on a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seen(data: bytes) -> list[str]:
     return lines
 
 
-def test_in_a_file_another_ranks_piece_begins_a_new_line() -> None:
+def test_in_a_file_another_rank_begins_a_new_line() -> None:
     out, err = io.BytesIO(), io.BytesIO()
     screen = Screen((out.write, err.write))
     for stream, rank, data in [
@@ -57,5 +57,5 @@ def test_on_a_terminal_each_rank_has_a_line_for_its_bar(monkeypatch: pytest.Monk
     assert write(1, 1, b"[1] " + b"#" * 40 + b"\r")[2] == "[1] " + "#" * 15
     assert write(1, 0, b"[0] 30%\r[0] 100%\n") == ["[1] epoch", "[0] 100%", "[1] " + "#" * 15, ""]
     assert write(0, 0, b"[0] no end")[2:] == ["[0] no end", "[1] " + "#" * 15, ""]
-    screen.settle()
+    screen.freeze()
     assert write(1, -1, b"the launcher\n")[3:] == ["[1] " + "#" * 15, "the launcher", ""]

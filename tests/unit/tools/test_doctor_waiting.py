@@ -35,8 +35,8 @@ def test_a_terminal_shows_what_is_waited_for() -> None:
     os.close(terminal)
     shown = os.read(ours, 1 << 16)
     os.close(ours)
-    assert shown.startswith(b"\r\x1b[Klooking at localhost: 0 s")
+    assert shown.startswith(b"\r\x1b[Kchecking localhost: 0 s")
     assert shown.endswith(b"\r\x1b[K")
-    assert b"looking at" not in done.stdout
+    assert b"checking" not in done.stdout
     quiet = subprocess.run(line, capture_output=True, timeout=60, check=False)
     assert quiet.stderr == b""
