@@ -7,8 +7,8 @@ rank and to report. The rank's stdout and stderr are pipes whose reading ends ar
 so the launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
 
 Supervisor to launcher: ``{"rank", "size", ..., "host", "port"}`` with stdout and stderr to read, then
-``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time": seconds
-since the epoch, "by_mpiexec": did mpiexec end it}``.
+``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
+seconds since the epoch, "by_mpiexec": did mpiexec end it}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": rank 0's}`` with a descriptor of what the rank
 reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
 ends the rank at once.
