@@ -42,6 +42,33 @@ finally:
 """
 
 
+IN_INIT = """
+import os
+import ringdance.numpy as rd
+from ringdance.transport.mpi import MpiTransport
+hierarchy = MpiTransport.hierarchy
+def die_there(self):
+    if self.rank == 2:
+        os.kill(os.getpid(), 9)
+    return hierarchy(self)
+MpiTransport.hierarchy = die_there
+rd.init()
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_died_during_init(three_hosts: Hosts, tmp_path: Path, layout: str) -> None:
+    (tmp_path / "work.py").write_text(IN_INIT)
+    done = three_hosts.run("h1", *RUN, "-H", layout, "python", str(tmp_path / "work.py"))
+    assert re.search(r"first failure: rank 2 of \d on h[23], pid \d+: killed by SIGKILL", done.stderr)
+    assert done.returncode == 137
+    # (Those who learn of it late may see that others have left since.)
+    assert re.search(
+        r"then rank \d .*RankLostError: ranks? [\d, ]*\d died while the job was starting", done.stderr
+    )
+    assert "MemoryError" not in done.stderr
+
+
 @pytest.mark.parametrize("trial", range(int(os.environ.get("DEATH_TRIALS", "6"))))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("death", DEATHS)

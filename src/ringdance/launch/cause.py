@@ -52,8 +52,8 @@ class Cause:
     @property
     def follows(self) -> bool:
         """Whether it tells of another rank's failure."""
-        told = self.message.rpartition(".")[2]
-        return self.kind in ("lost", "stall") or told.startswith(_OF_OTHERS) or _LOST_PEER in self.message
+        error = self.message.partition(":")[0].rpartition(".")[2]
+        return self.kind in ("lost", "stall") or error in _OF_OTHERS or _LOST_PEER in self.message
 
     @property
     def of_an_end(self) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import operator
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,10 @@ class MpiTransport(Transport):
         return MpiTransport(mpi, comm, ranks, window_bytes, self._vector_bytes, self)
 
     def hierarchy(self) -> Hierarchy | None:
+        with _lost_in_start(self._comm):
+            return self._hierarchy()
+
+    def _hierarchy(self) -> Hierarchy | None:
         own = self.host_group[0]
         area = 0 if self.window is None else self.window.area_bytes
         everyone = gather(self._comm, [own, len(self.host_group), area])
@@ -224,15 +229,7 @@ class MpiTransport(Transport):
             self._notes.Iprobe(tag=1)  # makes it look
         except self._mpi.Exception:
             pass
-        try:
-            failed = self._comm.Get_failed()
-        except NotImplementedError:  # by an MPI library without fault tolerance
-            return []
-        own = self._comm.Get_group()
-        places = self._mpi.Group.Translate_ranks(failed, list(range(failed.Get_size())), own)
-        failed.Free()
-        own.Free()
-        return list(places)
+        return _failed(self._comm)
 
     def state(self, place: int) -> str:
         if place not in self.host_group:
@@ -350,8 +347,35 @@ def world_transport(
     with waiting_in_init(patience, _expected(comm)):
         mpi = load_mpi("multiple" if threads else "single")
         chosen = _choose(mpi, comm)
-        _check_common(gather(chosen, [socket.gethostname(), common]))
-        return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
+        with _lost_in_start(chosen):
+            _check_common(gather(chosen, [socket.gethostname(), common]))
+            return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
+
+
+@contextlib.contextmanager
+def _lost_in_start(comm: Any) -> Iterator[None]:
+    """Raise RankLostError for what calls that block make of a peer's death: any error, or data never sent."""
+    try:
+        yield
+    except Exception as error:
+        lost = _failed(comm)
+        if not lost:
+            raise
+        who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+        raise RankLostError(f"{who} died while the job was starting. Look for its last output.") from error
+
+
+def _failed(comm: Any) -> list[int]:
+    """Return the ranks in ``comm`` that the library knows to have died."""
+    try:
+        failed = comm.Get_failed()
+    except NotImplementedError:  # by an MPI library without fault tolerance
+        return []
+    own = comm.Get_group()
+    places = list(failed.Translate_ranks(list(range(failed.Get_size())), own))
+    failed.Free()
+    own.Free()
+    return places
 
 
 def _expected(comm: Any) -> list[int]:

@@ -39,7 +39,7 @@ def test_the_first_by_time() -> None:
 
 
 def test_errors_about_other_ranks_come_second_whenever_they_came() -> None:
-    lost = mark(0, 1.0, "ringdance.errors.RankLostError: rank 1 died")
+    lost = mark(0, 1.0, "ringdance.errors.RankLostError: rank 1 died. Look for its last output.")
     found = verdict([lost], ended(0, 1, 1.1), ended(1, -9, 1.5))
     assert (found.cause.rank, found.code) == (1, 137)
 
