@@ -14,9 +14,12 @@ import here_hosts
 import pytest
 from processes import script, wait_until
 
+from ringdance.launch.mpi import find_mpi
+
 pytestmark = [
     pytest.mark.limit(100),
     pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"hosts: {here_hosts.why_not()}"),
+    pytest.mark.skipif(find_mpi().family != "openmpi", reason="UCX takes hosts of one kernel for one host"),
 ]
 WORK = """
 import os, signal, time

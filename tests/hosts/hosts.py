@@ -214,8 +214,9 @@ class Hosts:
         left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
         root = Path(f"/proc/{self._init[name]}/root")
         for folder in ("dev/shm", "run/tmp"):
-            # (What PyTorch keeps for the next run is no job's.)
-            paths = [path for path in (root / folder).iterdir() if not path.name.startswith("torchinductor")]
+            # (What PyTorch keeps for the next run is no job's; flight records are left to be read.)
+            kept = ("torchinductor", "ringdance-flight-")
+            paths = [path for path in (root / folder).iterdir() if not path.name.startswith(kept)]
             left += [f"{name}: /{folder}/{path.name}" for path in paths]
         # (/tmp is all hosts'. Where somebody still holds the lock, it is another run's job, with hosts of the
         # same names: a process of this one's would have been found above.)

@@ -36,6 +36,7 @@ def bare_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_folder(), *arguments]
 
 
+_ROOM, _FILES = 1 << 20, 100  # what sockets and MPI's own files need at least
 _LONGEST = 59  # bytes of a folder's path that leave room for a socket's address in a job's folder there
 
 
@@ -59,7 +60,11 @@ def _unusable(base: str) -> str:
         return f"its path is longer than {_LONGEST} bytes"
     if not os.path.isdir(base):
         return "there is no such directory"
-    return "" if os.access(base, os.W_OK | os.X_OK) else "it cannot be written"
+    if not os.access(base, os.W_OK | os.X_OK):
+        return "it cannot be written"
+    room = os.statvfs(base)
+    full = room.f_bavail * room.f_frsize < _ROOM or (room.f_files and room.f_favail < _FILES)
+    return f"it has no room for {_ROOM >> 20} MiB in {_FILES} files" if full else ""
 
 
 def host_folder(base: str, job: str) -> str:
