@@ -50,11 +50,13 @@ def said() -> Iterator[list[str]]:
 
 def wait_for(found: list[str], words: str) -> str:
     """Return the first warning with these words, once it has come."""
-    while True:
+    until = time.monotonic() + 60.0
+    while time.monotonic() < until:
         for text in list(found):
             if words in text:
                 return text
         time.sleep(0.02)
+    raise AssertionError(f"no warning with {words!r}, but {found}")
 
 
 def reduce(name: str) -> None:
@@ -127,8 +129,11 @@ def late() -> Iterator[None]:
 
 @several
 def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]) -> None:
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
+
     def load() -> None:
-        time.sleep(1.0)
+        while not (folder / "told").exists():
+            time.sleep(0.02)
 
     def train_in_thread() -> None:
         hvd.allreduce(np.ones(2), name="of a thread")
@@ -139,9 +144,15 @@ def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]
         loader.join()
     trainer = threading.Thread(target=train_in_thread, name="trainer")
     trainer.start()
+    text = ""
+    if RANK == 0:
+        try:
+            text = wait_for(said, "its thread 'loader' is at ")
+        finally:
+            (folder / "told").touch()
     trainer.join()
     if RANK == 0:
-        text = wait_for(said, "'allreduce.of a thread'")
+        shutil.rmtree(folder)
         own, _, other = text.partition("Not submitted by")
         assert "(its thread 'trainer' is at " in own
         assert " in train_in_thread; its main thread is at " in own
