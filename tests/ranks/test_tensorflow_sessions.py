@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -247,3 +248,11 @@ def test_arguments_that_do_not_go_together() -> None:
             hvd.DistributedOptimizer(plain, **wrong)
     with pytest.raises(NotImplementedError):
         hvd.DistributedOptimizer(plain, op=hvd.Adasum, process_set=hvd.ProcessSet([0]))
+
+
+def test_scripts_written_for_horovod_ask_whether_operations_run_at_once() -> None:
+    horovod = importlib.import_module("horovod.tensorflow")
+    for ask in (horovod._executing_eagerly, horovod.util._executing_eagerly):
+        assert ask() is True
+        with tf.Graph().as_default():
+            assert ask() is False

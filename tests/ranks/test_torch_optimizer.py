@@ -47,6 +47,18 @@ def test_two_optimizers_as_in_a_gan() -> None:
         assert_equal_weights(net, reference)
 
 
+def test_names_of_parameters() -> None:
+    """As scripts written for Horovod ask for them: unique, and equal on all ranks."""
+    net = Net()
+    named = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    assert named._parameter_names == {one: name for name, one in net.named_parameters()}
+    groups = [{"params": [one]} for one in Net().parameters()]
+    for op in (hvd.Average, hvd.Adasum):
+        names = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), op=op)._parameter_names.values()
+        assert len(set(names)) == len(groups)
+        assert hvd.allgather_object(list(names)) == [list(names)] * SIZE
+
+
 def test_adasum_optimizer() -> None:
     if SIZE == 3:
         net = Net()

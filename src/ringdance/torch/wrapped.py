@@ -63,6 +63,11 @@ class Wrapped:
     _options: Options
     _passes: int
 
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """The names by parameter, by which scripts written for Horovod know it."""
+        return dict(zip(self._options.parameters, self._options.names, strict=True))
+
     def __getstate__(self) -> dict[str, Any]:
         own: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
         return {**own, "_options": self._options, "_passes": self._passes}

@@ -116,10 +116,19 @@ def test_errors_are_one_family() -> None:
 def test_built_before_init() -> None:
     for module in (hvd, hvd.mpi_ops, hvd.mpi_ops._basics):
         assert module.mpi_built() is True
-        assert module.gloo_built() is module.gloo_enabled() is False
+        assert module.gloo_enabled() is False
         assert not any([module.ddl_built(), module.ccl_built(), module.cuda_built(), module.rocm_built()])
         assert type(module.nccl_built()) is int
         assert module.nccl_built() < 21000
+
+
+def test_gloo_is_built_where_scripts_find_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take HOROVOD_RANK for Gloo's: horovodrun and init() set it."""
+    modules = (hvd, hvd.mpi_ops, hvd.mpi_ops._basics, util)
+    monkeypatch.delenv("HOROVOD_RANK", raising=False)
+    assert not any(module.gloo_built() for module in modules)
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert all(module.gloo_built() for module in modules)
 
 
 def test_what_is_available(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +141,7 @@ def test_what_is_available(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ImportError, match=r"horovod\.mxnet is not available"):
         util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
     assert util.gpu_available("tensorflow") is False
-    assert (util.mpi_built(), util.gloo_built(), util.nccl_built(verbose=True)) == (True, False, False)
+    assert (util.mpi_built(), util.nccl_built(verbose=True)) == (True, False)
 
 
 def test_environment_for_a_while() -> None:

@@ -66,7 +66,7 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return False: MPI and shared memory do its work."""
+    """Return whether this process has ``HOROVOD_RANK``, which scripts take for Gloo's; Gloo is not used."""
     return basics.gloo_built()
 
 

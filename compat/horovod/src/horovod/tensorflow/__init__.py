@@ -12,5 +12,6 @@ from horovod.tensorflow import (  # isort: skip
     sync_batch_norm as sync_batch_norm,
     util as util,
 )
+from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly  # isort: skip  # scripts ask it here
 
 __all__ = list(_names)
