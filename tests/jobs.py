@@ -92,6 +92,10 @@ def all_jobs() -> list[Job]:
             for backend in ("tensorflow", "torch", "jax")
         ]  # fmt: skip
         jobs += [
+            Job("ranks", f"keras2-{size}", ("keras2_jobs",), size, only_slow=later, options=keras,
+                environ={"TF_USE_LEGACY_KERAS": "1"}, needs=("tensorflow", "tf_keras"))
+        ]  # fmt: skip
+        jobs += [
             Job("dropin", f"{name}-{size}", paths, size, options=quiet, needs=(name,),
                 only_slow=later if name == "tensorflow" else not later)
             for name, paths in contract.items()

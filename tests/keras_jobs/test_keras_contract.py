@@ -266,5 +266,7 @@ def test_keras_of_tensorflow_2_is_told_apart() -> None:
     class Adam:
         """As tf_keras has it: no optimizer of Keras 3."""
 
-    with pytest.raises(ValueError, match=r"optimizer of Keras 3, keras.optimizers.*Adam"):
+        __module__ = "tf_keras.src.optimizers.adam"
+
+    with pytest.raises(ValueError, match=r"optimizer of Keras 3, keras.optimizers.*Adam. Set TF_USE_LEGACY"):
         hvd.DistributedOptimizer(Adam())

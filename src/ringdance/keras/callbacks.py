@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
 from ringdance import session
 from ringdance.errors import ArgumentError, MismatchError
+from ringdance.keras.library import KERAS2, build, keras, variables_of
 from ringdance.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ringdance.keras.values import broadcast_variables
 from ringdance.training.objects import allgather_json
@@ -18,11 +17,13 @@ __all__ = [
     "LearningRateWarmupCallback", "MetricAverageCallback", "ProgressBar", "on_rank_zero",
 ]
 
-_CHANGE_TRAINING = (
-    keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau,
-    keras.callbacks.LearningRateScheduler, keras.callbacks.TerminateOnNaN,
-    keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights,
-)
+_CHANGE_TRAINING = tuple([
+    getattr(keras.callbacks, name)
+    for name in (
+        "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "TerminateOnNaN", "BackupAndRestore",
+        "SwapEMAWeights",  # not in Keras 2
+    ) if hasattr(keras.callbacks, name)
+])
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -54,8 +55,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if not self.model.built:
             return
         optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None and not optimizer.built:  # on TensorFlow the first step would do it
-            optimizer.build(self.model.trainable_variables)
+        if optimizer is not None:  # on TensorFlow the first step would do it
+            build(optimizer, self.model.trainable_variables)
         self._broadcast()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -71,12 +72,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if self._done:
             return
         self._done = True
-        local = {id(one) for one in self._local}
-        local |= {id(one.value) for one in self._local if hasattr(one, "value")}
-        found = [*self.model.variables, *getattr(getattr(self.model, "optimizer", None), "variables", ())]
+        local = set().union(*map(_ids, self._local))
+        found = [*self.model.variables, *variables_of(getattr(self.model, "optimizer", None))]
         unique = {id(one): one for one in found}.values()
-        kept = [one for one in unique if id(one) not in local and id(one.value) not in local]
+        kept = [one for one in unique if local.isdisjoint(_ids(one))]
         broadcast_variables(kept, self.root_rank)
+
+
+def _ids(variable: Any) -> set[int]:
+    """Return the ids of a variable and of what Keras 3 keeps in it, which a script may name as well."""
+    return {id(variable)} if KERAS2 else {id(variable), id(getattr(variable, "value", variable))}
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

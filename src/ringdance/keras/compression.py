@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
+from ringdance.keras.library import ops
 from ringdance.training.compression import CastCompressor, Compressor, NoneCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
@@ -14,14 +13,14 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 class _Cast(CastCompressor):
     @classmethod
     def former(cls, tensor: Any) -> Any:
-        if not keras.ops.is_tensor(tensor):
+        if not ops.is_tensor(tensor):
             return None
-        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        dtype = ops.dtype_name(tensor.dtype)
         return dtype if "float" in dtype and dtype != cls.dtype else None
 
     @staticmethod
     def cast(tensor: Any, dtype: Any) -> Any:
-        return keras.ops.cast(tensor, dtype)
+        return ops.cast(tensor, dtype)
 
 
 class FP16Compressor(_Cast):

@@ -9,10 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import keras
 import numpy as np
 
 from ringdance.errors import ArgumentError
+from ringdance.keras.library import build, keras, read, variables_of
 from ringdance.keras.values import broadcast_variables
 from ringdance.training import elastic
 from ringdance.training.elastic import ObjectState, State
@@ -68,8 +68,8 @@ class KerasState(ObjectState):
             raise ArgumentError("KerasState needs a model that has its weights: model.build(shape).")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if self.optimizer is not None and not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+        if self.optimizer is not None:
+            build(self.optimizer, model.trainable_variables)
         self._weights: list[np.ndarray[Any, Any]] = []
         super().__init__(**kwargs)
         self._save_weights()
@@ -77,11 +77,17 @@ class KerasState(ObjectState):
     def _variables(self) -> list[Any]:
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
-        found = [*self.model.variables, *getattr(self.optimizer, "variables", ())]
+        found = [*self.model.variables, *variables_of(self.optimizer)]
         return list({id(one): one for one in found}.values())
 
     def _save_weights(self) -> None:
-        self._weights = [np.array(keras.ops.convert_to_numpy(one.value)) for one in self._variables()]
+        self._weights = [read(one) for one in self._variables()]
+
+    def _forget_passes(self) -> None:
+        # Of a DistributedOptimizer of Keras 2; those of Keras 3 are variables of the optimizer.
+        sums = getattr(self.optimizer, "_agg_helper", None)
+        if sums is not None:
+            sums.reset()
 
     def save(self) -> None:
         """Keep a copy of all variables and attributes."""
@@ -92,11 +98,13 @@ class KerasState(ObjectState):
         """Go back to what was saved last."""
         for one, array in zip(self._variables(), self._weights, strict=True):
             one.assign(array)
+        self._forget_passes()
         super().restore()
 
     def sync(self) -> None:
         """Take over rank 0's variables and attributes, and save them."""
         broadcast_variables(self._variables())
+        self._forget_passes()
         self._save_weights()
         super().sync()
 

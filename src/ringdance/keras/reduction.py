@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
-
 from ringdance import session
 from ringdance.core.request import Operation
 from ringdance.errors import ArgumentError
 from ringdance.keras.compression import Compression
+from ringdance.keras.library import keras, ops
 from ringdance.training.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
@@ -45,9 +44,9 @@ def everywhere(condition: Any, name: str, process_set: ProcessSet = global_proce
     """Return a scalar truth that holds if ``condition`` does on all ranks; at once or in a program."""
     if not takes_part(process_set):
         return condition
-    value = keras.ops.cast(condition, "float32")
+    value = ops.cast(condition, "float32")
     least = binding().allreduce(value, name=name, op=int(Operation.MIN), process_set=process_set)
-    return keras.ops.cast(least, "bool")
+    return ops.cast(least, "bool")
 
 
 _numbers: dict[tuple[str, int], Iterator[int]] = {}
@@ -76,6 +75,7 @@ class Reduction:
         self.operation = operation
         self.prescale, self.postscale = scales_of(operation, predivide)
         self.compression = compression
+        self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         self._in_tensorflow: Any = None
         if keras.backend.backend() == "tensorflow":

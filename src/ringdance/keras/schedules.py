@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from ringdance import session
 from ringdance.errors import ArgumentError
+from ringdance.keras.library import KERAS2, is_built, keras, number
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 
@@ -84,22 +83,28 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         """Write the learning rate to the logs."""
         self._restore_momentum()
         if logs is not None:
-            logs["lr"] = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+            logs["lr"] = number(self.model.optimizer.learning_rate)
 
     def _set(self, factor: float) -> None:
         optimizer = self.model.optimizer
-        old = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        old = number(optimizer.learning_rate)
         new = self.initial_lr * factor
         if new == old:
             return
         optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        compiled = keras.backend.backend() != "torch" and not self.model.run_eagerly
         # Keras makes no velocities for an optimizer that has no momentum when it is built.
-        possible = old and new and inner.built and not compiled
+        possible = old and new and self._reads_momentum(inner)
         if self.momentum_correction and possible and getattr(inner, "momentum", 0.0):
-            self._restore = inner.momentum
-            inner.momentum *= new / old
+            self._restore = number(inner.momentum)
+            inner.momentum = self._restore * new / old
+
+    def _reads_momentum(self, optimizer: Any) -> bool:
+        """Return whether the next step uses what ``optimizer.momentum`` is set to."""
+        if KERAS2 and isinstance(optimizer, keras.optimizers.legacy.Optimizer):
+            return True  # there it is a variable
+        compiled = keras.backend.backend() != "torch" and not self.model.run_eagerly
+        return is_built(optimizer) and not compiled
 
     def _restore_momentum(self) -> None:
         if self._restore is not None:
@@ -141,5 +146,5 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Write the learning rate to the logs; say when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose > 0 and session.engine().rank == 0:
-            rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+            rate = number(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import keras
-
+from ringdance.keras.library import keras
 from ringdance.keras.reduction import BACKENDS, binding
 from ringdance.training import basics
 from ringdance.training.process_sets import ProcessSet

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import numpy as np
-
 from ringdance import session
 from ringdance.core.request import Operation
 from ringdance.keras.compression import Compression
+from ringdance.keras.library import ops, read
 from ringdance.keras.reduction import binding
 from ringdance.training import verbs
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
@@ -45,7 +43,7 @@ def allreduce(
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
     operation = pick_operation(average, op)
-    small, context = compression.compress(keras.ops.convert_to_tensor(value))
+    small, context = compression.compress(ops.convert_to_tensor(value))
     done = binding().allreduce(
         small, name=name, op=int(operation), prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
@@ -55,17 +53,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Return the ranks' tensors joined along dimension 0, which may differ between ranks."""
-    return binding().allgather(keras.ops.convert_to_tensor(value), name=name)
+    return binding().allgather(ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return the tensor of global rank ``root_rank``; shape and type equal on all ranks."""
-    return binding().broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
+    return binding().broadcast(ops.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
     """Reduce (Average or Sum) and return this rank's rows."""
-    return binding().reducescatter(keras.ops.convert_to_tensor(value), name=name, op=op)
+    return binding().reducescatter(ops.convert_to_tensor(value), name=name, op=op)
 
 
 def broadcast_variables(
@@ -83,7 +81,7 @@ def broadcast_variables(
     chosen = [one for one in variables if "seed_generator_state" not in str(getattr(one, "path", ""))]
     if not chosen or len(engine.members(set_id(process_set))) == 1:
         return
-    arrays = tuple([np.array(keras.ops.convert_to_numpy(one.value), order="C") for one in chosen])
+    arrays = tuple([read(one) for one in chosen])
     verbs.broadcast(
         engine, arrays, arrays, root_rank, name="broadcast_variables", set_id=set_id(process_set),
         grouped=True, wake=False,
@@ -94,7 +92,7 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise: Keras 3 has no list of all variables; the error says what to call instead.
+    """Raise: Keras has no list of all variables; the error says what to call instead.
 
     Raises:
         RuntimeError: always.

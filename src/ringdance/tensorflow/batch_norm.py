@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ringdance import session
@@ -13,8 +12,10 @@ from ringdance.tensorflow import operations as ops
 
 __all__ = ["SyncBatchNormalization"]
 
+keras: Any = tf.keras  # Keras 3, or 2 where TF_USE_LEGACY_KERAS says so
 
-@keras.saving.register_keras_serializable("ringdance")
+
+@keras.utils.register_keras_serializable("ringdance")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Keras's ``BatchNormalization`` whose statistics in training are those of all ranks' batches together.
 
@@ -33,10 +34,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         if fused is not False:
             raise ArgumentError("SyncBatchNormalization cannot be fused: leave fused away, or fused=False.")
         super().__init__(**kwargs)
+        self.fused = False  # Keras 2 would choose; Keras 3 has no such thing
 
-    def _moments(self, inputs: Any, mask: Any) -> Any:
+    def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return mean and variance of each channel over all ranks (Keras calls this in training)."""
-        mean, variance = super()._moments(inputs, mask)
+        mean, variance = super()._moments(inputs, *args, **options)
+        mask = options["mask"] if "mask" in options else args[-1]  # by name in Keras 2, last in Keras 3
         if session.engine().size == 1:
             return mean, variance
         if mask is None:

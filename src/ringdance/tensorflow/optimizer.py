@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -17,67 +16,10 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow import operations as ops
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.gradients import GradientReducer
+from ringdance.tensorflow.passes import PassSums
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
-
-
-class _Sums:
-    """Gradients of several steps, summed in variables of a graph before they are reduced."""
-
-    def __init__(self, passes: int, average: bool) -> None:
-        self.passes = passes
-        self.average = average
-        self.full: Any = None  # in the graph: whether this step is the last of its row
-
-    def add(self, gradients: list[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """Return what to apply: in the last step of a row the reduced sums, else what will not be used."""
-        if any(isinstance(one, tf.IndexedSlices) for one in gradients):
-            raise ArgumentError(
-                "backward_passes_per_step > 1 cannot sum IndexedSlices: set sparse_as_dense=True."
-            )
-        there = [index for index, one in enumerate(gradients) if one is not None]
-        with tf.compat.v1.variable_scope("ringdance_sums"):
-            counter = _variable(tf.zeros((), tf.int32))
-            sums = [_variable(tf.zeros(gradients[index].shape, gradients[index].dtype)) for index in there]
-        added = [one.assign_add(gradients[index]) for one, index in zip(sums, there, strict=True)]
-        with tf.control_dependencies(added):
-            count = counter.assign_add(1)
-            self.full = tf.equal(count % self.passes, 0)
-
-        def reduced() -> list[Any]:
-            divisor = self.passes if self.average else 1
-            results = reduce([one.read_value() / tf.cast(divisor, one.dtype) for one in sums])
-            with tf.control_dependencies(results):
-                cleared = [one.assign(tf.zeros_like(one)) for one in sums]
-            with tf.control_dependencies(cleared):
-                return [tf.identity(one) for one in results]
-
-        with tf.control_dependencies([self.full]):
-            chosen = tf.cond(self.full, reduced, lambda: [one.read_value() for one in sums])
-        results: list[Any] = [None] * len(gradients)
-        for index, one in zip(there, chosen if isinstance(chosen, (list, tuple)) else [chosen], strict=True):
-            results[index] = one
-        return results
-
-    def apply(self, apply: Callable[[], Any], global_step: Any) -> Any:
-        """Return the operation that applies in the last step of a row; the step counter always advances."""
-
-        def skip() -> Any:
-            return tf.no_op() if global_step is None else global_step.assign_add(1).op
-
-        def run(branch: Callable[[], Any]) -> Callable[[], Any]:
-            def done() -> Any:
-                with tf.control_dependencies([branch()]):
-                    return tf.constant(True)
-
-            return done
-
-        return tf.cond(self.full, run(apply), run(skip)).op
-
-
-def _variable(initial: Any) -> Any:
-    return tf.compat.v1.Variable(initial, trainable=False, use_resource=True)
 
 
 class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
@@ -117,7 +59,7 @@ class _Reducing(_Delegating):
     """Reduces in ``compute_gradients``, which every way of training goes through."""
 
     def __init__(
-        self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: _Sums | None
+        self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: PassSums | None
     ) -> None:
         super().__init__(optimizer, reducer, use_locking)
         self._sums = sums
@@ -130,8 +72,7 @@ class _Reducing(_Delegating):
             return list(zip(self._reducer.reduce(gradients, variables), variables, strict=True))
         if self._reducer.sparse_as_dense:
             gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
-        known = [variable for gradient, variable in pairs if gradient is not None]
-        reduced = self._sums.add(gradients, lambda sums: self._reducer.reduce(sums, known))
+        reduced = self._sums.add(gradients, variables, self._reducer.reduce)
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
@@ -140,8 +81,9 @@ class _Reducing(_Delegating):
             return self._optimizer.apply_gradients(grads_and_vars, global_step, name)
         pairs = list(grads_and_vars)
         return self._sums.apply(
-            lambda: self._optimizer.apply_gradients(pairs, global_step, name), global_step
-        )
+            lambda: self._optimizer.apply_gradients(pairs, global_step, name),
+            lambda: tf.no_op() if global_step is None else global_step.assign_add(1).op,
+        ).op
 
 
 class _Delta(_Delegating):
@@ -228,7 +170,7 @@ def DistributedOptimizer(
     )
     if not adasum:
         passes = backward_passes_per_step
-        sums = _Sums(passes, average_aggregated_gradients) if passes > 1 else None
+        sums = PassSums(passes, average_aggregated_gradients) if passes > 1 else None
         return _Reducing(optimizer, reducer, use_locking, sums)
     if process_set is not global_process_set:
         raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")

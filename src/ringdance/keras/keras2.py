@@ -1,0 +1,143 @@
+"""Where an optimizer of Keras 2 (``tf_keras``) reduces its gradients.
+
+New optimizers (``optimizers.Optimizer``) and legacy ones (``optimizers.legacy.Optimizer``) have two hooks,
+with or without an underscore: ``compute_gradients``, which ``fit()`` and ``minimize()`` call, and
+``aggregate_gradients``, which ``apply_gradients`` calls, and a ``LossScaleOptimizer`` before it looks for
+infinities. Gradients that the first has reduced are not reduced in the second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.keras.distributed import Distributed
+from ringdance.keras.library import keras
+from ringdance.tensorflow.passes import PassSums
+
+__all__ = ["Keras2Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
+
+Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
+
+
+class Keras2Distributed(Distributed):
+    """Reduces in ``compute_gradients``, or else in ``apply_gradients``."""
+
+    _passes: int = 1
+    _average: bool = False
+
+    # Lazily, as from_config() makes objects of this class too, and past __setattr__, which tracks.
+    def _own(self, name: str, make: Any) -> Any:
+        if name not in self.__dict__:
+            object.__setattr__(self, name, make())
+        return self.__dict__[name]
+
+    @property
+    def _agg_helper(self) -> PassSums | None:
+        """The sums of several passes; scripts read its ``counter``."""
+        if self._passes == 1:
+            return None
+        sums: PassSums = self._own("_pass_sums", lambda: PassSums(self._passes, self._average))
+        return sums
+
+    @property
+    def _reduced_in(self) -> set[Any]:
+        """The programs (None: eager execution) with reduced gradients that have not been applied yet."""
+        found: set[Any] = self._own("_reduced_programs", set)
+        return found
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
+        """Return (gradient, variable) pairs; gradients are reduced over the ranks."""
+        return self._compute_gradients(loss, var_list, None, tape)
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> Pairs:
+        known: Any = super()
+        if hasattr(known, "_compute_gradients"):
+            pairs = known._compute_gradients(loss, var_list, grad_loss, tape)
+        else:
+            pairs = known.compute_gradients(loss, var_list, tape)
+        self._reduced_in.add(_program())
+        return self._reduce_pairs(pairs)
+
+    def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
+        """Reduce over the ranks, after Keras has over the devices of this process."""
+        known: Any = super()
+        aggregate = getattr(known, "_aggregate_gradients", None) or known.aggregate_gradients
+        pairs = list(aggregate(grads_and_vars))
+        return pairs if self._reduced_in else self._reduce_pairs(pairs)
+
+    _aggregate_gradients = aggregate_gradients
+
+    def apply_gradients(
+        self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        """Update the variables; with several passes in the last of them only, ``iterations`` in each."""
+        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
+        known: Any = super()
+        pairs, sums = list(grads_and_vars), self._agg_helper
+        if sums is not None and aggregate:
+            pairs, aggregate = self.aggregate_gradients(pairs), False
+
+        def apply() -> Any:
+            options = {} if aggregate else {"experimental_aggregate_gradients": False}
+            return known.apply_gradients(pairs, name, **options)
+
+        def skip() -> Any:
+            optimizer: Any = self
+            return optimizer.iterations.assign_add(1)
+
+        done = apply() if sums is None else sums.apply(apply, skip)
+        self._reduced_in.discard(_program())
+        return done
+
+    def _reduce_pairs(self, pairs: Pairs) -> Pairs:
+        gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        sums = self._agg_helper
+        if sums is None:
+            reduced = self._reduce(gradients, variables)
+        else:
+            if self._reduction.sparse_as_dense:
+                gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+            reduced = sums.add(gradients, variables, self._reduce)
+        return list(zip(reduced, variables, strict=True))
+
+
+def _program() -> Any:
+    """Return the outermost graph that is being traced, or None in eager execution."""
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(getattr(graph, "outer_graph", None), "building_function", False):
+        graph = graph.outer_graph
+    return graph
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer in a LossScaleOptimizer, which calls it for all that concerns gradients."""
+    if not isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
+        return optimizer
+    return optimizer.inner_optimizer
+
+
+def front(base: type) -> type:
+    """Return the class to put in front of an optimizer's."""
+    return Keras2Distributed
+
+
+def class_options(base: type) -> dict[str, Any]:
+    """Return the attributes by which Keras takes a subclass for ``base`` when it saves it."""
+    names = {name: value for name, value in vars(base).items() if "_api_names" in name}
+    return {"__module__": base.__module__, **names}
+
+
+def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
+    """Return the options for so many passes."""
+    return {"_passes": passes, "_average": average}
+
+
+def adapt() -> None:
+    """Change nothing: Keras 2 asks its optimizers wherever it matters."""

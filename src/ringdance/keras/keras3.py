@@ -1,0 +1,152 @@
+"""Where an optimizer of Keras 3 reduces its gradients.
+
+- in ``apply()``, before anything else happens to them; ``fit()``, ``apply_gradients()`` and
+  ``stateless_apply()`` all come there;
+- with ``gradient_accumulation_steps``: where the accumulated gradients are clipped, once for each update;
+- of a ``LossScaleOptimizer``: before it looks for infinities, so that all ranks skip the same steps.
+
+``compile()`` under ``mixed_float16`` wraps a DistributedOptimizer in a LossScaleOptimizer, which looks for
+infinities in this rank's own gradients. It is made to ask all ranks: a rank that skipped a step alone
+would leave the others waiting for its gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from ringdance.errors import ArgumentError
+from ringdance.keras.distributed import Distributed, is_distributed
+from ringdance.keras.library import keras
+from ringdance.keras.reduction import everywhere
+
+__all__ = ["Keras3Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
+
+
+class Keras3Distributed(Distributed):
+    """For the optimizers of Keras 3."""
+
+    _applied_to: tuple[Any, ...] = ()
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        """Update the variables with gradients that are reduced over the ranks first."""
+        gradients = list(grads)
+        known: Any = self
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        variables = self._known_variables() if trainable_variables is None else trainable_variables
+        # Otherwise there is a mistake, which Keras explains; or it is done after accumulation.
+        if len(gradients) == len(variables) and not known.gradient_accumulation_steps:
+            gradients = self._reduce(gradients, variables)
+        return super().apply(gradients, trainable_variables)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        object.__setattr__(self, "_applied_to", tuple(trainable_variables))
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        known: Any = self
+        if known.gradient_accumulation_steps:
+            grads = self._reduce_accumulated(list(grads), known.gradient_accumulation_steps)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _backend_reset_gradient_accumulators(self) -> None:
+        known: Any = super()
+        known._backend_reset_gradient_accumulators()
+        if keras.backend.backend() == "torch":  # there Keras multiplies by zero, and an infinity would stay
+            known = self
+            for one in known._accumulated_gradients:
+                if one is not None:
+                    one.assign(keras.ops.zeros_like(one))
+
+    def _reduce_accumulated(self, gradients: list[Any], steps: int) -> list[Any]:
+        variables = self._applied_to
+        if keras.backend.backend() != "jax":
+            return self._reduce(gradients, variables)
+        # JAX comes here in every step, and throws away what it computes in those that only accumulate.
+        known: Any = self
+        update = (known._iterations + 1) % steps == 0
+        done: list[Any] = keras.ops.cond(
+            update, lambda: self._reduce(gradients, variables), lambda: list(gradients)
+        )
+        return done
+
+    def _known_variables(self) -> list[Any]:
+        known: Any = self
+        if not known._trainable_variables:  # older versions of Keras leave them to the one that is wrapped
+            known = getattr(known, "inner_optimizer", known)
+        return list(known._trainable_variables)
+
+
+class _ScalesLoss(Keras3Distributed):
+    """For a LossScaleOptimizer, which on JAX does not go through ``apply``."""
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """Return updated variables; gradients are reduced over the ranks first."""
+        grads = self._reduce(list(grads), self._known_variables())
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+
+
+def front(base: type) -> type:
+    """Return the class to put in front of an optimizer's."""
+    return _ScalesLoss if issubclass(base, keras.optimizers.LossScaleOptimizer) else Keras3Distributed
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that reduces: the one given, also if it is a LossScaleOptimizer."""
+    return optimizer
+
+
+def class_options(base: type) -> dict[str, Any]:
+    """Return the attributes by which Keras takes a subclass for ``base`` when it saves it."""
+    # On torch the instance's class is not the public one, but derived from it.
+    public = [one for one in base.__mro__ if getattr(keras.optimizers, one.__name__, None) is one]
+    return {"__module__": "keras.optimizers" if public else base.__module__}
+
+
+def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
+    """Let Keras accumulate over so many passes; return the options that make a sum of its mean if wanted."""
+    if passes == 1:
+        return {}
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if inner.gradient_accumulation_steps not in (None, passes):
+        raise ArgumentError(
+            f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="
+            f"{inner.gradient_accumulation_steps}: give one of the two."
+        )
+    if inner.built and not inner.gradient_accumulation_steps:
+        raise ArgumentError(
+            "backward_passes_per_step > 1 needs an optimizer that has not been used: make it with "
+            f"gradient_accumulation_steps={passes} instead."
+        )
+    inner.gradient_accumulation_steps = passes
+    return {} if average else {"_factor": float(passes)}
+
+
+@functools.cache
+def adapt() -> None:
+    """Teach Keras two things about our optimizers; for all others it does what it did."""
+    scaler = keras.optimizers.LossScaleOptimizer
+    check_finite = scaler.check_finite
+
+    @functools.wraps(check_finite)
+    def check_on_all_ranks(self: Any, grads: Any) -> Any:
+        finite = check_finite(self, grads)
+        inner = self.inner_optimizer
+        if isinstance(self, Distributed) or not isinstance(inner, Distributed):
+            return finite
+        return everywhere(finite, f"{inner._reduction.name}.finite", inner._reduction.process_set)
+
+    scaler.check_finite = check_on_all_ranks
+    trainer = sys.modules["keras.src.trainers.trainer"].Trainer
+    resolve = trainer._resolve_auto_jit_compile
+
+    @functools.wraps(resolve)
+    def without_xla(self: Any) -> bool:
+        # XLA cannot compile an exchange between ranks into a TensorFlow step; jit_compile="auto" is then no.
+        if keras.backend.backend() == "tensorflow" and is_distributed(getattr(self, "optimizer", None)):
+            return False
+        return bool(resolve(self))
+
+    trainer._resolve_auto_jit_compile = without_xla

@@ -1,0 +1,87 @@
+"""The Keras in use: Keras 3, or Keras 2 (``tf_keras``) where ``TF_USE_LEGACY_KERAS`` makes it ``tf.keras``.
+
+All modules here take ``keras`` from this one. What the two spell differently is here, but for the way in
+which an optimizer applies gradients: see ``keras3`` and ``keras2``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "KERAS2", "build", "forms", "is_built", "keras", "number", "ops", "optimizer_types", "read",
+    "variables_of",
+]
+
+KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
+
+keras: Any
+ops: Any  # those of keras.ops that are used here
+optimizer_types: tuple[Any, ...]
+if KERAS2:
+    try:
+        keras = importlib.import_module("tf_keras")
+    except ModuleNotFoundError as error:
+        if error.name != "tf_keras":
+            raise
+        raise ImportError(
+            "TF_USE_LEGACY_KERAS asks for Keras 2, which is not installed: pip install tf_keras, of the same "
+            "version as TensorFlow; or unset the variable to use Keras 3.", name="tf_keras",
+        ) from None
+    tf = importlib.import_module("tensorflow")
+    ops = SimpleNamespace(
+        cast=tf.cast, convert_to_numpy=np.asarray, convert_to_tensor=tf.convert_to_tensor,
+        dtype_name=lambda dtype: tf.as_dtype(dtype).name, is_tensor=tf.is_tensor,
+    )
+    optimizer_types = (keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer)
+else:
+    keras = importlib.import_module("keras")
+    ops = SimpleNamespace(
+        cast=keras.ops.cast, convert_to_numpy=keras.ops.convert_to_numpy,
+        convert_to_tensor=keras.ops.convert_to_tensor, dtype_name=keras.backend.standardize_dtype,
+        is_tensor=keras.ops.is_tensor,
+    )
+    optimizer_types = (keras.optimizers.Optimizer,)
+
+
+def read(variable: Any) -> np.ndarray[Any, Any]:
+    """Return a copy of a variable's value, contiguous."""
+    value = variable if KERAS2 else variable.value
+    return np.array(ops.convert_to_numpy(value), order="C")
+
+
+def number(value: Any) -> float:
+    """Return a scalar tensor, variable or number as a float."""
+    return float(value if isinstance(value, (int, float)) else ops.convert_to_numpy(value))
+
+
+def forms(variable: Any) -> tuple[Any, ...]:
+    """Return Keras's variable and, on TensorFlow, the tf.Variable in it: both are used in custom loops."""
+    if not KERAS2 and keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable):
+        return variable, variable.value
+    return (variable,)
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer, which may be None."""
+    found = getattr(optimizer, "variables", ())
+    return list(found() if callable(found) else found)
+
+
+def is_built(optimizer: Any) -> bool:
+    """Return whether an optimizer has made its variables."""
+    return bool(optimizer.built if not KERAS2 else getattr(optimizer, "_built", False))
+
+
+def build(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Let an optimizer make its variables, if it has not yet."""
+    if KERAS2 and not hasattr(optimizer, "build"):
+        optimizer._create_all_weights(list(variables))  # of a legacy one; those that are there stay
+    elif not is_built(optimizer):
+        optimizer.build(list(variables))

@@ -1,0 +1,110 @@
+"""Gradients of several passes, summed before they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.errors import ArgumentError
+from ringdance.tensorflow.exchange import plain
+
+__all__ = ["PassSums"]
+
+Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
+
+
+class PassSums:
+    """Sums of gradients in variables, in eager execution, in a ``tf.function`` or in a graph of a session.
+
+    Args:
+        passes: how many are summed.
+        average: whether their mean is wanted.
+
+    Attributes:
+        counter: a variable, the passes since the last exchange; None before the first pass.
+    """
+
+    def __init__(self, passes: int, average: bool) -> None:
+        if passes < 1:
+            raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
+        self.passes = passes
+        self.average = average
+        self.counter: Any = None
+        self._sums: dict[int, Any] = {}  # by the id of the variable, which is kept beside the sum
+        self._full: Any = None  # in the graph of a session: whether this pass is the last of its row
+
+    @plain
+    def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:
+        """Return what to apply: in the last pass of a row the reduced sums, else zeros for ``skip``.
+
+        Args:
+            gradients: dense tensors or None.
+            variables: what they belong to.
+            reduce: gets those that are not None, and their variables.
+
+        Raises:
+            ArgumentError: there are IndexedSlices.
+        """
+        if any(isinstance(one, tf.IndexedSlices) for one in gradients):
+            raise ArgumentError(
+                "backward_passes_per_step > 1 cannot sum IndexedSlices: set sparse_as_dense=True."
+            )
+        there = [index for index, one in enumerate(gradients) if one is not None]
+        known = [variables[index] for index in there]
+        sums = [self._sum_of(variables[index], gradients[index]) for index in there]
+        added = [one.assign_add(gradients[index]) for one, index in zip(sums, there, strict=True)]
+        with tf.control_dependencies(added):
+            count = self.counter.assign((self.counter.read_value() + 1) % self.passes)
+            self._full = tf.equal(count, 0)
+
+        def reduced() -> list[Any]:
+            divisor = self.passes if self.average else 1
+            results = reduce([one.read_value() / tf.cast(divisor, one.dtype) for one in sums], known)
+            with tf.control_dependencies(results):
+                cleared = [one.assign(tf.zeros_like(one)) for one in sums]
+            with tf.control_dependencies(cleared):
+                return [tf.identity(one) for one in results]
+
+        with tf.control_dependencies([self._full]):
+            chosen = tf.cond(self._full, reduced, lambda: [tf.zeros_like(one) for one in sums])
+        results: list[Any] = [None] * len(gradients)
+        for index, one in zip(there, chosen if isinstance(chosen, (list, tuple)) else [chosen], strict=True):
+            results[index] = one
+        return results
+
+    @plain
+    def apply(self, apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
+        """Run ``apply`` in the last pass of a row, ``skip`` in the others; return a tensor that is True."""
+        if self.counter is None:
+            return apply()
+        in_session = not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
+
+        def run(branch: Callable[[], Any]) -> Callable[[], Any]:
+            def done() -> Any:
+                result = branch()
+                with tf.control_dependencies([] if result is None else [result]):
+                    return tf.constant(True)
+
+            return done
+
+        full = self._full if in_session else tf.equal(self.counter, 0)
+        return tf.cond(full, run(apply), run(skip))
+
+    def reset(self) -> None:
+        """Forget what was summed, in eager execution: after an error ranks may be in different passes."""
+        for one in () if self.counter is None else (self.counter, *[one for _, one in self._sums.values()]):
+            one.assign(tf.zeros_like(one))
+
+    def _sum_of(self, variable: Any, gradient: Any) -> Any:
+        if self.counter is None:
+            self.counter = _variable((), tf.int32)
+        if id(variable) not in self._sums:
+            self._sums[id(variable)] = variable, _variable(gradient.shape, gradient.dtype)
+        return self._sums[id(variable)][1]
+
+
+def _variable(shape: Any, dtype: Any) -> Any:
+    with tf.init_scope():  # not in a tf.function, which may make variables in its first trace only
+        return tf.Variable(lambda: tf.zeros(shape, dtype), trainable=False, name="ringdance_sums")
