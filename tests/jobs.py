@@ -63,7 +63,7 @@ def all_jobs() -> list[Job]:
         Job("lint", "mypy", command=("mypy",)),
         Job("unit", "tools", ("unit/tools", "unit/cluster", "unit/launch", "unit/compat")),
         Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
-        Job("dropin", "commands", ("dropin/test_docs_commands.py",)),
+        Job("dropin", "commands", ("dropin/test_docs_commands.py", "dropin/test_torch_tools.py")),
         Job("unit", "engine", ("unit/core", "unit/tr*", "unit/torch", "unit/tensorflow")),
         Job("unit", "project", ("unit/test_*.py",)),
         Job("dropin", "launching", (

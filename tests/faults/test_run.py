@@ -83,7 +83,7 @@ def test_ranks_know_their_place(program: Callable[[str], str]) -> None:
         "    names = ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')\n"
         "    print(*(os.environ[who + name] for name in names))\n"
         "print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')),"
-        "      os.environ['MASTER_PORT'])\n"
+        "      os.environ['MASTER_PORT'], os.environ['GROUP_RANK'], 'TORCHELASTIC_RUN_ID' in os.environ)\n"
         "print(os.environ['OMP_NUM_THREADS'], os.environ['MINE'], sys.argv[1:])\n"
         "from mpi4py import MPI\n"
         "print(MPI.COMM_WORLD.rank == rank, MPI.COMM_WORLD.size)\n"
@@ -95,7 +95,7 @@ def test_ranks_know_their_place(program: Callable[[str], str]) -> None:
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         place = f"{rank} 3 {rank} 3 0 1"
-        lines = [place, place, f"{rank} 3 {rank} 3 29511", "7 a b ['-np', '9', '--x=y z']", "True 3"]
+        lines = [place, place, f"{rank} 3 {rank} 3 29511 0 True", "7 a b ['-np', '9', '--x=y z']", "True 3"]
         assert [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")] == lines
 
 

@@ -43,8 +43,11 @@ FOLDER = "RINGDANCE_JOB_FOLDER"
 """Environment variable of the rank: the job's folder on its host."""
 
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-_TORCH = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
-"""The names by which torch.distributed, Accelerate and Transformers know the same."""
+_TORCH = {
+    "RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "CROSS_RANK": "GROUP_RANK",
+}  # fmt: skip
+"""torchrun's names for the same, which torch.distributed, Accelerate, Transformers and Lightning read."""
 
 
 def place(environ: Mapping[str, str]) -> dict[str, int]:
@@ -102,6 +105,9 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
         if name in _TORCH:
             os.environ[_TORCH[name]] = str(value)
+    # It says that the variables above are there. Without it Lightning prefers Slurm's, which are the same for
+    # all ranks that an agent starts, and then MPI, which knows no MASTER_ADDR.
+    os.environ["TORCHELASTIC_RUN_ID"] = os.path.basename(os.environ[FOLDER])
     if port:
         os.environ.setdefault("MASTER_PORT", str(port))
     os.environ["HOROVOD_HOSTNAME"] = os.uname().nodename

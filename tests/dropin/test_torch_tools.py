@@ -1,0 +1,65 @@
+"""Accelerate, Transformers and Lightning under `ringdance run`: the scripts of docs/howto/torch-tools.md.
+
+Each trains the same weights as under torchrun, the tools' own way, and the same again with
+`hvd.DistributedOptimizer` in place of DistributedDataParallel. The page's commands, and what they print, are
+run by test_docs_commands.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, environment, put_files
+
+torch = pytest.importorskip("torch")
+
+PAGE = ROOT / "docs" / "howto" / "torch-tools.md"
+LIMIT = 240.0
+# What report() of the page's task.py does besides.
+SAVE = """
+report_only = report
+def report(rank, size):
+    report_only(rank, size)
+    torch.save((rank, size, model.state_dict()), sys.argv[1] + os.environ["RANK"])
+"""
+
+
+def results(folder: Path, size: int, name: str, *launcher: str) -> list[dict[str, torch.Tensor]]:
+    """Run a script of the page; return the weights of its ranks, which see their rank and size."""
+    out = folder / f"{launcher[1]}-{size}-{name}-"
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, f"{name}.py", str(out)],
+        cwd=folder, env=environment() | {"OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [torch.load(f"{out}{rank}") for rank in range(size)]
+    assert [(rank, of) for rank, of, _ in found] == [(rank, size) for rank in range(size)]
+    assert done.stdout.count("batches of each rank") == ("batches of" in (folder / f"{name}.py").read_text())
+    return [weights for _, _, weights in found]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one | other)
+
+
+@pytest.mark.limit(5 * LIMIT)
+@pytest.mark.parametrize("tool", ["accelerate", "transformers", "fabric", "lightning"])
+def test_the_weights_are_those_of_torchrun(tool: str, tmp_path: Path) -> None:
+    pytest.importorskip("lightning" if tool == "fabric" else tool)
+    put_files(PAGE, tmp_path)
+    task = tmp_path / "task.py"
+    task.write_text(f"import os, sys\n{task.read_text()}{SAVE}")
+    name = f"train_{tool}"
+    own = results(tmp_path, 2, name, "torch.distributed.run", "--nproc-per-node=2", "--standalone")[0]
+    for weights in results(tmp_path, 2, name, "ringdance", "run", "-np", "2", "python"):
+        assert same(weights, own)
+    for weights in results(tmp_path, 2, f"{name}_hvd", "ringdance", "run", "-np", "2", "python"):
+        assert all(torch.allclose(weights[one], own[one], rtol=0, atol=1e-6) for one in own)
+    first, *others = results(tmp_path, 3, f"{name}_hvd", "ringdance", "run", "-np", "3", "python")
+    assert all(same(first, other) for other in others)
+    first, *others = results(tmp_path, 3, name, "ringdance", "run", "-np", "3", "python")
+    assert all(same(first, other) for other in others)
