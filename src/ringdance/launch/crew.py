@@ -15,7 +15,7 @@ from ringdance.launch.hosts import rank_places
 from ringdance.launch.output import HELD_S
 from ringdance.launch.plan import Plan
 from ringdance.launch.running import Options, Rank, make_streams
-from ringdance.launch.wire import Channel
+from ringdance.launch.wire import Channel, free_port
 
 AnyChannel = Channel | RankChannel
 
@@ -36,12 +36,14 @@ class Crew:
         self._plan, self._options, self._selector, self._deputies = plan, options, selector, deputies
         self._places = rank_places(plan.hosts)
         self._ranks: dict[int, Rank] = {}
-        self._port = 0
+        # Where rank 0 is to run here, ranks need not wait for it: its wrapper may have been killed.
+        here = any(host.local and 0 in host.ranks for host in plan.hosts)
+        self._held, self._port = free_port() if here else (None, 0)
         sinks = (options.out, options.err) if options.fold else ()
         self._folds = [Fold(sink, plan.ranks) for sink in sinks]
 
     def welcome(self, channel: AnyChannel, hello: Mapping[str, Any], descriptors: Sequence[int] = ()) -> str:
-        """Let a rank begin, once rank 0 has named a port for all; what is wrong with it instead, or "".
+        """Let a rank begin, once there is a port for MASTER_PORT; what is wrong with it instead, or "".
 
         Args:
             channel: to its supervisor.
@@ -72,11 +74,12 @@ class Crew:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, lambda d=descriptor: self._read(rank, d)
             )
-        if number == 0:
+        if number == 0 and not self._port:
             self._port = int(hello["port"])
-        if 0 in self._ranks:
-            for one in self._ranks.values() if number == 0 else (rank,):
+            for one in self._ranks.values():
                 self._go(one)
+        elif self._port or 0 in self._ranks:
+            self._go(rank)
         return ""
 
     def _misplaced(self, number: int, size: int, channel: AnyChannel) -> str:

@@ -9,7 +9,7 @@ so the launcher knows who wrote what under every MPI library. Standard library o
 Supervisor to launcher: ``{"rank", "size", ..., "host", "port"}`` with stdout and stderr to read, then
 ``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
 seconds since the epoch, "by_mpiexec": did mpiexec end it}``.
-Launcher to supervisor: ``{"go": the rank's numbers, "port": rank 0's}`` with a descriptor of what the rank
+Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
 reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
 ends the rank at once.
 """
@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping
 
 from . import elsewhere, linux
-from .wire import SHARED, Channel, bases, host_folder, host_shared
+from .wire import SHARED, Channel, bases, free_port, host_folder, host_shared
 
 _VARIABLES = (
     (
@@ -66,24 +66,6 @@ def place(environ: Mapping[str, str]) -> dict[str, int]:
             values = (n, of, local, per_host, (n - local) // per_host, -(-of // per_host))
             return dict(zip(PLACE, values, strict=True))
     raise LookupError("mpiexec set none of OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID for this process")
-
-
-def _free_port() -> tuple[socket.socket | None, int]:
-    """A port of this host for MASTER_PORT, and what keeps it from others; 0 if there is none.
-
-    While the socket is bound with SO_REUSEADDR the kernel gives the port to nobody who takes any; a program
-    that asks for it by number, with SO_REUSEADDR too as torch's TCPStore does, gets it.
-    """
-    try:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("", 0))
-    except OSError:
-        return None, 0
-    port: int = sock.getsockname()[1]
-    if not linux.LINUX:  # elsewhere the second bind fails
-        sock.close()
-    return sock, port
 
 
 def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list[int], parent: int) -> None:
@@ -168,7 +150,7 @@ class _Supervisor:
         self, where: Mapping[str, int], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
         """Hand over the streams; the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
-        self._held_port, port = _free_port() if where["RANK"] == 0 else (None, 0)
+        self._held_port, port = free_port() if where["RANK"] == 0 else (None, 0)
         hello = {name.lower(): value for name, value in where.items()}
         try:
             self._channel.send_with({**hello, "host": os.uname().nodename, "port": port}, streams)

@@ -67,6 +67,24 @@ def _unusable(base: str) -> str:
     return f"it has no room for {_ROOM >> 20} MiB in {_FILES} files" if full else ""
 
 
+def free_port() -> tuple[socket.socket | None, int]:
+    """A port of this host for MASTER_PORT, and what keeps it from others; 0 if there is none.
+
+    While the socket is bound with SO_REUSEADDR the kernel gives the port to nobody who takes any; a program
+    that asks for it by number, with SO_REUSEADDR too as torch's TCPStore does, gets it.
+    """
+    try:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("", 0))
+    except OSError:
+        return None, 0
+    port: int = sock.getsockname()[1]
+    if not sys.platform.startswith("linux"):  # elsewhere the second bind fails
+        sock.close()
+    return sock, port
+
+
 def host_folder(base: str, job: str) -> str:
     """A job's folder on this host. Hosts may share `base`, so their names are part of it.
 
