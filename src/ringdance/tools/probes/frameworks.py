@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -58,7 +59,7 @@ def _ask(name: str) -> dict[str, Any]:
 def _environment() -> dict[str, str]:
     """This process's; without a home directory TensorFlow's Keras would make one called "~" here."""
     known = os.path.expanduser("~") != "~"
-    return {**os.environ, **({} if known else {"KERAS_HOME": "/tmp/.keras"})}
+    return {**os.environ, **({} if known else {"KERAS_HOME": os.path.join(tempfile.gettempdir(), ".keras")})}
 
 
 def _installed(distribution: str) -> bool:
