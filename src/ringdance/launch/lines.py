@@ -175,6 +175,8 @@ def _hydra(given: Given) -> _Options:
     door = ["ssh", f"{way}-exec", DOOR] if intel else ["rsh", f"{way}-exec", "/bin/sh"]
     # Ranks have the environment of their host's daemon. Hydra would send its own as it is, and in clear.
     fixed = [way, *door, "-genvnone", *where]
+    if intel and given.networks.ipv6:
+        fixed.append("-v6")
     names = {interface for host in given.hosts for interface in host.interfaces}
     if len(names) == 1:  # hydra takes one name, which has to be the same on all hosts
         (name,) = names
