@@ -53,7 +53,9 @@ def all_jobs() -> list[Job]:
     """List the jobs in the order in which they start."""
     quiet = ("-rfE",)  # the contract's tests skip their forms for a GPU: too many to list
     keras = ("-rfE", "-W", "ignore::DeprecationWarning")  # Keras itself warns a thousand times
-    numpy = ("ranks/test_verbs_*.py", "ranks/test_numpy_*.py", "ranks/test_re*.py", "ranks/test_random_*.py")
+    numpy = (
+        "ranks/test_collectives_*.py", "ranks/test_numpy_*.py", "ranks/test_re*.py", "ranks/test_random_*.py"
+    )  # fmt: skip
     torch = ("ranks/test_torch_*.py", "ranks/test_compat_*.py", "ranks/test_documented_*.py")
     contract = {name: (f"dropin/contract/test_{name}_*.py",) for name in ("torch", "tensorflow")}
     # XLA takes a third less time for a test that compiles programs and runs them once.

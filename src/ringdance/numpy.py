@@ -1,6 +1,6 @@
 """Ringdance on NumPy arrays: ``import ringdance.numpy as hvd``.
 
-The verbs of the torch module, for arrays. bfloat16 is ``ml_dtypes.bfloat16``. Arrays that are not
+The collectives of the torch module, for arrays. bfloat16 is ``ml_dtypes.bfloat16``. Arrays that are not
 contiguous are copied first, except in place, where they raise. Functions with ``_async`` return
 handles for ``poll`` and ``synchronize``; those that end in ``_`` write into their argument.
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringdance import session
 from ringdance.core.request import Operation, Ticket, Verb
 from ringdance.errors import ArgumentError
-from ringdance.training import handles, verbs
+from ringdance.training import collectives, handles
 from ringdance.training.basics import (
     cross_rank,
     cross_size,
@@ -29,6 +29,7 @@ from ringdance.training.basics import (
     shutdown,
     size,
 )
+from ringdance.training.collectives import pick_operation
 from ringdance.training.objects import allgather_object, broadcast_object
 from ringdance.training.process_sets import (
     ProcessSet,
@@ -38,7 +39,6 @@ from ringdance.training.process_sets import (
     set_id,
 )
 from ringdance.training.sharding import Shard, shard
-from ringdance.training.verbs import pick_operation
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Shard", "Sum", "add_process_set",
@@ -89,13 +89,13 @@ def _all(ticket: Ticket) -> Any:
     return tuple(ticket.result)
 
 
-@verbs.refusing(Verb.ALLREDUCE)
+@collectives.refusing(Verb.ALLREDUCE)
 def _allreduce(
     arrays: Arrays, in_place: bool, name: str | None, op: int | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool, wake: bool,
 ) -> Ticket:
     views = _views(arrays, in_place)
-    return verbs.allreduce(
+    return collectives.allreduce(
         session.engine(), views, views if in_place else None, name=name,
         operation=pick_operation(None, op), prescale=prescale, postscale=postscale,
         set_id=set_id(process_set), grouped=grouped, wake=wake,
@@ -190,11 +190,11 @@ def grouped_allreduce_async_(
     return handles.hold(ticket, lambda _: tuple(arrays))
 
 
-@verbs.refusing(Verb.ALLGATHER)
+@collectives.refusing(Verb.ALLGATHER)
 def _allgather(
     arrays: Arrays, name: str | None, process_set: ProcessSet, grouped: bool, wake: bool
 ) -> Ticket:
-    return verbs.allgather(
+    return collectives.allgather(
         session.engine(), _views(arrays), name=name, set_id=set_id(process_set), grouped=grouped, wake=wake
     )
 
@@ -228,13 +228,13 @@ def grouped_allgather_async(
     return handles.hold(_allgather(arrays, name, process_set, True, True), _all)
 
 
-@verbs.refusing(Verb.BROADCAST)
+@collectives.refusing(Verb.BROADCAST)
 def _broadcast(
     array: npt.ArrayLike, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet,
     wake: bool,
 ) -> Ticket:
     views = _views((array,), in_place)
-    return verbs.broadcast(
+    return collectives.broadcast(
         session.engine(), views, views if in_place else None, root_rank, name=name,
         set_id=set_id(process_set), wake=wake,
     )
@@ -272,12 +272,12 @@ def broadcast_async_(
     return handles.hold(_broadcast(array, True, root_rank, name, process_set, True), lambda _: array)
 
 
-@verbs.refusing(Verb.ALLTOALL)
+@collectives.refusing(Verb.ALLTOALL)
 def _alltoall(
     array: npt.ArrayLike, splits: npt.ArrayLike | None, name: str | None, process_set: ProcessSet, wake: bool
 ) -> Ticket:
     rows = None if splits is None else np.asarray(splits)
-    return verbs.alltoall(
+    return collectives.alltoall(
         session.engine(), (_view(array),), (rows,), name=name, set_id=set_id(process_set), wake=wake
     )
 
@@ -315,12 +315,12 @@ def alltoall_async(
     return handles.hold(_alltoall(array, splits, name, process_set, True), _exchanged)
 
 
-@verbs.refusing(Verb.REDUCESCATTER)
+@collectives.refusing(Verb.REDUCESCATTER)
 def _reducescatter(
     arrays: Arrays, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     grouped: bool, wake: bool,
 ) -> Ticket:
-    return verbs.reducescatter(
+    return collectives.reducescatter(
         session.engine(), _views(arrays), name=name, operation=pick_operation(None, op), prescale=prescale,
         postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
     )
@@ -367,9 +367,9 @@ def grouped_reducescatter_async(
 
 def join() -> int:
     """Help the others with zeros until all ranks have joined; return the rank that joined last."""
-    return verbs.join(session.engine())
+    return collectives.join(session.engine())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return after all ranks of the set have called it."""
-    verbs.barrier(session.engine(), set_id(process_set))
+    collectives.barrier(session.engine(), set_id(process_set))

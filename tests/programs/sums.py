@@ -18,7 +18,7 @@ from ringdance import session
 from ringdance.core.arithmetic import dtype_named
 from ringdance.core.engine import Engine
 from ringdance.core.request import Operation
-from ringdance.training import verbs
+from ringdance.training import collectives
 
 __all__ = ["digest"]
 
@@ -57,9 +57,9 @@ def digest(engine: Engine, seed: int, delays: int, steps: int = 3) -> str:
             view = (_values(f"{seed} {step} {name} {engine.rank}", size, dtype),)
             wake = chance.random() < 0.7
             if rows and operation in (Operation.SUM, Operation.AVERAGE):
-                ticket = verbs.reducescatter(engine, view, name=name, operation=operation, wake=wake)
+                ticket = collectives.reducescatter(engine, view, name=name, operation=operation, wake=wake)
             else:
-                ticket = verbs.allreduce(
+                ticket = collectives.allreduce(
                     engine, view, None, name=name, operation=operation, prescale=scale, wake=wake
                 )
             tickets[name] = ticket

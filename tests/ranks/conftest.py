@@ -35,7 +35,7 @@ def later(item: pytest.Item) -> bool:
     size, name = rank_and_size()[1], item.path.stem
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     way, dtype = params.get("way"), params.get("dtype", "float32")
-    if name in ("test_tensorflow_verbs", "test_tensorflow_sparse"):
+    if name in ("test_tensorflow_collectives", "test_tensorflow_sparse"):
         return dtype not in ("bfloat16", "float16", "float32")
     if name == "test_jax_order":
         return way in ("tokens", "callback")
@@ -43,7 +43,7 @@ def later(item: pytest.Item) -> bool:
         return params.get("verb", "allreduce") not in ("allreduce", "alltoall")
     if size != 3:
         unusual = way in WAYS and (way != FAST_WAY.get(size) or dtype not in FAST_TYPES)
-        return name == "test_verbs_stall" or unusual
+        return name == "test_collectives_stall" or unusual
     return way in WAYS and way != "window" and dtype not in FAST_TYPES
 
 

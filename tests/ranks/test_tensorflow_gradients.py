@@ -1,4 +1,4 @@
-"""Gradients of the verbs: those of the contract, eagerly and in functions; and what raises."""
+"""Gradients of the collectives: those of the contract, eagerly and in functions; and what raises."""
 
 from __future__ import annotations
 

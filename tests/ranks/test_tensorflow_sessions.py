@@ -1,4 +1,4 @@
-"""Graphs and sessions of tf.compat.v1: verbs, gradients, optimizers, the hook."""
+"""Graphs and sessions of tf.compat.v1: collectives, gradients, optimizers, the hook."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Operation(enum.IntEnum):
 class Description:
     """What all ranks must agree on before a request is executed.
 
-    ``shapes`` holds one shape for each tensor of the request; for verbs whose first
+    ``shapes`` holds one shape for each tensor of the request; for collectives whose first
     dimension may differ between ranks (allgather, alltoall) only the rest of it.
     What differs from call to call (that dimension, splits) travels with the exchange.
     """
@@ -102,7 +102,7 @@ class Ticket:
         request: what was submitted.
         name: the name it runs under (``allreduce.noname.7`` for an unnamed one).
         result: list of NumPy arrays, one for each tensor, once done. For join and process
-            set verbs: an int.
+            set collectives: an int.
         received_splits: alltoall only, rows received from each member, int64.
         error: the exception that ``wait`` raises, if it failed.
         order: number of an unnamed request in its process set, else -1.

@@ -1,6 +1,6 @@
 """Ringdance for JAX: ``import ringdance.jax as hvd``.
 
-One process for each rank, each with devices of its own. The verbs work on arrays at once and within
+One process for each rank, each with devices of its own. The collectives work on arrays at once and within
 ``jit``, ``grad`` and control flow; ``distributed`` makes an optax transformation reduce its gradients::
 
     hvd.init()

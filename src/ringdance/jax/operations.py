@@ -1,4 +1,4 @@
-"""The verbs on JAX arrays: at once, or within ``jit``, ``grad`` and control flow. Contract 2.2, 3.6.
+"""The collectives on JAX arrays: at once, or within ``jit``, ``grad`` and control flow. Contract 2.2, 3.6.
 
 Within ``jit`` all shapes are fixed when the program is recorded: there ``allgather`` and ``alltoall`` need
 equally many rows on all ranks, and ``splits`` cannot be given. Unnamed calls match by order, which XLA keeps.
@@ -24,10 +24,10 @@ from ringdance.errors import ArgumentError
 from ringdance.jax.compression import Compression
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
 from ringdance.jax.programs import settle
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.training.calls import Call
+from ringdance.training.collectives import pick_operation
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
-from ringdance.training.verbs import pick_operation
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allreduce", "alltoall", "barrier",
@@ -134,7 +134,7 @@ def _with_rows(verb: str, values: Values) -> tuple[int, ...]:
     return tuple([value.shape[0] for value in values])
 
 
-# The verbs.
+# The collectives.
 
 
 def allreduce(
@@ -301,10 +301,10 @@ def join() -> int:
         The global rank that joined last, the same on all.
     """
     settle()
-    return verbs.join(session.engine())
+    return collectives.join(session.engine())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return after all ranks of the set have called it."""
     settle()
-    verbs.barrier(session.engine(), set_id(process_set))
+    collectives.barrier(session.engine(), set_id(process_set))

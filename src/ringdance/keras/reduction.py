@@ -22,7 +22,7 @@ BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def binding() -> Any:
-    """Return the module with the verbs for the tensors of Keras's backend.
+    """Return the module with the collectives for the tensors of Keras's backend.
 
     Raises:
         ArgumentError: there is none for this backend.

@@ -1,4 +1,4 @@
-"""The verbs on whatever Keras takes for a tensor: on the backend's tensors, at once. Contract 2.3."""
+"""The collectives on whatever Keras takes for a tensor: on the backend's tensors, at once. Contract 2.3."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ringdance.core.request import Operation
 from ringdance.keras.compression import Compression
 from ringdance.keras.library import ops, read
 from ringdance.keras.reduction import binding
-from ringdance.training import verbs
+from ringdance.training import collectives
+from ringdance.training.collectives import pick_operation
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
-from ringdance.training.verbs import pick_operation
 
 __all__ = [
     "Average", "Sum", "allgather", "allreduce", "broadcast", "broadcast_global_variables",
@@ -82,7 +82,7 @@ def broadcast_variables(
     if not chosen or len(engine.members(set_id(process_set))) == 1:
         return
     arrays = tuple([read(one) for one in chosen])
-    verbs.broadcast(
+    collectives.broadcast(
         engine, arrays, arrays, root_rank, name="broadcast_variables", set_id=set_id(process_set),
         grouped=True, wake=False,
     ).wait()

@@ -10,7 +10,7 @@ from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compute_registry import ComputeRegistry
 from ringdance.tensorflow.data_service import SIDES, TfDataServiceConfig, start_dispatcher, start_worker
-from ringdance.training import basics, verbs
+from ringdance.training import basics, collectives
 from ringdance.training.objects import broadcast_object
 
 __all__ = ["main", "run_worker"]
@@ -57,7 +57,7 @@ def run_worker(
     client.wait_for_shutdown()
     # TensorFlow's servers stop when nobody has them: first all workers, then what they need.
     del worker
-    verbs.barrier(session.engine())
+    collectives.barrier(session.engine())
     del dispatcher
     if registry is not None:
         registry.close()

@@ -27,7 +27,7 @@ import tensorflow as tf
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compute_registry import ComputeClient, own_addresses
-from ringdance.training import verbs
+from ringdance.training import collectives
 
 __all__ = [
     "SIDES", "TfDataServiceConfig", "send_to_data_service", "start_dispatcher", "start_worker",
@@ -179,7 +179,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     client.wait_for_dispatcher_worker_registration(number)
     yield address
     if compute_config.dispatcher_side == "training" and session.is_initialized():
-        verbs.barrier(session.engine())  # others may still read from this rank's dispatcher
+        collectives.barrier(session.engine())  # others may still read from this rank's dispatcher
     del server  # TensorFlow's servers stop when nobody has them
 
 

@@ -23,7 +23,7 @@ from ringdance.tensorflow import capi, started
 from ringdance.tensorflow.capi import Context, Slot, drop
 from ringdance.tensorflow.errors import code_of, remember
 from ringdance.tensorflow.threads import computing_threads
-from ringdance.training import basics, verbs
+from ringdance.training import basics, collectives
 from ringdance.training.calls import Call
 from ringdance.training.options import wants_overlap
 
@@ -36,7 +36,7 @@ NUMBERS: dict[str, Callable[[int], int]] = {
     "local_rank": lambda _: basics.local_rank(),
     "place": lambda set_id: session.engine().members(set_id).index(basics.rank()),
     "included": lambda set_id: int(basics.rank() in session.engine().members(set_id)),
-    "join": lambda _: verbs.join(session.engine()),
+    "join": lambda _: collectives.join(session.engine()),
 }
 
 

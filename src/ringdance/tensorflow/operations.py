@@ -23,8 +23,8 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, plain
 from ringdance.tensorflow.sparse import reduce_rows
 from ringdance.training.calls import Call
+from ringdance.training.collectives import pick_operation
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
-from ringdance.training.verbs import pick_operation
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allreduce", "alltoall", "broadcast",

@@ -19,7 +19,7 @@ from ringdance.core.request import Operation
 from ringdance.torch import requests
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.requests import Tensors, wants_gradient
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.training.process_sets import ProcessSet, set_id
 
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
@@ -125,7 +125,7 @@ def _own_rows(rows: list[int], process_set: ProcessSet) -> list[slice]:
     """Return which rows of each gathered tensor came from this rank, which gave ``rows[i]`` of tensor i."""
     engine = session.engine()
     counts = np.array([rows], np.int64)
-    gathered = verbs.allgather(engine, (counts,), set_id=set_id(process_set), wake=False).wait()[0]
+    gathered = collectives.allgather(engine, (counts,), set_id=set_id(process_set), wake=False).wait()[0]
     place = process_set.rank() or 0
     before = gathered[:place].sum(axis=0)
     return [slice(int(start), int(start) + count) for start, count in zip(before, rows, strict=True)]

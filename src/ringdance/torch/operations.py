@@ -37,10 +37,10 @@ from ringdance.torch.requests import (
     submit_broadcast,
     submit_reducescatter,
 )
-from ringdance.training import handles, verbs
+from ringdance.training import collectives, handles
+from ringdance.training.collectives import pick_operation
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
-from ringdance.training.verbs import pick_operation
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce",
@@ -382,12 +382,12 @@ def join(device: int = -1) -> int:
     Returns:
         The global rank that joined last, the same on all. ``device`` is accepted and without effect.
     """
-    return verbs.join(session.engine())
+    return collectives.join(session.engine())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return after all ranks of the set have called it."""
-    verbs.barrier(session.engine(), set_id(process_set))
+    collectives.barrier(session.engine(), set_id(process_set))
 
 
 def _public(name: str) -> Any:
@@ -395,7 +395,7 @@ def _public(name: str) -> Any:
     function = globals()[name]
     verb = name.removeprefix("grouped_").removesuffix("_").removesuffix("_async").upper()
     if verb in Verb.__members__ and "name" in inspect.signature(function).parameters:
-        function = verbs.refusing(Verb[verb], grouped=name.startswith("grouped_"))(function)
+        function = collectives.refusing(Verb[verb], grouped=name.startswith("grouped_"))(function)
     return compiler_disable(function)
 
 

@@ -33,10 +33,10 @@ from ringdance.torch.wrapped import (
     warn_of_local_batch_norm,
     wrap,
 )
+from ringdance.training.collectives import pick_operation
 from ringdance.training.optimizer import GradientExchange
 from ringdance.training.options import check_groups, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
-from ringdance.training.verbs import pick_operation
 
 __all__ = ["DistributedOptimizer"]
 

@@ -1,4 +1,4 @@
-"""From torch tensors to requests and from their results to tensors: what the verbs' forms have in common."""
+"""Convert torch tensors to requests and results to tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringdance import session
 from ringdance.core.request import Operation, Ticket, Verb
 from ringdance.errors import ArgumentError
 from ringdance.torch.memory import Array, array_of, from_array
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.training.process_sets import ProcessSet, set_id
 
 __all__ = [
@@ -35,7 +35,9 @@ def group_of(tensors: Tensors) -> list[Tensor]:
     if not group:
         raise IndexError("A group needs at least one tensor.")
     if any([one.is_cpu != group[0].is_cpu for one in group]):
-        raise verbs.UnsupportedOperationError("A group's tensors must all be on the CPU or all on a GPU.")
+        raise collectives.UnsupportedOperationError(
+            "A group's tensors must all be on the CPU or all on a GPU."
+        )
     return group
 
 
@@ -101,37 +103,37 @@ def _like(views: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple([np.empty(view.shape, view.dtype) for view in views])
 
 
-@verbs.refusing(Verb.ALLREDUCE)
+@collectives.refusing(Verb.ALLREDUCE)
 def submit_allreduce(
     tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False, in_place: bool = False, wake: bool = False,
 ) -> Ticket:
     """Submit; the result is a list of arrays. ``in_place`` needs ``land`` afterwards."""
     views = _views(tensors, in_place)
-    return verbs.allreduce(
+    return collectives.allreduce(
         session.engine(), views, views if in_place else _like(views), name=name, operation=operation,
         prescale=prescale, postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
     )
 
 
-@verbs.refusing(Verb.ALLGATHER)
+@collectives.refusing(Verb.ALLGATHER)
 def submit_allgather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False, wake: bool = False
 ) -> Ticket:
     """Submit; the result is a list of arrays."""
-    return verbs.allgather(
+    return collectives.allgather(
         session.engine(), _views(tensors), name=name, set_id=set_id(process_set), grouped=grouped, wake=wake
     )
 
 
-@verbs.refusing(Verb.BROADCAST)
+@collectives.refusing(Verb.BROADCAST)
 def submit_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool = False,
     wake: bool = False,
 ) -> Ticket:
     """Submit; the result is a list of one array. ``in_place`` needs ``land`` afterwards."""
     views = _views((tensor,), in_place)
-    return verbs.broadcast(
+    return collectives.broadcast(
         session.engine(), views, views if in_place else _like(views), root_rank, name=name,
         set_id=set_id(process_set), wake=wake,
     )
@@ -148,24 +150,24 @@ def _splits_of(splits: Any) -> Array | None:
     return np.asarray(splits)
 
 
-@verbs.refusing(Verb.ALLTOALL)
+@collectives.refusing(Verb.ALLTOALL)
 def submit_alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet, wake: bool = False
 ) -> Ticket:
     """Submit; the result is a list of one array, with ``received_splits`` beside it."""
-    return verbs.alltoall(
+    return collectives.alltoall(
         session.engine(), _views((tensor,)), (_splits_of(splits),), name=name, set_id=set_id(process_set),
         wake=wake,
     )
 
 
-@verbs.refusing(Verb.REDUCESCATTER)
+@collectives.refusing(Verb.REDUCESCATTER)
 def submit_reducescatter(
     tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False, wake: bool = False,
 ) -> Ticket:
     """Submit; the result is a list of arrays."""
-    return verbs.reducescatter(
+    return collectives.reducescatter(
         session.engine(), _views(tensors), name=name, operation=operation, prescale=prescale,
         postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
     )

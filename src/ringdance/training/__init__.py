@@ -1,4 +1,4 @@
-"""What all frameworks share: verbs on NumPy views, process sets, handles, objects, gradient exchange.
+"""What all frameworks share: collectives on NumPy views, process sets, handles, objects, gradient exchange.
 
 Knows no framework. A binding (``ringdance.torch``, ...) turns its tensors into NumPy views,
 calls this layer, and turns results back.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringdance.core.request import Operation, Ticket, Verb
 from ringdance.errors import ArgumentError
-from ringdance.training import sparse, verbs
+from ringdance.training import collectives, sparse
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -75,8 +75,8 @@ class Call:
         return Call(**fields)
 
     def submit(
-        self, engine: Engine, inputs: verbs.Arrays, outputs: verbs.Arrays | None = None,
-        splits: Sequence[verbs.Array | None] = (None,), wake: bool = False,
+        self, engine: Engine, inputs: collectives.Arrays, outputs: collectives.Arrays | None = None,
+        splits: Sequence[collectives.Array | None] = (None,), wake: bool = False,
     ) -> Ticket:
         """Submit the call.
 
@@ -88,7 +88,7 @@ class Call:
             wake: whether the engine thread starts it.
 
         Raises:
-            ArgumentError: as the function of ``verbs`` says.
+            ArgumentError: as the function of ``collectives`` says.
         """
         name, set_id, grouped = self.name, self.set_id, self.grouped
         if self.tables:
@@ -97,22 +97,22 @@ class Call:
                 set_id=set_id,
             )
         if self.verb is Verb.ALLREDUCE:
-            return verbs.allreduce(
+            return collectives.allreduce(
                 engine, inputs, outputs, name=name, operation=self.operation, prescale=self.prescale,
                 postscale=self.postscale, set_id=set_id, grouped=grouped, wake=wake,
             )
         if self.verb is Verb.BROADCAST:
-            return verbs.broadcast(
+            return collectives.broadcast(
                 engine, inputs, outputs, self.root, name=name, set_id=set_id, grouped=grouped, wake=wake
             )
         if self.verb is Verb.ALLGATHER:
-            return verbs.allgather(engine, inputs, name=name, set_id=set_id, grouped=grouped, wake=wake)
+            return collectives.allgather(engine, inputs, name=name, set_id=set_id, grouped=grouped, wake=wake)
         if self.verb is Verb.ALLTOALL:
-            return verbs.alltoall(
+            return collectives.alltoall(
                 engine, inputs, splits, name=name, set_id=set_id, grouped=grouped, wake=wake
             )
         if self.verb is Verb.REDUCESCATTER:
-            return verbs.reducescatter(
+            return collectives.reducescatter(
                 engine, inputs, name=name, operation=self.operation, prescale=self.prescale,
                 postscale=self.postscale, set_id=set_id, grouped=grouped, wake=wake,
             )

@@ -15,7 +15,7 @@ import numpy as np
 
 from ringdance import session
 from ringdance.errors import CollectiveError
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["allgather_json", "allgather_object", "broadcast_object"]
@@ -59,7 +59,7 @@ def broadcast_object(
         except Exception as problem:
             error = problem
     length = np.array([-1 if error else len(data)], np.int64)
-    verbs.broadcast(
+    collectives.broadcast(
         engine, (length,), (length,), root_rank, name=f"{name}.sz", set_id=number, wake=False
     ).wait()
     if error is not None:
@@ -68,7 +68,9 @@ def broadcast_object(
         raise ObjectError(f"broadcast_object({name!r}): the object on rank {root_rank} cannot be pickled.")
     if not is_root:
         data = np.empty(int(length[0]), np.uint8)
-    verbs.broadcast(engine, (data,), (data,), root_rank, name=f"{name}.t", set_id=number, wake=False).wait()
+    collectives.broadcast(
+        engine, (data,), (data,), root_rank, name=f"{name}.t", set_id=number, wake=False
+    ).wait()
     return obj if is_root else cloudpickle.loads(data.data)
 
 
@@ -110,8 +112,8 @@ def _allgather(
             raise error
         return [loads(data.data)]
     lengths = np.array([-1 if error else len(data)], np.int64)
-    sizes = verbs.allgather(engine, (lengths,), name=f"{name}.sz", set_id=number, wake=False)
-    bytes_ = verbs.allgather(engine, (data,), name=f"{name}.t", set_id=number, wake=False)
+    sizes = collectives.allgather(engine, (lengths,), name=f"{name}.sz", set_id=number, wake=False)
+    bytes_ = collectives.allgather(engine, (data,), name=f"{name}.t", set_id=number, wake=False)
     ends, (joined,) = sizes.wait()[0], bytes_.wait()
     if error is not None:
         raise error

@@ -41,7 +41,7 @@ import numpy as np
 from ringdance import session
 from ringdance.core.request import Operation, Ticket
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.training.gradients import AS_DENSE, Bucket, GradientSource, State
 from ringdance.training.options import parts_of, scales_of
 from ringdance.training.shortcut import DifferentStepsError, Shortcut
@@ -110,7 +110,7 @@ class GradientExchange:
         self.name = f"gradients.{self._digest}.{counter[key]}"
         counter[key] += 1
         self._forget()
-        verbs.tell_of_joins(engine, self.start_afresh)
+        collectives.tell_of_joins(engine, self.start_afresh)
 
     def _forget(self) -> None:
         digest = _digest_of(self.names, 2)
@@ -280,7 +280,7 @@ class GradientExchange:
             (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if usual else 1)
         ) + self._names_in_mask
         mask = np.frombuffer(memory, np.uint8)
-        sent = verbs.allreduce(
+        sent = collectives.allreduce(
             self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=Operation.MAX,
             set_id=self.set_id, wake=False,
         )
@@ -355,7 +355,7 @@ class GradientExchange:
         if len(indices) != len(bucket.members):
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
             name = f"{name}.{chosen}"
-        return verbs.allreduce(
+        return collectives.allreduce(
             self.engine, views, views, name=name, operation=self.operation, prescale=self.prescale,
             postscale=self.postscale, set_id=self.set_id, grouped=True, wake=wake,
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from ringdance.core.request import Description, Operation, Request, Verb
 from ringdance.errors import MismatchError
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.training.gradients import GradientSource
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Shortcut:
         else:
             tag = self._tag(views[0].dtype, step)
             sent = (*views, tag)
-            ticket = verbs.allreduce(
+            ticket = collectives.allreduce(
                 self._engine, sent, sent, name=self._name, operation=Operation.AVERAGE,
                 prescale=self._prescale, postscale=self._postscale, set_id=self._set_id, grouped=True,
                 wake=False,

@@ -27,7 +27,7 @@ import numpy as np
 from ringdance import session
 from ringdance.core.request import Description, Operation, Request, Ticket, Verb
 from ringdance.errors import ArgumentError
-from ringdance.training import verbs
+from ringdance.training import collectives
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -166,7 +166,7 @@ class SparseExchange:
         # Rows of each table, and how many ranks take part: those that have joined add zeros.
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
         self._check()
-        self._agreed: Ticket = verbs.allreduce(
+        self._agreed: Ticket = collectives.allreduce(
             engine, (self._counts,), (self._counts,), name=self._key("counts"), operation=Operation.SUM,
             set_id=set_id, wake=False,
         )
@@ -230,7 +230,7 @@ class SparseExchange:
         if not parts:
             return []
         views = [view for part in parts for view in (part.keys, np.ascontiguousarray(part.values))]
-        gathered = verbs.allgather(
+        gathered = collectives.allgather(
             self.engine, tuple(views), name=self._key("rows"), set_id=self.set_id, grouped=True, wake=False
         ).wait()
         divisor = self.size if self.average else 1
@@ -250,7 +250,7 @@ class SparseExchange:
             used[-1][part.keys] = 1
         operation = Operation.AVERAGE if self.average else Operation.SUM
         tickets = [
-            verbs.allreduce(
+            collectives.allreduce(
                 self.engine, tuple(views), tuple(views), name=self._key(what), operation=how,
                 set_id=self.set_id, grouped=True, wake=False,
             )

@@ -1,4 +1,4 @@
-"""The verbs one by one, as scripts use them below the optimizer; an assertion for each result."""
+"""The collectives one by one, as scripts use them below the optimizer; an assertion for each result."""
 
 import math
 import time

@@ -20,13 +20,13 @@ from ringdance.core.process_set import ProcessSetState
 from ringdance.core.request import Operation, Ticket
 from ringdance.errors import EngineError
 from ringdance.settings import Settings
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.transport.loopback import LoopbackTransport
 
 
 def start(engine: Engine, name: str, wake: bool = False) -> Ticket:
     array = np.ones(3, np.float32)
-    return verbs.allreduce(engine, (array,), (array,), name=name, operation=Operation.SUM, wake=wake)
+    return collectives.allreduce(engine, (array,), (array,), name=name, operation=Operation.SUM, wake=wake)
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -48,7 +48,7 @@ def test_asynchronous_work_goes_on_after_a_blocking_call() -> None:
         for name in ("A", "B"):
             start(engine, name).wait()
         for _ in range(3):
-            verbs.barrier(engine)
+            collectives.barrier(engine)
             if engine.rank == 0:
                 early = start(engine, "A", wake=True)
                 start(engine, "B").wait()
@@ -196,7 +196,8 @@ def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
                 assert not engine._machines[0][0].waiting
             ticket.wait(20.0)  # also what an interrupt has left
             again = np.array([found])
-            verbs.allreduce(engine, (again,), (again,), name="again", operation=Operation.MAX).wait(20.0)
+            ticket = collectives.allreduce(engine, (again,), (again,), name="again", operation=Operation.MAX)
+            ticket.wait(20.0)
             if not again[0]:
                 return places
         raise AssertionError("there was always one more")

@@ -1,4 +1,4 @@
-"""All verbs on loopback worlds: several hosts, no shared memory, delays, small tables, many threads."""
+"""All collectives on loopback worlds: several hosts, no shared memory, delays, small tables, many threads."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ringdance.core.procfs import describe_threads, sample_cpu
 from ringdance.core.stacks import thread_locations, user_frames
 from ringdance.core.stall_message import Stall, stall_message
 from ringdance.settings import Settings
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.transport.base import Identity
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
@@ -238,7 +238,7 @@ def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> N
     """Both submit early without waking the engine, as where all cores compute; one waits 1 s earlier."""
 
     def program(engine: Engine, said: list[str]) -> None:
-        ticket = verbs.allreduce(engine, (np.ones(3),), None, name="gradient", wake=False)
+        ticket = collectives.allreduce(engine, (np.ones(3),), None, name="gradient", wake=False)
         time.sleep(0.6)
         assert not said  # longer than stall_check_time, but nobody has waited
         if engine.rank == 1:
@@ -256,7 +256,7 @@ def test_one_report_speaks_for_all_that_is_behind() -> None:
         for i in range(7):
             if engine.rank == 1:
                 time.sleep(0.1 if i else 0.6)
-            tickets.append(verbs.allreduce(engine, (np.ones(3),), None, name=f"g{i}"))
+            tickets.append(collectives.allreduce(engine, (np.ones(3),), None, name=f"g{i}"))
         for ticket in tickets:
             ticket.wait()
 
@@ -265,7 +265,9 @@ def test_one_report_speaks_for_all_that_is_behind() -> None:
 
 def test_more_names_than_are_sent() -> None:
     def program(engine: Engine, said: list[str]) -> None:
-        tickets = [verbs.allreduce(engine, (np.ones(3),), None, name=f"g{i}", wake=False) for i in range(300)]
+        tickets = [
+            collectives.allreduce(engine, (np.ones(3),), None, name=f"g{i}", wake=False) for i in range(300)
+        ]
         if engine.rank == 1:
             time.sleep(0.7)
         tickets[299 if engine.rank == 0 else 0].wait()

@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.core.request import Operation, Verb
 from ringdance.errors import ArgumentError
-from ringdance.training import handles, verbs
+from ringdance.training import collectives, handles
 from ringdance.training.options import check_groups, scales_of, share_of_cores, spare_cores, usable_cores
 
 
@@ -57,14 +57,14 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:
     dtypes = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-    made = verbs._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
-    assert made is verbs._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
+    made = collectives._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
+    assert made is collectives._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
     assert made.dtypes == ("float32", "bfloat16")
     assert made.shapes == ((3,), ())
-    assert verbs._describe(Verb.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
-    assert verbs._describe(Verb.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
+    assert collectives._describe(Verb.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
+    assert collectives._describe(Verb.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
     with pytest.raises(ArgumentError, match="complex64"):
-        verbs._describe(Verb.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
+        collectives._describe(Verb.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
 
 
 def test_unknown_handles() -> None:

@@ -13,7 +13,7 @@ from loopback_job import job
 
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.settings import Settings
-from ringdance.training import verbs
+from ringdance.training import collectives
 from ringdance.training.process_sets import add_process_set
 from ringdance.training.sparse import Rows, SparseExchange, merge, route_of, sparse_routes
 
@@ -163,7 +163,7 @@ def test_with_a_rank_that_has_joined(route: str) -> None:
                 assert one.keys.tolist() == [1, 5]
                 assert one.values.tolist() == [[0.5, 0.5], [1.0, 1.0]]
             assert sparse_routes()["t"].route == "dense"
-        verbs.join(engine)
+        collectives.join(engine)
 
     job(2, program, Settings(sparse=route))
 

@@ -73,7 +73,7 @@ def copy_range(
 
 
 class Exchange(abc.ABC):
-    """The verbs on flat buffers, as state machines; all members run the same ones in the same order."""
+    """The collectives on flat buffers, as state machines; all members run the same ones in the same order."""
 
     def __init__(self, rank: int, size: int, progress: Progress) -> None:
         self.rank = rank

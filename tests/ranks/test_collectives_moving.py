@@ -1,4 +1,4 @@
-"""All verbs but allreduce against NumPy, by every way that bytes can move."""
+"""All collectives but allreduce against NumPy, by every way that bytes can move."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_disjoint_names_are_said_and_can_still_be_mended(hasty: None, said: list
         assert f"rank {SIZE - 1} on host" in told[0]
         first, others = told[0].split("Not submitted by")
         for text, caller in ((first, "train"), (others, "evaluate")):
-            assert "test_verbs_stall.py:" in text
+            assert "test_collectives_stall.py:" in text
             assert " in reduce, called from " in text
             assert f" in {caller}" in text.partition("called from")[2]
 
@@ -117,7 +117,7 @@ def test_a_rank_that_computes_is_named_with_its_line(hasty: None, said: list[str
         shutil.rmtree(folder)
         assert "'allreduce.late'" in told[0]
         assert f"rank {SIZE - 1} on host" in told[0]
-        assert "test_verbs_stall.py:" in told[0]
+        assert "test_collectives_stall.py:" in told[0]
         assert "test_a_rank_that_computes_is_named_with_its_line" in told[0]
 
 

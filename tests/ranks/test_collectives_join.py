@@ -88,22 +88,22 @@ def test_what_was_pending_comes_before_the_join(way: str) -> None:
 @pytest.mark.parametrize("named", [True, False])
 def test_only_allreduce_while_somebody_has_joined(way: str, named: bool) -> None:
     name = "under join" if named else None
-    verbs: list[Callable[[], Any]] = [
+    collectives: list[Callable[[], Any]] = [
         lambda: hvd.allgather(np.ones((2, 2)), name=name),
         lambda: hvd.broadcast(np.ones(3), SIZE - 1, name=name),
         lambda: hvd.alltoall(np.ones(2 * SIZE), name=name),
         lambda: hvd.reducescatter(np.ones((2, 3)), name=name),
         lambda: hvd.grouped_allgather([np.ones(2), np.ones(3)], name=name),
     ]
-    for verb in verbs:  # once while everybody is there, so that the names are known
+    for verb in collectives:  # once while everybody is there, so that the names are known
         verb()
     if RANK != 0:
-        for verb in verbs:
+        for verb in collectives:
             with pytest.raises(MismatchError, match=r"while some ranks have joined \(rank 0 on host"):
                 verb()
         same(hvd.allreduce(np.ones(2), op=hvd.Sum), np.full(2, SIZE - 1.0))
     hvd.join()
-    for verb in verbs:
+    for verb in collectives:
         verb()
 
 

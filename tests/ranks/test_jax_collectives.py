@@ -1,4 +1,4 @@
-"""The verbs on JAX arrays: at once, in jit, grad and control flow; by XLA's interface and by callbacks."""
+"""Collectives on JAX arrays: at once, in jit, grad and control flow; by XLA's interface and by callbacks."""
 
 from __future__ import annotations
 
