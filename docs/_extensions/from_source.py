@@ -23,9 +23,9 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from ringdance.doctor.registry import all_checks
 from ringdance.settings import KNOBS, Knob, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
-from ringdance.tools.registry import all_checks
 
 Row = tuple[str, ...]
 

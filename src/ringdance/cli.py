@@ -27,7 +27,7 @@ examples:
 """
 
 _PASSED_ON = {
-    "doctor": ("ringdance.tools.doctor", "find what makes training fail, hang or crawl on these machines"),
+    "doctor": ("ringdance.doctor.cli", "find what makes training fail, hang or crawl on these machines"),
     "status": ("ringdance.launch.background:status", "show the jobs that run in the background"),
     "attach": ("ringdance.launch.background:attach", "show the output of a job in the background"),
     "stop": ("ringdance.launch.background:stop", "end a job in the background"),
@@ -80,7 +80,7 @@ def open_standard_streams() -> None:
 
 def _look(ready: Ready, say: Callable[[str], None]) -> None:
     """What is wrong with the hosts of a job; only jobs over several hosts pay for the import."""
-    from ringdance.tools.preflight import look
+    from ringdance.doctor.preflight import look
 
     look(ready, say)
 

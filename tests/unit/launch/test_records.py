@@ -94,7 +94,7 @@ HOMELESS = """
 from ringdance.errors import LaunchError
 from ringdance.launch import records
 from ringdance.launch.machine import in_home
-from ringdance.tools.preflight import preflight
+from ringdance.doctor.preflight import preflight
 for action in (lambda: records.own("0" * 32, ["true"], []), lambda: in_home("~/data")):
     try:
         print("made", action())

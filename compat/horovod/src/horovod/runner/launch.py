@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
     ready = order.prepare(_say)
     tell(args, ready.order, _say)
     if ready.plan.wide:
-        from ringdance.tools.preflight import MINUTES, look
+        from ringdance.doctor.preflight import MINUTES, look
 
         # Only said: Horovod starts whatever it can reach, and has no option for going on all the same.
         look(ready, _say, hinders=False, minutes=0.0 if args.disable_cache else MINUTES)

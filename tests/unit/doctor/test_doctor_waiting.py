@@ -1,0 +1,42 @@
+"""What the doctor does while a person waits for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringdance.doctor.probes import frameworks
+from ringdance.doctor.registry import Wanted
+
+
+def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("torch", "tensorflow", "jax")
+    # Each waits until all have begun.
+    text = (
+        "import pathlib, time\nfolder = pathlib.Path({folder!r})\n(folder / {own!r}).touch()\n"
+        "until = time.monotonic() + 20\n"
+        "while len(list(folder.iterdir())) < 3 and time.monotonic() < until: time.sleep(0.01)\n"
+        "found = {{'in_time': time.monotonic() < until}}\n"
+    )
+    scripts = {name: text.format(folder=str(tmp_path), own=name) for name in names}
+    monkeypatch.setattr(frameworks, "_SCRIPTS", scripts)
+    monkeypatch.setattr(frameworks, "_installed", lambda name: True)
+    assert frameworks.look(Wanted())["of"] == {name: {"in_time": True} for name in names}
+
+
+def test_a_terminal_shows_what_is_waited_for() -> None:
+    ours, terminal = os.openpty()
+    line = [sys.executable, "-m", "ringdance", "doctor", "--quick", "--check", "threads", "-H", "localhost"]
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=terminal, timeout=60, check=False)
+    os.close(terminal)
+    shown = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert shown.startswith(b"\r\x1b[Kchecking localhost: 0 s")
+    assert shown.endswith(b"\r\x1b[K")
+    assert b"checking" not in done.stdout
+    quiet = subprocess.run(line, capture_output=True, timeout=60, check=False)
+    assert quiet.stderr == b""
