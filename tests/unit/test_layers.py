@@ -68,7 +68,7 @@ def test_the_package_alone_brings_nothing():
     [
         "ringdance.settings", "ringdance.errors", "ringdance.cli", "ringdance.launch", "ringdance.doctor",
         "ringdance.tools",
-    ],  # fmt: skip
+    ],
 )
 def test_the_shell_s_side_knows_nothing_of_training(module):
     modules = imported(module)
