@@ -28,9 +28,9 @@ examples:
 
 _PASSED_ON = {
     "doctor": ("ringdance.doctor.cli", "find what makes training fail, hang or crawl on these machines"),
-    "status": ("ringdance.launch.background:status", "show the jobs that run in the background"),
-    "attach": ("ringdance.launch.background:attach", "show the output of a job in the background"),
-    "stop": ("ringdance.launch.background:stop", "end a job in the background"),
+    "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
+    "attach": ("ringdance.launch.background.commands:attach", "show the output of a job in the background"),
+    "stop": ("ringdance.launch.background.commands:stop", "end a job in the background"),
     "hosts": ("ringdance.tools.hosts.cli", "look at hosts, run commands on them, copy files to them"),
     "k8s": ("ringdance.cluster.kubernetes_cli", "write, submit and follow jobs on Kubernetes"),
     "sagemaker": ("ringdance.cluster.sagemaker_cli", "start training jobs on Amazon SageMaker"),
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return launch.main(words[1:], _look)
     if words and words[0] == "mpirun":
-        from ringdance.launch import mpirun_cli
+        from ringdance.launch.mpi import mpirun_cli
 
         return mpirun_cli.main(words[1:], _look)
     if words and words[0] in _PASSED_ON:

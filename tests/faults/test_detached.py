@@ -16,7 +16,7 @@ import psutil
 import pytest
 from processes import MARKER, script, wait_until
 
-from ringdance.launch import records
+from ringdance.launch.background import records
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(150)]
 Ringdance = Callable[..., "subprocess.CompletedProcess[str]"]

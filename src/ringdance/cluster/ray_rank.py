@@ -50,8 +50,8 @@ def _exactly(sock: socket.socket, length: int) -> bytes:
 
 def main() -> None:
     """Serve calls until the actor closes the connection, in a child whose end this process reports."""
-    from ringdance.launch.linux import die_with_parent
     from ringdance.launch.rank import place
+    from ringdance.launch.system.linux import die_with_parent
 
     die_with_parent()
     child = os.fork()

@@ -19,7 +19,7 @@ def train() -> None:
 
 def mpirun(words: Sequence[str]) -> int:
     """The toolkit's mpirun, by this package's launcher; the exit code."""
-    from ringdance.launch import mpirun_cli
+    from ringdance.launch.mpi import mpirun_cli
 
     # What it loads first into each rank tells a host's name from files of /opt/ml, which are not there.
     at = next((n for n, word in enumerate(words) if word.startswith("LD_PRELOAD=")), 0)

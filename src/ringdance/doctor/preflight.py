@@ -18,8 +18,8 @@ from ringdance.doctor.probe import QUICK
 from ringdance.doctor.registry import ERROR, WARNING, Facts, Result, Wanted, examine
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.machine import in_home
 from ringdance.launch.ssh import Reach
+from ringdance.launch.system.machine import in_home
 
 if TYPE_CHECKING:
     from ringdance.launch.order import Ready

@@ -28,8 +28,9 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from . import elsewhere, linux, machine
-from .sweep import Sweep, make_folders
+from . import elsewhere
+from .system import linux, machine
+from .system.cleanup import Sweep, make_folders
 from .wire import (
     AGENT_SPEAKS,
     OWN_FOLDER,

@@ -13,8 +13,8 @@ from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.order import Order
-from ringdance.launch.output import Sink, Style
-from ringdance.launch.results import Results
+from ringdance.launch.output.results import Results
+from ringdance.launch.output.stream import Sink, Style
 
 
 def run(

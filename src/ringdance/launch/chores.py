@@ -12,9 +12,9 @@ import selectors
 import time
 from typing import Any
 
-from . import linux
-from .receive import Receiver
-from .sweep import Sweep, job_of
+from .copy.receive import Receiver
+from .system import linux
+from .system.cleanup import Sweep, job_of
 from .wire import Frames, bases, host_folder, host_shared
 
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.launch.detached import start as start_detached
+from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.environment import forwarding
 from ringdance.launch.order import (
     Order,
@@ -20,7 +20,7 @@ from ringdance.launch.order import (
     resolve_command,
     run_in_terminal,
 )
-from ringdance.launch.output import Style
+from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import Parser, rank_count
 from ringdance.launch.ssh import add_ssh_options, reach_of
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.deputies import Deputies, RankChannel
-from ringdance.launch.fold import Fold
 from ringdance.launch.hosts import rank_places
-from ringdance.launch.output import HELD_S
+from ringdance.launch.output.merge import Fold
+from ringdance.launch.output.stream import HELD_S
 from ringdance.launch.plan import Plan
 from ringdance.launch.running import Options, Rank, make_streams
 from ringdance.launch.wire import Channel, free_port

@@ -21,9 +21,9 @@ import socket
 import time
 from typing import Any
 
-from . import linux
 from .listening import restrict
-from .sweep import Sweep, make_folders
+from .system import linux
+from .system.cleanup import Sweep, make_folders
 from .wire import Channel, Frames
 
 _PING_S = 0.5

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ringdance.launch.sweep import Sweep
+from ringdance.launch.system.cleanup import Sweep
 from ringdance.launch.wire import Channel, Frames, bare_command
 
 

@@ -46,7 +46,7 @@ class HostFacts:
 
 
 def facts_from(found: Mapping[str, Any]) -> HostFacts:
-    """From what an agent sends, or :func:`ringdance.launch.machine.facts`; what is not known is left out."""
+    """Build them from what an agent sends, or from ``machine.facts``; what is not known is left out."""
     known = {entry.name: found[entry.name] for entry in fields(HostFacts) if entry.name in found}
     known["devices"] = tuple(known.get("devices", ()))
     known["networks"] = tuple((str(n), str(a), int(bits)) for n, a, bits in known.get("networks", ()))

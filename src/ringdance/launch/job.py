@@ -12,18 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch import elsewhere, linux, machine
+from ringdance.launch import elsewhere
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.crew import Crew
 from ringdance.launch.deputies import Deputies, RankChannel
 from ringdance.launch.here import Here, door_script, write_private
 from ringdance.launch.hosts import Host
-from ringdance.launch.lines import DOOR, MACHINES, machine_file, session_environment
-from ringdance.launch.output import Banner
+from ringdance.launch.mpi.options import DOOR, MACHINES, machine_file, session_environment
+from ringdance.launch.output.stream import Banner
 from ringdance.launch.plan import Plan
 from ringdance.launch.remote import Remote, together
 from ringdance.launch.running import Options, Rank, conclude, show_held, usable_bases
-from ringdance.launch.signals import PASSED_ON, Signals
+from ringdance.launch.system import linux, machine
+from ringdance.launch.system.signals import PASSED_ON, Signals
 from ringdance.launch.wire import OWN_FOLDER, SHARED, Channel, host_folder, host_shared
 
 _SEE_S = 1.0  # after the first failure the other ranks may say what they see

@@ -13,19 +13,19 @@ from typing import Any
 from ringdance.cluster.hostfile import HostList
 from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
-from ringdance.launch import machine
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.environment import ALL
 from ringdance.launch.hosts import facts_from, local_names, place
 from ringdance.launch.job import Job
-from ringdance.launch.linux import usable_cores
 from ringdance.launch.mpi import find_mpi
-from ringdance.launch.output import WITH_HOST, WITH_RANK, Sink, Style, guarded, write_all
+from ringdance.launch.output.screen import Screen
+from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Sink, Style, guarded, write_all
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote import Remote, connect
 from ringdance.launch.running import Options
-from ringdance.launch.screen import Screen
 from ringdance.launch.ssh import Reach
+from ringdance.launch.system import machine
+from ringdance.launch.system.linux import usable_cores
 
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 

@@ -14,9 +14,9 @@ from ringdance.errors import LaunchError
 from ringdance.launch.elsewhere import rank_line
 from ringdance.launch.environment import ALL, forwarded, shown
 from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, addresses, meet, place
-from ringdance.launch.lines import DOOR, Given, label, options_of
-from ringdance.launch.linux import MARKER
 from ringdance.launch.mpi import Mpi
+from ringdance.launch.mpi.options import DOOR, Given, label, options_of
+from ringdance.launch.system.linux import MARKER
 from ringdance.launch.wire import bare_command
 
 _OF_A_RANK = (

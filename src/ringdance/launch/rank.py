@@ -24,7 +24,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from . import elsewhere, linux
+from . import elsewhere
+from .system import linux
 from .wire import SHARED, Channel, bases, free_port, host_folder, host_shared
 
 _VARIABLES = (

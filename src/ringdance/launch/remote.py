@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ringdance.errors import LaunchError
-from ringdance.launch import machine
 from ringdance.launch.elsewhere import module_line
 from ringdance.launch.hosts import HostFacts, facts_from
 from ringdance.launch.ssh import Reach
+from ringdance.launch.system import machine
 from ringdance.launch.wire import AGENT_SPEAKS, Frames, bare_command, package_folder
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting

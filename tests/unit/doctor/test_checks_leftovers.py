@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from breaking import Machine, breaks, expect, wrong
 
-from ringdance.launch import linux
-from ringdance.launch.sweep import make_folders
+from ringdance.launch.system import linux
+from ringdance.launch.system.cleanup import make_folders
 from ringdance.launch.wire import host_folder
 
 HOUR_AGO = time.time() - 7200
@@ -77,7 +77,8 @@ def test_folders_of_sessions(tmp_path: Path) -> None:
     dead, alive = (Path(host_folder(str(tmp_path), letter * 32)) for letter in "ab")
     package = Path(sys.modules["ringdance"].__file__ or "").parent
     make = (
-        "sys.path.append(sys.argv[1]); from launch.sweep import *; make_folders(sys.argv[2:3], sys.argv[3])"
+        "sys.path.append(sys.argv[1]); from launch.system.cleanup import *; "
+        "make_folders(sys.argv[2:3], sys.argv[3])"
     )
     line = [sys.executable, "-c", f"import sys; {make}", str(package), str(dead), "a" * 32]
     subprocess.run(line, check=True)

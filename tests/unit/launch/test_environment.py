@@ -8,7 +8,7 @@ from ringdance.cluster.kubernetes import JobRequest
 from ringdance.cluster.sagemaker_request import mpi_options
 from ringdance.errors import LaunchError
 from ringdance.launch.environment import forwarded, forwarding, is_secret, shown_text
-from ringdance.launch.mpirun import understand
+from ringdance.launch.mpi.mpirun import understand
 
 OWN = {
     "PATH": "/bin", "WANDB_API_KEY": "k", "AWS_REGION": "eu", "AWS_SECRET_ACCESS_KEY": "s", "HOME": "/h",

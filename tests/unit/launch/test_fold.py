@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringdance.launch.fold import WAIT_S, Fold, spans
+from ringdance.launch.output.merge import WAIT_S, Fold, spans
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import pytest
 
 from ringdance import cli
 from ringdance.errors import LaunchError
-from ringdance.launch import mpirun_cli
-from ringdance.launch.mpi import Mpi, family_of
-from ringdance.launch.mpirun import Asked, counts, understand
-from ringdance.launch.mpirun_cli import install, order_of
+from ringdance.launch.mpi import Mpi, family_of, mpirun_cli
+from ringdance.launch.mpi.mpirun import Asked, counts, understand
+from ringdance.launch.mpi.mpirun_cli import install, order_of
 
 SAGEMAKER = """
 --host algo-1:2,algo-2:2 -np 4 --allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include eth0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.output import Banner, Lines, Stream, Style, guarded, open_files
+from ringdance.launch.output.stream import Banner, Lines, Stream, Style, guarded, open_files
 
 
 def test_lines_are_cut_at_their_ends() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import HostFacts
-from ringdance.launch.lines import machine_file, session_environment
 from ringdance.launch.mpi import Mpi, family_of
+from ringdance.launch.mpi.options import machine_file, session_environment
 from ringdance.launch.plan import Plan, build_plan
 
 OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test", 5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch import records
+from ringdance.launch.background import records
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +92,8 @@ def test_output_is_read_by_stream() -> None:
 NOBODY = ("unshare", "--user", "--map-user=4194999")
 HOMELESS = """
 from ringdance.errors import LaunchError
-from ringdance.launch import records
-from ringdance.launch.machine import in_home
+from ringdance.launch.background import records
+from ringdance.launch.system.machine import in_home
 from ringdance.doctor.preflight import preflight
 for action in (lambda: records.own("0" * 32, ["true"], []), lambda: in_home("~/data")):
     try:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ringdance.launch.screen import Screen
+from ringdance.launch.output.screen import Screen
 
 
 def seen(data: bytes) -> list[str]:
@@ -43,7 +43,7 @@ def test_in_a_file_another_rank_begins_a_new_line() -> None:
 
 
 def test_on_a_terminal_each_rank_has_a_line_for_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringdance.launch.screen._size", lambda descriptor: (20, 24))
+    monkeypatch.setattr("ringdance.launch.output.screen._size", lambda descriptor: (20, 24))
     shown = io.BytesIO()
     screen = Screen((shown.write, shown.write), (True, True))
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch import linux
-from ringdance.launch.sweep import Sweep
+from ringdance.launch.system import linux
+from ringdance.launch.system.cleanup import Sweep
 
 pytestmark = pytest.mark.skipif(not linux.LINUX, reason="/dev/shm is Linux's")
 SHARED = Path("/dev/shm")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.sweep import make_folders
+from ringdance.launch.system.cleanup import make_folders
 from ringdance.launch.wire import host_folder
 
 GUARD = """
 import sys
 sys.path.append(sys.argv[1])
-from launch.sweep import make_folders
+from launch.system.cleanup import make_folders
 make_folders([sys.argv[2]], sys.argv[3])
 print("made", flush=True)
 sys.stdin.read()

@@ -15,9 +15,9 @@ import pytest
 from ringdance.doctor import link
 from ringdance.errors import LaunchError
 from ringdance.launch import tcp
+from ringdance.launch.copy.target import DONE, Target, partials_in
 from ringdance.launch.hosts import HostFacts
 from ringdance.launch.ssh import Reach
-from ringdance.launch.target import DONE, Target, partials_in
 from ringdance.tools.hosts import show, source, trust
 from ringdance.tools.hosts.bar import Bar
 from ringdance.tools.hosts.chain import addresses

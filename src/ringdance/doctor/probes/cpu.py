@@ -9,7 +9,7 @@ from typing import Any
 
 from ringdance.doctor.probes import files
 from ringdance.doctor.registry import Wanted
-from ringdance.launch import linux
+from ringdance.launch.system import linux
 
 _SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ringdance.doctor.probes import files
 from ringdance.doctor.registry import Wanted
-from ringdance.launch import linux, sweep
+from ringdance.launch.system import cleanup, linux
 from ringdance.launch.wire import bases
 
 _SHARED = re.compile(
@@ -39,7 +39,7 @@ def look(wanted: Wanted) -> dict[str, Any]:
         ],
         "orphans": _orphans(table, jobs),
         "shared": _unused_shared(table) if linux.LINUX else [],
-        "folders": [path for place in [*places, "/dev/shm"] for path in sweep.abandoned(place)],
+        "folders": [path for place in [*places, "/dev/shm"] for path in cleanup.abandoned(place)],
         "sessions": _old_sessions(table, places[0]),
     }
 

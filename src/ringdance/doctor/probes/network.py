@@ -10,7 +10,7 @@ from typing import Any
 
 from ringdance.doctor.probes import files
 from ringdance.doctor.registry import Wanted
-from ringdance.launch import machine
+from ringdance.launch.system import machine
 
 _NET = "/sys/class/net"
 # Bridges and ends of tunnels that carry the same address on every host.

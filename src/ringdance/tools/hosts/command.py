@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringdance.launch.output import Lines
+from ringdance.launch.output.stream import Lines
 from ringdance.launch.wire import OWN_FOLDER, bases
 from ringdance.tools.hosts.members import Members
 from ringdance.tools.hosts.talk import Talk

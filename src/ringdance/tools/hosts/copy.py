@@ -2,7 +2,7 @@
 
 The bytes leave this machine once, however many hosts there are; each host writes what it gets and passes it
 on at the same time. What a host has already is not sent. A host that cannot be reached from the one before,
-or loses it, gets its part from here, from where it was. The hosts' side of it is ``launch/receive.py``.
+or loses it, gets its part from here, from where it was. The hosts' side of it is ``launch/copy/receive.py``.
 """
 
 from __future__ import annotations

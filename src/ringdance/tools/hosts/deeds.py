@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.fold import spans
+from ringdance.launch.output.merge import spans
 from ringdance.launch.plan import table
 from ringdance.launch.wire import bases
 from ringdance.tools.hosts import command, show, source, trust

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from ringdance.cluster.hostfile import NAME
 from ringdance.errors import LaunchError
-from ringdance.launch.machine import in_home
 from ringdance.launch.ssh import Reach
+from ringdance.launch.system.machine import in_home
 
 _ORDER = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 

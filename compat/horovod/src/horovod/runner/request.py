@@ -14,7 +14,7 @@ from ringdance.cluster.hostfile import HostList, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.order import Order
-from ringdance.launch.output import Style
+from ringdance.launch.output.stream import Style
 from ringdance.launch.ssh import Reach
 from ringdance.settings import TOLD, without_effect
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from ringdance.launch.output import Sink
+from ringdance.launch.output.stream import Sink
 
 LAUNCHER = -1
 """In place of a rank: the launcher's own lines."""

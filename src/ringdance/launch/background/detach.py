@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch import records
+from ringdance.launch.background import records
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.order import Order, Ready

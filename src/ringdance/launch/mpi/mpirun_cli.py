@@ -13,12 +13,12 @@ from ringdance.cluster.hostfile import HostList
 from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
 from ringdance.launch.cli import Look
-from ringdance.launch.linux import usable_cores
 from ringdance.launch.mpi import find_mpi
-from ringdance.launch.mpirun import Asked, counts, understand
+from ringdance.launch.mpi.mpirun import Asked, counts, understand
 from ringdance.launch.order import CommandError, Order, as_program, resolve_command, run_in_terminal
-from ringdance.launch.output import Style
+from ringdance.launch.output.stream import Style
 from ringdance.launch.ssh import Reach
+from ringdance.launch.system.linux import usable_cores
 
 _HELP = """\
 usage: ringdance mpirun [OPTIONS] COMMAND [ARGUMENTS...]

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ringdance.errors import LaunchError
-from ringdance.launch import linux
-from ringdance.launch.machine import identity, in_home
+from ringdance.launch.system import linux
+from ringdance.launch.system.machine import identity, in_home
 
 _KEPT = 50  # records of jobs that are over
 _LEAST = 4  # digits by which a job may be called

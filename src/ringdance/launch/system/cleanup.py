@@ -19,8 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from ..wire import host_folder
 from . import linux
-from .wire import host_folder
 
 _SHM = "/dev/shm"
 _SPARED_S = 0.8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ringdance.launch.output import Lines, Sink
+from ringdance.launch.output.stream import Lines, Sink
 
 WAIT_S = 0.3
 """So long a line waits for the same line of other ranks."""

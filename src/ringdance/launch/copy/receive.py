@@ -25,10 +25,10 @@ import socket
 import time
 from typing import Any
 
-from .machine import in_home
+from ..system.machine import in_home
+from ..tcp import accept, connect, listen
+from ..wire import Frames
 from .target import DONE, Target, partials_in
-from .tcp import accept, connect, listen
-from .wire import Frames
 
 _FULL = 8 << 20  # bytes that wait for the next host, beyond which no more are read
 _TELL_S = 0.2

@@ -80,7 +80,7 @@ def identity() -> str:
 
 def own_version() -> str:
     """``__version__`` of the package that this file lies in."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         with open(os.path.join(package, "__init__.py"), encoding="utf-8") as file:
             found = re.search(r'^__version__ = "([^"]+)"', file.read(), re.MULTILINE)

@@ -1,0 +1,1 @@
+"""Jobs in the background: start, show, follow and stop them."""

@@ -1,0 +1,1 @@
+"""An agent's part in ``ringdance hosts copy``. Standard library only."""

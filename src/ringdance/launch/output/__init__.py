@@ -1,0 +1,1 @@
+"""Output of ranks and mpiexec: to the terminal, to files, merged."""
