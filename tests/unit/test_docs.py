@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from doc_blocks import PAGES, PARSED, ROOT, RUN, Block, blocks, difference, script
 
+from ringdance.cli import main
 from ringdance.settings import Settings
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -79,6 +81,21 @@ def test_the_stall_warnings_time_is_the_default() -> None:
     for name in ("coming-from-horovod.md", "explanation/errors.md", "howto/when-it-hangs-or-fails.md"):
         named = re.findall(r"after (\d+) s(?:econds)?\b(?! \()", (ROOT / "docs" / name).read_text(), re.I)
         assert f"{Settings().stall_check_time:g}" in named, name
+
+
+def commands_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """List the subcommands that the help of `ringdance WORDS` names, and theirs."""
+    with contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    listed = capsys.readouterr().out.partition("\ncommands:\n")[2].partition("\n\n")[0]
+    names = [name for name in re.findall(r"^    ([a-z]\w*)", listed, re.M) if name != "command"]
+    return [one for name in names for one in (" ".join([*words, name]), *commands_of(capsys, *words, name))]
+
+
+def test_the_reference_has_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    shown = re.findall(r"^```\{output-of\} ringdance (.*?) ?--help$", page, re.M)
+    assert sorted(shown) == sorted(["", *commands_of(capsys)])
 
 
 def test_extras_that_pages_install_exist() -> None:

@@ -1,4 +1,4 @@
-"""Checks rows.toml and makes docs/reference/horovod-tests.md of it: `python rows.py [--write]`."""
+"""Check rows.toml and write README.md from it: `python rows.py [--write]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
-PAGE = TESTS.parent / "docs" / "reference" / "horovod-tests.md"
+PAGE = HERE / "README.md"
 HEAD = """# What Horovod's tests check
 
 Horovod's own tests of its bindings and of its launcher, row by row: what each checks, and the test that
