@@ -1,4 +1,4 @@
-"""What every verb must give, computed by NumPy from all ranks' inputs; and those inputs."""
+"""What every collective must give, computed by NumPy from all ranks' inputs; and those inputs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringdance import session
-from ringdance.core.request import Operation, Ticket, Verb
+from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives, handles
 from ringdance.training.basics import (
@@ -55,12 +55,12 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Arrays = Sequence[npt.ArrayLike]
 
-Average = int(Operation.AVERAGE)
-Sum = int(Operation.SUM)
-Adasum = int(Operation.ADASUM)
-Min = int(Operation.MIN)
-Max = int(Operation.MAX)
-Product = int(Operation.PRODUCT)
+Average = int(ReduceOp.AVERAGE)
+Sum = int(ReduceOp.SUM)
+Adasum = int(ReduceOp.ADASUM)
+Min = int(ReduceOp.MIN)
+Max = int(ReduceOp.MAX)
+Product = int(ReduceOp.PRODUCT)
 
 poll = handles.poll
 synchronize = handles.synchronize
@@ -81,19 +81,19 @@ def _views(values: Arrays, in_place: bool = False) -> tuple[Array, ...]:
     return tuple(values)  # type: ignore[arg-type]
 
 
-def _first(ticket: Ticket) -> Any:
-    return ticket.result[0]
+def _first(work: Work) -> Any:
+    return work.result[0]
 
 
-def _all(ticket: Ticket) -> Any:
-    return tuple(ticket.result)
+def _all(work: Work) -> Any:
+    return tuple(work.result)
 
 
-@collectives.refusing(Verb.ALLREDUCE)
+@collectives.refusing(Collective.ALLREDUCE)
 def _allreduce(
     arrays: Arrays, in_place: bool, name: str | None, op: int | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool, wake: bool,
-) -> Ticket:
+) -> Work:
     views = _views(arrays, in_place)
     return collectives.allreduce(
         session.engine(), views, views if in_place else None, name=name,
@@ -121,8 +121,8 @@ def allreduce(
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
     scales = prescale_factor, postscale_factor
-    ticket = _allreduce((array,), False, name, op, *scales, process_set, False, False)
-    result: Array = ticket.wait()[0]
+    work = _allreduce((array,), False, name, op, *scales, process_set, False, False)
+    result: Array = work.wait()[0]
     return result
 
 
@@ -141,8 +141,8 @@ def allreduce_async(
 ) -> int:
     """Start an ``allreduce``; returns a handle."""
     scales = prescale_factor, postscale_factor
-    ticket = _allreduce((array,), False, name, op, *scales, process_set, False, True)
-    return handles.hold(ticket, _first)
+    work = _allreduce((array,), False, name, op, *scales, process_set, False, True)
+    return handles.hold(work, _first)
 
 
 def allreduce_async_(
@@ -150,8 +150,8 @@ def allreduce_async_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce_``; returns a handle."""
-    ticket = _allreduce((array,), True, name, op, prescale_factor, postscale_factor, process_set, False, True)
-    return handles.hold(ticket, lambda _: array)
+    work = _allreduce((array,), True, name, op, prescale_factor, postscale_factor, process_set, False, True)
+    return handles.hold(work, lambda _: array)
 
 
 def grouped_allreduce(
@@ -159,8 +159,8 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Return the reductions of several arrays that are exchanged together; as ``allreduce``."""
-    ticket = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, False)
-    return list(ticket.wait())
+    work = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, False)
+    return list(work.wait())
 
 
 def grouped_allreduce_(
@@ -177,8 +177,8 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce``; ``synchronize`` gives a tuple."""
-    ticket = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, True)
-    return handles.hold(ticket, _all)
+    work = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, True)
+    return handles.hold(work, _all)
 
 
 def grouped_allreduce_async_(
@@ -186,14 +186,14 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce_``; ``synchronize`` gives a tuple of the arrays."""
-    ticket = _allreduce(arrays, True, name, op, prescale_factor, postscale_factor, process_set, True, True)
-    return handles.hold(ticket, lambda _: tuple(arrays))
+    work = _allreduce(arrays, True, name, op, prescale_factor, postscale_factor, process_set, True, True)
+    return handles.hold(work, lambda _: tuple(arrays))
 
 
-@collectives.refusing(Verb.ALLGATHER)
+@collectives.refusing(Collective.ALLGATHER)
 def _allgather(
     arrays: Arrays, name: str | None, process_set: ProcessSet, grouped: bool, wake: bool
-) -> Ticket:
+) -> Work:
     return collectives.allgather(
         session.engine(), _views(arrays), name=name, set_id=set_id(process_set), grouped=grouped, wake=wake
     )
@@ -228,11 +228,11 @@ def grouped_allgather_async(
     return handles.hold(_allgather(arrays, name, process_set, True, True), _all)
 
 
-@collectives.refusing(Verb.BROADCAST)
+@collectives.refusing(Collective.BROADCAST)
 def _broadcast(
     array: npt.ArrayLike, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet,
     wake: bool,
-) -> Ticket:
+) -> Work:
     views = _views((array,), in_place)
     return collectives.broadcast(
         session.engine(), views, views if in_place else None, root_rank, name=name,
@@ -272,19 +272,19 @@ def broadcast_async_(
     return handles.hold(_broadcast(array, True, root_rank, name, process_set, True), lambda _: array)
 
 
-@collectives.refusing(Verb.ALLTOALL)
+@collectives.refusing(Collective.ALLTOALL)
 def _alltoall(
     array: npt.ArrayLike, splits: npt.ArrayLike | None, name: str | None, process_set: ProcessSet, wake: bool
-) -> Ticket:
+) -> Work:
     rows = None if splits is None else np.asarray(splits)
     return collectives.alltoall(
         session.engine(), (_view(array),), (rows,), name=name, set_id=set_id(process_set), wake=wake
     )
 
 
-def _exchanged(ticket: Ticket) -> tuple[Array, Array]:
-    assert ticket.received_splits is not None
-    return ticket.result[0], ticket.received_splits[0]
+def _exchanged(work: Work) -> tuple[Array, Array]:
+    assert work.received_splits is not None
+    return work.result[0], work.received_splits[0]
 
 
 def alltoall(
@@ -302,9 +302,9 @@ def alltoall(
     Returns:
         The received rows; with ``splits`` also how many came from each rank (int64).
     """
-    ticket = _alltoall(array, splits, name, process_set, False)
-    ticket.wait()
-    return _first(ticket) if splits is None else _exchanged(ticket)
+    work = _alltoall(array, splits, name, process_set, False)
+    work.wait()
+    return _first(work) if splits is None else _exchanged(work)
 
 
 def alltoall_async(
@@ -315,11 +315,11 @@ def alltoall_async(
     return handles.hold(_alltoall(array, splits, name, process_set, True), _exchanged)
 
 
-@collectives.refusing(Verb.REDUCESCATTER)
+@collectives.refusing(Collective.REDUCESCATTER)
 def _reducescatter(
     arrays: Arrays, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     grouped: bool, wake: bool,
-) -> Ticket:
+) -> Work:
     return collectives.reducescatter(
         session.engine(), _views(arrays), name=name, operation=pick_operation(None, op), prescale=prescale,
         postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
@@ -331,10 +331,10 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Array:
     """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
-    ticket = _reducescatter(
+    work = _reducescatter(
         (array,), name, op, prescale_factor, postscale_factor, process_set, False, False
     )
-    result: Array = ticket.wait()[0]
+    result: Array = work.wait()[0]
     return result
 
 
@@ -343,8 +343,8 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``reducescatter``; returns a handle."""
-    ticket = _reducescatter((array,), name, op, prescale_factor, postscale_factor, process_set, False, True)
-    return handles.hold(ticket, _first)
+    work = _reducescatter((array,), name, op, prescale_factor, postscale_factor, process_set, False, True)
+    return handles.hold(work, _first)
 
 
 def grouped_reducescatter(
@@ -352,8 +352,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Array]:
     """Reduce and scatter several arrays together; as ``reducescatter``."""
-    ticket = _reducescatter(arrays, name, op, prescale_factor, postscale_factor, process_set, True, False)
-    return list(ticket.wait())
+    work = _reducescatter(arrays, name, op, prescale_factor, postscale_factor, process_set, True, False)
+    return list(work.wait())
 
 
 def grouped_reducescatter_async(
@@ -361,8 +361,8 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``grouped_reducescatter``; ``synchronize`` gives a tuple."""
-    ticket = _reducescatter(arrays, name, op, prescale_factor, postscale_factor, process_set, True, True)
-    return handles.hold(ticket, _all)
+    work = _reducescatter(arrays, name, op, prescale_factor, postscale_factor, process_set, True, True)
+    return handles.hold(work, _all)
 
 
 def join() -> int:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from programs.plan import Planned
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 
 __all__ = ["brought", "check", "dtype_of", "expected"]
 
@@ -23,9 +23,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def _shape(planned: Planned, tensor: int, place: int) -> tuple[int, ...]:
     rest = planned.shapes[tensor]
-    if planned.verb == Verb.ALLGATHER:
+    if planned.kind == Collective.ALLGATHER:
         return (planned.rows[tensor][place], *rest)
-    if planned.verb == Verb.ALLTOALL:
+    if planned.kind == Collective.ALLTOALL:
         return (sum(planned.rows[tensor][place]) + planned.spare, *rest)
     return rest
 
@@ -38,7 +38,7 @@ def _values(planned: Planned, tensor: int, place: int) -> Array:
     numbers = (
         np.arange(math.prod(shape), dtype=np.int64) * 7 + planned.number * 13 + place * 5 + tensor * 3
     )
-    if planned.operation == Operation.PRODUCT:
+    if planned.operation == ReduceOp.PRODUCT:
         numbers = numbers % 3 + 1
     elif dtype == np.bool_:
         numbers = (numbers // 3) % 2
@@ -86,17 +86,17 @@ def _reduced(planned: Planned, tensor: int, members: int) -> Array:
     parts = _parts(planned, tensor, members)
     dtype = parts[0].dtype
     operation = planned.operation
-    if operation == Operation.ADASUM:
+    if operation == ReduceOp.ADASUM:
         return _adasum(parts).astype(dtype)
     if dtype == np.bool_:
         together = np.stack(parts)
-        return together.any(0) if operation in (Operation.SUM, Operation.MAX) else together.all(0)
+        return together.any(0) if operation in (ReduceOp.SUM, ReduceOp.MAX) else together.all(0)
     wide = np.int64 if dtype.kind in "iu" else np.float64
     scaled = [part.astype(np.float64) * planned.prescale for part in parts]
     stacked = np.stack(scaled).astype(wide)  # whole numbers are truncated here
-    by = {Operation.MIN: np.min, Operation.MAX: np.max, Operation.PRODUCT: np.prod}.get(operation, np.sum)
+    by = {ReduceOp.MIN: np.min, ReduceOp.MAX: np.max, ReduceOp.PRODUCT: np.prod}.get(operation, np.sum)
     total = np.asarray(by(stacked, axis=0))
-    divisor = members if operation == Operation.AVERAGE else 1
+    divisor = members if operation == ReduceOp.AVERAGE else 1
     if divisor == 1 and planned.postscale == 1.0:
         return total.astype(dtype)
     if wide is np.int64 and planned.postscale == 1.0:
@@ -112,13 +112,13 @@ def expected(planned: Planned, place: int, members: int, root: int) -> tuple[lis
     received: list[list[int]] = []
     for tensor in range(len(planned.dtypes)):
         parts = _parts(planned, tensor, members)
-        if planned.verb == Verb.ALLREDUCE:
+        if planned.kind == Collective.ALLREDUCE:
             outputs.append(_reduced(planned, tensor, members))
-        elif planned.verb == Verb.BROADCAST:
+        elif planned.kind == Collective.BROADCAST:
             outputs.append(parts[root])
-        elif planned.verb == Verb.ALLGATHER:
+        elif planned.kind == Collective.ALLGATHER:
             outputs.append(np.concatenate(parts))
-        elif planned.verb == Verb.REDUCESCATTER:
+        elif planned.kind == Collective.REDUCESCATTER:
             outputs.append(np.array_split(_reduced(planned, tensor, members), members)[place])
         else:
             table = planned.rows[tensor]

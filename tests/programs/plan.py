@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 
 __all__ = ["AddSet", "Join", "Operations", "Options", "Planned", "Program", "RemoveSet", "Step", "make"]
 
@@ -18,7 +18,8 @@ REDUCIBLE = (
     "float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8", "int16", "uint16", "bool",
 )  # fmt: skip
 FLOATS = ("float32", "float64")
-VERBS = (Verb.ALLREDUCE, Verb.ALLGATHER, Verb.BROADCAST, Verb.ALLTOALL, Verb.REDUCESCATTER)
+C = Collective
+COLLECTIVES = (C.ALLREDUCE, C.ALLGATHER, C.BROADCAST, C.ALLTOALL, C.REDUCESCATTER)
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Planned:
     number: int
     key: str | None
     where: str
-    verb: Verb
+    kind: Collective
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
-    operation: Operation = Operation.SUM
+    operation: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = -1
@@ -223,7 +224,7 @@ class _Maker:
         ranks = self.alive.pop(where)
         orphan = None
         if len(ranks) > 1 and self.random.random() < 0.5:
-            orphan = self._planned(f"orphan{self.number}", where, Verb.ALLREDUCE)
+            orphan = self._planned(f"orphan{self.number}", where, Collective.ALLREDUCE)
         self.out.steps.append(RemoveSet(where, orphan, self.random.choice(ranks)))
 
     def _join(self) -> None:
@@ -232,12 +233,12 @@ class _Maker:
         counts = tuple(self.random.randint(0, 4) for _ in range(members))
         operations = []
         for i in range(max(counts)):
-            verb = Verb.BARRIER if self.random.random() < 0.1 else Verb.ALLREDUCE
+            kind = Collective.BARRIER if self.random.random() < 0.1 else Collective.ALLREDUCE
             key = None if "unnamed" in self.out.features and self.random.random() < 0.5 else f"t{i}"
-            planned = self._planned(key, where, verb)
+            planned = self._planned(key, where, kind)
             who = tuple(place for place in range(members) if counts[place] > i)
             if len(who) < members and self.random.random() < 0.1:
-                planned = replace(self._planned(f"forbidden{i}", where, Verb.ALLGATHER), fault="joined")
+                planned = replace(self._planned(f"forbidden{i}", where, Collective.ALLGATHER), fault="joined")
             operations.append(replace(planned, contributors=who, wake=True))
         self.out.steps.append(Join(where, tuple(operations), counts))
 
@@ -254,13 +255,13 @@ class _Maker:
             if "unnamed" in features:
                 runs = chance.choice((1, 3, 20)) if chance.random() < 0.5 else 0
                 alike = chance.random() < 0.5
-                verb = self._verb()
-                like = self._planned(None, where, verb)
+                kind = self._verb()
+                like = self._planned(None, where, kind)
                 for _ in range(runs):
                     planned = self._planned(None, where, self._verb())
                     made.append(replace(like, number=planned.number) if alike else planned)
             if "barrier" in features and chance.random() < 0.7:
-                made.append(self._planned(f"barrier{self.number}", where, Verb.BARRIER))
+                made.append(self._planned(f"barrier{self.number}", where, Collective.BARRIER))
             if chance.random() < 0.03:
                 made.append(self._scalar(where))
         if many:
@@ -273,7 +274,7 @@ class _Maker:
         """A tensor without dimensions cannot be scattered: wrong on all ranks alike."""
         number = self._next()
         return Planned(
-            number, f"scalar{number}", where, Verb.REDUCESCATTER, ("float32",), ((),), fault="scalar"
+            number, f"scalar{number}", where, Collective.REDUCESCATTER, ("float32",), ((),), fault="scalar"
         )
 
     def _crowd(self, threads: int) -> list[Planned]:
@@ -282,7 +283,7 @@ class _Maker:
         count = 1100 if large else 80
         found = []
         for i in range(count):
-            planned = Planned(self._next(), f"crowd{i}", "", Verb.ALLREDUCE, ("float32",), ((i % 5,),))
+            planned = Planned(self._next(), f"crowd{i}", "", Collective.ALLREDUCE, ("float32",), ((i % 5,),))
             found.append(replace(planned, thread=self.random.randrange(threads)))
         return found
 
@@ -292,30 +293,30 @@ class _Maker:
         self.number += 1
         return self.number
 
-    def _verb(self) -> Verb:
-        return self.random.choice(VERBS) if self.random.random() < 0.5 else Verb.ALLREDUCE
+    def _verb(self) -> Collective:
+        return self.random.choice(COLLECTIVES) if self.random.random() < 0.5 else Collective.ALLREDUCE
 
-    def _planned(self, key: str | None, where: str, verb: Verb, thread: int = 0) -> Planned:
+    def _planned(self, key: str | None, where: str, kind: Collective, thread: int = 0) -> Planned:
         chance = self.random
-        base = Planned(self._next(), key, where, verb, thread=thread)
-        if verb == Verb.BARRIER:
+        base = Planned(self._next(), key, where, kind, thread=thread)
+        if kind == Collective.BARRIER:
             return base
         several = chance.randint(2, 4) if "groups" in self.out.features and chance.random() < 0.3 else 1
         # Without "changing sizes" a name has one signature, whatever the step.
         if "changing sizes" not in self.out.features:
-            chance = random.Random(f"{self.out.seed} {key or self.number} {where} {verb}")
+            chance = random.Random(f"{self.out.seed} {key or self.number} {where} {kind}")
         dtypes = tuple(chance.choice(REDUCIBLE) for _ in range(several))
-        shapes = tuple(self._shape(chance, verb) for _ in range(several))
+        shapes = tuple(self._shape(chance, kind) for _ in range(several))
         base = replace(base, dtypes=dtypes, shapes=shapes, in_place=chance.random() < 0.3)
         ranks = self.out.sets[where]
-        if verb == Verb.ALLREDUCE:
+        if kind == Collective.ALLREDUCE:
             return self._reduced(base, chance, len(ranks))
-        if verb == Verb.BROADCAST:
+        if kind == Collective.BROADCAST:
             return replace(base, root=chance.choice(ranks))
-        if verb == Verb.ALLGATHER:
+        if kind == Collective.ALLGATHER:
             rows = tuple(tuple(self.random.randint(0, 5) for _ in ranks) for _ in dtypes)
             return replace(base, rows=rows, in_place=False)
-        if verb == Verb.ALLTOALL:
+        if kind == Collective.ALLTOALL:
             table = tuple(
                 tuple(tuple(self.random.randint(0, 4) for _ in ranks) for _ in ranks) for _ in dtypes
             )
@@ -324,23 +325,23 @@ class _Maker:
 
     def _reduced(self, base: Planned, chance: random.Random, members: int) -> Planned:
         operation = chance.choice(
-            (Operation.SUM, Operation.SUM, Operation.AVERAGE, Operation.MIN, Operation.MAX, Operation.PRODUCT)
+            (ReduceOp.SUM, ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
         )
         if members and members & (members - 1) == 0 and chance.random() < 0.1:
             dtypes = tuple(chance.choice(FLOATS) for _ in base.dtypes)
-            return replace(base, operation=Operation.ADASUM, dtypes=dtypes)
+            return replace(base, operation=ReduceOp.ADASUM, dtypes=dtypes)
         prescale, postscale = 1.0, 1.0
-        if operation in (Operation.SUM, Operation.AVERAGE) and chance.random() < 0.3:
+        if operation in (ReduceOp.SUM, ReduceOp.AVERAGE) and chance.random() < 0.3:
             prescale, postscale = chance.choice(((2.0, 1.0), (1.0, 0.5), (0.5, 3.0)))
         dtypes = base.dtypes
-        if operation == Operation.AVERAGE or (prescale, postscale) != (1.0, 1.0):
+        if operation == ReduceOp.AVERAGE or (prescale, postscale) != (1.0, 1.0):
             dtypes = tuple("float32" if name == "bool" else name for name in dtypes)
         return replace(base, operation=operation, prescale=prescale, postscale=postscale, dtypes=dtypes)
 
-    def _shape(self, chance: random.Random, verb: Verb) -> tuple[int, ...]:
-        if verb in (Verb.ALLGATHER, Verb.ALLTOALL):
+    def _shape(self, chance: random.Random, kind: Collective) -> tuple[int, ...]:
+        if kind in (Collective.ALLGATHER, Collective.ALLTOALL):
             return chance.choice(((), (1,), (3,), (2, 5), (0,), (17,)))
-        if verb == Verb.REDUCESCATTER:
+        if kind == Collective.REDUCESCATTER:
             return (chance.choice((0, 1, 2, 5, 9, 40)), *chance.choice(((), (3,), (2, 2))))
         return chance.choice(((), (0,), (1,), (7,), (3, 4), (64,), (100,), (333,), (40, 30), (2000,)))
 
@@ -367,13 +368,13 @@ class _Maker:
 
     @staticmethod
     def _faults(planned: Planned) -> list[str]:
-        if planned.verb == Verb.BARRIER:
-            return ["verb"]
-        found = ["dtype", "verb", "group", "refusal"]
-        if planned.verb in (Verb.ALLREDUCE, Verb.BROADCAST, Verb.REDUCESCATTER):
+        if planned.kind == Collective.BARRIER:
+            return ["kind"]
+        found = ["dtype", "kind", "group", "refusal"]
+        if planned.kind in (Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCESCATTER):
             found.append("shape")
-        if planned.verb in (Verb.ALLREDUCE, Verb.REDUCESCATTER):
+        if planned.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
             found += ["operation", "prescale", "postscale"]
-        if planned.verb == Verb.BROADCAST:
+        if planned.kind == Collective.BROADCAST:
             found.append("root")
         return found

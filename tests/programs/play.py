@@ -14,7 +14,7 @@ import numpy as np
 from programs.oracle import brought, check, expected
 from programs.plan import AddSet, Join, Operations, Planned, Program, RemoveSet, Step
 from ringdance.core.engine import Engine
-from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 
 __all__ = ["Report", "play"]
@@ -51,7 +51,7 @@ class _Flight:
     place: int
     request: Request
     given: list[np.ndarray[Any, Any]] | None
-    ticket: Ticket | None
+    work: Work | None
 
 
 def play(engine: Engine, program: Program) -> Report:
@@ -63,7 +63,7 @@ def play(engine: Engine, program: Program) -> Report:
         where for where in player.ids if where
     ]:  # what is left, so that the next program begins alike
         engine.remove_process_set(player.ids[where])
-    engine.submit(Request(Description(Verb.BARRIER), name="end of program"), wake=False).wait()
+    engine.submit(Request(Description(Collective.BARRIER), name="end of program"), wake=False).wait()
     return player.report
 
 
@@ -79,7 +79,7 @@ def differing(planned: Planned, members: Sequence[int]) -> Planned:
         return replace(other, shapes=((3, 3, 3), *planned.shapes[1:]))
     if fault == "operation":
         return replace(
-            other, operation=Operation.MAX if planned.operation == Operation.SUM else Operation.SUM
+            other, operation=ReduceOp.MAX if planned.operation == ReduceOp.SUM else ReduceOp.SUM
         )
     if fault == "prescale":
         return replace(other, prescale=planned.prescale * 4)
@@ -95,12 +95,12 @@ def differing(planned: Planned, members: Sequence[int]) -> Planned:
             shapes=planned.shapes + planned.shapes[:1],
             rows=rows,
         )
-    if fault == "verb" and planned.verb == Verb.BARRIER:
-        return replace(other, verb=Verb.ALLREDUCE, dtypes=("float32",), shapes=((2,),))
-    if fault == "verb" and planned.verb == Verb.ALLREDUCE:
-        return replace(other, verb=Verb.BROADCAST, root=members[0])
-    if fault == "verb":
-        return replace(other, verb=Verb.ALLREDUCE, rows=(), root=-1)
+    if fault == "kind" and planned.kind == Collective.BARRIER:
+        return replace(other, kind=Collective.ALLREDUCE, dtypes=("float32",), shapes=((2,),))
+    if fault == "kind" and planned.kind == Collective.ALLREDUCE:
+        return replace(other, kind=Collective.BROADCAST, root=members[0])
+    if fault == "kind":
+        return replace(other, kind=Collective.ALLREDUCE, rows=(), root=-1)
     return other
 
 
@@ -190,14 +190,14 @@ class _Player:
         if step.orphan is not None and engine.rank == step.submitter:
             flight = self._submit(step.orphan, self.random, set_id)
         engine.remove_process_set(set_id)
-        if flight is not None and flight.ticket is not None:
+        if flight is not None and flight.work is not None:
             try:
-                flight.ticket.wait()
+                flight.work.wait()
                 self.report.wrong.append(f"{step.orphan}: done on one member only")
             except ProcessSetRemovedError:
                 pass
         try:
-            engine.submit(Request(Description(Verb.BARRIER), name="late", set_id=set_id))
+            engine.submit(Request(Description(Collective.BARRIER), name="late", set_id=set_id))
             self.report.wrong.append(f"removed set {step.where} takes requests")
         except ArgumentError:
             pass
@@ -213,7 +213,7 @@ class _Player:
         if self.random.random() < 0.5:
             for flight in flights:
                 self._wait(flight, self.random)
-        request = Request(Description(Verb.JOIN), name="join", set_id=self.ids[step.where])
+        request = Request(Description(Collective.JOIN), name="join", set_id=self.ids[step.where])
         last = self.engine.submit(request, wake=self.random.random() < 0.5).wait()
         for flight in flights:
             self._wait(flight, self.random)
@@ -231,9 +231,9 @@ class _Player:
         if planned.culprit == self.engine.rank:
             called = differing(planned, members)
         inputs = brought(called, place)
-        free_first = called.verb in (Verb.ALLGATHER, Verb.ALLTOALL)
+        free_first = called.kind in (Collective.ALLGATHER, Collective.ALLTOALL)
         description = Description(
-            called.verb,
+            called.kind,
             called.dtypes,
             tuple(view.shape[1:] if free_first else view.shape for view in inputs),
             called.operation,
@@ -243,10 +243,10 @@ class _Player:
             (-1,) if called.fault == "scalar" else (),
         )
         splits = None
-        if called.verb == Verb.ALLTOALL:
+        if called.kind == Collective.ALLTOALL:
             splits = tuple(np.array(table[place], np.int64) for table in called.rows)
         given = None
-        if called.verb in (Verb.ALLREDUCE, Verb.BROADCAST):
+        if called.kind in (Collective.ALLREDUCE, Collective.BROADCAST):
             if called.in_place:
                 given = inputs
             elif chance.random() < 0.3:
@@ -257,41 +257,41 @@ class _Player:
         if planned.fault == "refusal" and planned.culprit == self.engine.rank:
             self.engine.refuse(request, REFUSED)
             return _Flight(planned, place, request, given, None)
-        ticket = self.engine.submit(request, wake=planned.wake)
-        return _Flight(planned, place, request, given, ticket)
+        work = self.engine.submit(request, wake=planned.wake)
+        return _Flight(planned, place, request, given, work)
 
     def _wait(self, flight: _Flight, chance: random.Random) -> None:
-        ticket, planned = flight.ticket, flight.planned
-        if ticket is None:
+        work, planned = flight.work, flight.planned
+        if work is None:
             return
         try:
             if chance.random() < 0.1:
                 try:
-                    ticket.wait(timeout=chance.random() * 0.001)
+                    work.wait(timeout=chance.random() * 0.001)
                 except TimeoutError:
                     pass
-            result = ticket.wait()
+            result = work.wait()
         except MismatchError as error:
             self._failed(planned, str(error))
             return
         if planned.fault:
             self.report.wrong.append(f"{planned}: raised nothing")
             return
-        self._compare(flight, ticket, result)
+        self._compare(flight, work, result)
 
     def _failed(self, planned: Planned, text: str) -> None:
         if TITLES.get(planned.fault, planned.key or "") not in text or not planned.fault:
             self.report.wrong.append(f"{planned}: raised: {text}")
         self.report.said[f"error of {planned.number}"] = text
 
-    def _compare(self, flight: _Flight, ticket: Ticket, result: Any) -> None:
+    def _compare(self, flight: _Flight, work: Work, result: Any) -> None:
         planned = flight.planned
         members = self.members(planned.where)
-        root = members.index(planned.root) if planned.verb == Verb.BROADCAST else -1
+        root = members.index(planned.root) if planned.kind == Collective.BROADCAST else -1
         right, received = expected(planned, flight.place, len(members), root)
         problem = check(result, right)
-        if not problem and planned.verb == Verb.ALLTOALL:
-            got = [splits.tolist() for splits in ticket.received_splits or ()]
+        if not problem and planned.kind == Collective.ALLTOALL:
+            got = [splits.tolist() for splits in work.received_splits or ()]
             problem = "" if got == received else f"received splits {got}, not {received}"
         if (
             not problem

@@ -17,14 +17,14 @@ import numpy as np
 from ringdance import session
 from ringdance.core.arithmetic import dtype_named
 from ringdance.core.engine import Engine
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.training import collectives
 
 __all__ = ["digest"]
 
 SIZES = (1, 7, 100, 3_000, 20_000, 100_000)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-OPERATIONS = (Operation.SUM, Operation.AVERAGE, Operation.PRODUCT, Operation.ADASUM)
+OPERATIONS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.PRODUCT, ReduceOp.ADASUM)
 
 
 def _values(seed: str, size: int, dtype: str) -> np.ndarray[Any, Any]:
@@ -52,24 +52,24 @@ def digest(engine: Engine, seed: int, delays: int, steps: int = 3) -> str:
         calls.append((f"t{number}", dtype, size, operation, scale, program.random() < 0.2))
     found = hashlib.sha256()
     for step in range(steps):
-        tickets = {}
+        works = {}
         for name, dtype, size, operation, scale, rows in chance.sample(calls, len(calls)):
             view = (_values(f"{seed} {step} {name} {engine.rank}", size, dtype),)
             wake = chance.random() < 0.7
-            if rows and operation in (Operation.SUM, Operation.AVERAGE):
-                ticket = collectives.reducescatter(engine, view, name=name, operation=operation, wake=wake)
+            if rows and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
+                work = collectives.reducescatter(engine, view, name=name, operation=operation, wake=wake)
             else:
-                ticket = collectives.allreduce(
+                work = collectives.allreduce(
                     engine, view, None, name=name, operation=operation, prescale=scale, wake=wake
                 )
-            tickets[name] = ticket
+            works[name] = work
             if chance.random() < 0.5:
                 time.sleep(chance.choice((0.0, 0.0005, 0.003)))
-        names = sorted(tickets)
+        names = sorted(works)
         for name in chance.sample(names, len(names)):
-            tickets[name].wait(60.0)
+            works[name].wait(60.0)
         for name in names:
-            found.update(tickets[name].result[0].tobytes())
+            found.update(works[name].result[0].tobytes())
     return found.hexdigest()
 
 

@@ -96,7 +96,7 @@ def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
     parts = [why]
     for rank, engine in sorted(engines.items()):
         for state, _ in engine._machines:
-            names = ", ".join(ticket.name for ticket in state.tickets())
+            names = ", ".join(work.name for work in state.in_flight())
             parts.append(
                 f"rank {rank}, set {state.set_id} of {state.members}: round {state.rounds}, in round "
                 f"{state.in_round}, waiting {len(state.waiting)}, joined {state.joined:b}; pending: {names}"

@@ -40,7 +40,7 @@ def later(item: pytest.Item) -> bool:
     if name == "test_jax_order":
         return way in ("tokens", "callback")
     if name == "test_jax_transforms":
-        return params.get("verb", "allreduce") not in ("allreduce", "alltoall")
+        return params.get("kind", "allreduce") not in ("allreduce", "alltoall")
     if size != 3:
         unusual = way in WAYS and (way != FAST_WAY.get(size) or dtype not in FAST_TYPES)
         return name == "test_collectives_stall" or unusual

@@ -247,9 +247,9 @@ def test_root_outside_on_one_rank(way: str) -> None:
 
 
 def test_scalars_where_rows_are_needed(way: str) -> None:
-    for verb in (hvd.allgather, hvd.reducescatter):
+    for kind in (hvd.allgather, hvd.reducescatter):
         with pytest.raises(CollectiveError, match="at least one dimension"):
-            verb(np.float32(1.0))
+            kind(np.float32(1.0))
     if SIZE > 1:
         with pytest.raises(MismatchError):
             hvd.allgather(np.float32(1.0) if ODD else np.ones(1, np.float32), name="scalar here")
@@ -285,9 +285,9 @@ def test_shutdown_ends_what_others_wait_for(way: str) -> None:
 
 
 def engine_request() -> Any:
-    from ringdance.core.request import Description, Request, Verb
+    from ringdance.core.request import Collective, Description, Request
 
-    return Request(Description(Verb.BARRIER))
+    return Request(Description(Collective.BARRIER))
 
 
 def test_handles(way: str) -> None:

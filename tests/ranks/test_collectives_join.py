@@ -95,16 +95,16 @@ def test_only_allreduce_while_somebody_has_joined(way: str, named: bool) -> None
         lambda: hvd.reducescatter(np.ones((2, 3)), name=name),
         lambda: hvd.grouped_allgather([np.ones(2), np.ones(3)], name=name),
     ]
-    for verb in collectives:  # once while everybody is there, so that the names are known
-        verb()
+    for kind in collectives:  # once while everybody is there, so that the names are known
+        kind()
     if RANK != 0:
-        for verb in collectives:
+        for kind in collectives:
             with pytest.raises(MismatchError, match=r"while some ranks have joined \(rank 0 on host"):
-                verb()
+                kind()
         same(hvd.allreduce(np.ones(2), op=hvd.Sum), np.full(2, SIZE - 1.0))
     hvd.join()
-    for verb in collectives:
-        verb()
+    for kind in collectives:
+        kind()
 
 
 @several

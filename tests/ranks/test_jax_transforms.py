@@ -41,16 +41,16 @@ VERBS = {
 
 
 @pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("verb", VERBS)
-def test_vmap_gives_what_a_loop_gives(verb: str, jit: bool) -> None:
-    function = VERBS[verb]
+@pytest.mark.parametrize("kind", VERBS)
+def test_vmap_gives_what_a_loop_gives(kind: str, jit: bool) -> None:
+    function = VERBS[kind]
     mapped = jax.vmap(function)
     found = (jax.jit(mapped) if jit else mapped)(mine())
     assert jnp.array_equal(found, one_by_one(function, mine()))
     turned = jax.vmap(function, in_axes=2, out_axes=2)(jnp.moveaxis(mine(), 0, 2))
     assert jnp.array_equal(jnp.moveaxis(turned, 2, 0), found)
     assert jnp.array_equal(jax.vmap(jax.vmap(function))(mine()[None]), found[None])
-    if verb == "largest":
+    if kind == "largest":
         return
 
     def loss(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every verb on TensorFlow's tensors, eagerly and in functions: values by NumPy, gradients, errors."""
+"""Every collective on TensorFlow's tensors, eagerly and in functions: values by NumPy, gradients, errors."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_average_and_op_arguments() -> None:
         assert hvd.allreduce(ones, average=False).numpy().tolist() == [SIZE, SIZE]
     with pytest.warns(DeprecationWarning, match="average= is old"):
         assert hvd.allreduce(ones, average=True).numpy().tolist() == [1, 1]
-    for verb in (hvd.allreduce, lambda x, **how: hvd.grouped_allreduce([x], **how)):
+    for kind in (hvd.allreduce, lambda x, **how: hvd.grouped_allreduce([x], **how)):
         with pytest.raises(ValueError, match="not both"):
-            verb(ones, average=True, op=hvd.Sum)
+            kind(ones, average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="is not one of"):
         hvd.allreduce(ones, op=17)
 

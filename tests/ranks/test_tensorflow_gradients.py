@@ -21,13 +21,13 @@ both = pytest.mark.parametrize("way", [lambda function: function, tf.function], 
 OPS = {"sum": hvd.Sum, "average": hvd.Average}
 
 
-def gradient_of(way: Any, verb: Callable[[Any], Any], given: Any, weights: Any) -> Any:
-    """The gradient of the weighted sum of the verb's result(s); `weights` as many as results."""
+def gradient_of(way: Any, kind: Callable[[Any], Any], given: Any, weights: Any) -> Any:
+    """The gradient of the weighted sum of the collective's result(s); `weights` as many as results."""
 
     def compute(x: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(x)
-            results = verb(x)
+            results = kind(x)
             listed = results if isinstance(results, list) else [results]
             loss = tf.add_n([tf.reduce_sum(one * w) for one, w in zip(listed, weights, strict=True)])
         return tape.gradient(loss, x)
@@ -183,9 +183,9 @@ def test_mismatches_raise_on_all(way: Any, kind: str) -> None:
 @several
 @both
 def test_tensors_without_dimensions(way: Any) -> None:
-    for verb in (hvd.allgather, hvd.alltoall, hvd.reducescatter):
+    for kind in (hvd.allgather, hvd.alltoall, hvd.reducescatter):
         with pytest.raises(tf.errors.FailedPreconditionError, match="at least one dimension"):
-            way(lambda verb=verb: verb(tf.constant(1.0), name="scalar"))()
+            way(lambda kind=kind: kind(tf.constant(1.0), name="scalar"))()
 
 
 @both

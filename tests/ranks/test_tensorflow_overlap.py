@@ -30,7 +30,7 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
     def until_exchanged(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
         while True:
-            done = [ticket.done() for ticket in started.pending()]
+            done = [work.done() for work in started.pending()]
             if (done and all(done)) or time.monotonic() > end:
                 exchanged.append(done)
                 return dy

@@ -1,4 +1,4 @@
-"""Every verb on torch tensors: values by NumPy, gradients by the contract, errors on all ranks."""
+"""Every collective on torch tensors: values by NumPy, gradients by the contract, errors on all ranks."""
 
 from __future__ import annotations
 

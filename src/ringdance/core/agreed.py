@@ -16,10 +16,10 @@ from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import plan_batches
 from ringdance.core.encoding import decode_call, encode_call
 from ringdance.core.exchange import Exchange, Progress, Steps
-from ringdance.core.execute import Work, allreduce_flat, execute
+from ringdance.core.execute import AgreedRequest, allreduce_flat, execute
 from ringdance.core.pending import PendingRequests
 from ringdance.core.recorder import Recorder
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.core.verdict import mismatch_message
 from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
@@ -61,7 +61,7 @@ class AgreedRequests(PendingRequests):
         lock: threading.Lock,
         progress: Progress,
         recorder: Recorder,
-        change_set: Callable[[Work], Steps] | None = None,
+        change_set: Callable[[AgreedRequest], Steps] | None = None,
     ) -> None:
         super().__init__(capacity)
         self.set_id = set_id
@@ -97,25 +97,26 @@ class AgreedRequests(PendingRequests):
             self._ready &= ~ready
         for entries, names, how in plan:
             began = time.monotonic()
-            tickets = [pending[name] for name in names]
+            works = [pending[name] for name in names]
             for entry in entries:
                 entry.used = self.rounds
-            outputs = yield from allreduce_flat(self.exchange, [ticket.request for ticket in tickets], how)
+            outputs = yield from allreduce_flat(self.exchange, [work.request for work in works], how)
             self._recorder.add(
                 "batch", (self.set_id, self.rounds, "ALLREDUCE", names, time.monotonic() - began)
             )
             with self._lock:
                 for name in names:
                     del pending[name]
-            for ticket, output in zip(tickets, outputs, strict=True):
-                ticket.finish(output)
+            for work, output in zip(works, outputs, strict=True):
+                work.finish(output)
 
     def _plan(self, slots: list[int]) -> Plan | None:
         """Return the batches of these entries if all are plain all-reduces of one dtype each, else None."""
         entries = [entry for entry in (self._table.entries[slot] for slot in slots) if entry is not None]
         for entry in entries:
             d = entry.description
-            if d.verb != Verb.ALLREDUCE or d.operation == Operation.ADASUM or d.detail or entry.disputed:
+            plain = d.kind == Collective.ALLREDUCE and d.operation != ReduceOp.ADASUM and not d.detail
+            if not plain or entry.disputed:
                 return None
             if len(set(d.dtypes)) != 1:
                 return None
@@ -132,20 +133,20 @@ class AgreedRequests(PendingRequests):
         if not number:
             return False
         with self._lock:
-            tickets = [self.unnamed.popleft() for _ in range(RUN if first and run else 1)]
-            self.running = tickets
-        works = [Work(ticket.name, ticket.request.description, ticket) for ticket in tickets]
+            works = [self.unnamed.popleft() for _ in range(RUN if first and run else 1)]
+            self.running = works
+        items = [AgreedRequest(work.name, work.request.description, work) for work in works]
         if first:
-            yield from self._run(works)
+            yield from self._run(items)
         else:
-            yield from self._dispute(works[0])
+            yield from self._dispute(items[0])
         self.running = []
         return True
 
     def _run_slots(self, slots: list[int]) -> Steps:
         """Execute table entries that are ready on all members."""
-        works: list[Work] = []
-        disputes: list[tuple[int, Work]] = []
+        items: list[AgreedRequest] = []
+        disputes: list[tuple[int, AgreedRequest]] = []
         with self._lock:
             for slot in slots:
                 entry = self._table.entries[slot]
@@ -153,75 +154,75 @@ class AgreedRequests(PendingRequests):
                     continue  # everybody who is left has joined
                 entry.used = self.rounds
                 self._ready &= ~(1 << slot)
-                ticket = None if self._joined_here else self.pending[entry.name]
-                work = Work(entry.name, entry.description, ticket)
+                work = None if self._joined_here else self.pending[entry.name]
+                item = AgreedRequest(entry.name, entry.description, work)
                 if entry.disputed:
-                    disputes.append((slot, work))
+                    disputes.append((slot, item))
                 else:
-                    works.append(work)
-        yield from self._run(works)
-        for slot, work in disputes:
-            yield from self._dispute(work)
+                    items.append(item)
+        yield from self._run(items)
+        for slot, item in disputes:
+            yield from self._dispute(item)
             self._table.remove(slot)
             self._plans.clear()
 
-    def _run(self, works: list[Work]) -> Steps:
-        alone = len(works) == 1
-        for positions in [[0]] if alone else plan_batches([w.description for w in works], self._threshold):
-            batch = [works[i] for i in positions]
+    def _run(self, items: list[AgreedRequest]) -> Steps:
+        alone = len(items) == 1
+        for positions in [[0]] if alone else plan_batches([w.description for w in items], self._threshold):
+            batch = [items[i] for i in positions]
             began = time.perf_counter()
-            verb = batch[0].description.verb
+            kind = batch[0].description.kind
             results: list[Any]
-            if batch[0].ticket is not None and batch[0].ticket.refusal is not None:
+            if batch[0].work is not None and batch[0].work.refusal is not None:
                 results = [[] for _ in batch]  # all ranks made the same mistake, and have raised
             elif error := self._forbidden(batch[0]):
                 results = [error for _ in batch]
-            elif verb in (Verb.ADD_SET, Verb.REMOVE_SET) and self._change_set is not None:
+            elif kind in (Collective.ADD_SET, Collective.REMOVE_SET) and self._change_set is not None:
                 results = yield from self._change_set(batch[0])
             else:
                 results = yield from execute(self.exchange, self.members, batch)
             self._recorder.add(
                 "batch",
-                (self.set_id, self.rounds, verb.name, [w.name for w in batch], time.perf_counter() - began),
+                (self.set_id, self.rounds, kind.name, [w.name for w in batch], time.perf_counter() - began),
             )
             self._finish(batch, results)
 
-    def _forbidden(self, work: Work) -> MismatchError | None:
+    def _forbidden(self, item: AgreedRequest) -> MismatchError | None:
         """Return why an agreed request cannot be executed, the same on all members."""
-        d = work.description
-        if self.joined and d.verb not in (Verb.ALLREDUCE, Verb.BARRIER):
+        d = item.description
+        if self.joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER):
             who = ", ".join(str(self.transport.identities[i]) for i in set_bits(self.joined))
             return MismatchError(
-                f"'{work.name}': {d.verb.name.lower()} is not possible while some ranks have joined ({who}); "
+                f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}); "
                 "only allreduce is. Call join() after the last such operation."
             )
         size = self.transport.size
-        if d.operation == Operation.ADASUM and size & (size - 1):
+        if d.operation == ReduceOp.ADASUM and size & (size - 1):
             return MismatchError(
-                f"'{work.name}': Adasum needs a power of two of ranks, and there are {size}."
+                f"'{item.name}': Adasum needs a power of two of ranks, and there are {size}."
             )
         return None
 
-    def _finish(self, batch: list[Work], results: list[Any]) -> None:
+    def _finish(self, batch: list[AgreedRequest], results: list[Any]) -> None:
         with self._lock:
-            for work in batch:
-                if work.ticket is not None and self.pending.get(work.name) is work.ticket:
-                    del self.pending[work.name]
-        for work, result in zip(batch, results, strict=True):
-            if work.ticket is None:
+            for item in batch:
+                if item.work is not None and self.pending.get(item.name) is item.work:
+                    del self.pending[item.name]
+        for item, result in zip(batch, results, strict=True):
+            if item.work is None:
                 continue
             if isinstance(result, Exception):
-                work.ticket.finish(error=result)
+                item.work.finish(error=result)
             else:
-                work.ticket.finish(result)
+                item.work.finish(result)
 
-    def _dispute(self, work: Work) -> Steps:
+    def _dispute(self, item: AgreedRequest) -> Steps:
         """All members have submitted the name, but not the same: tell each the same."""
-        own = None if work.ticket is None else (work.ticket.request.description, work.ticket.refusal)
-        everybody = yield from self.exchange.gather_bytes(encode_call(work.name, own))
+        own = None if item.work is None else (item.work.request.description, item.work.refusal)
+        everybody = yield from self.exchange.gather_bytes(encode_call(item.name, own))
         told = [decode_call(payload) for payload in everybody]
-        # Names of unnamed requests contain the verb, which may be what they differ in: all say the first.
+        # The name of an unnamed request contains the collective, which may differ: use the first member's.
         submitted = [entry for _, entry in told]
         error = MismatchError(mismatch_message(told[0][0], self.transport.identities, submitted))
         self._recorder.add("mismatch", str(error))
-        self._finish([work], [error])
+        self._finish([item], [error])

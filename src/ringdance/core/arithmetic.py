@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 
 # An infinity or NaN in a gradient is the result, and the training loop's to judge (loss scaling makes them on
 # purpose): NumPy's warning would come out of the engine, or break it under `python -W error`.
@@ -31,20 +31,20 @@ __all__ = ["Reduction", "dtype_named", "reduction", "two_stages"]
 
 Array = np.ndarray[Any, Any]
 
-_UFUNC: dict[Operation, Any] = {
-    Operation.AVERAGE: np.add,
-    Operation.SUM: np.add,
-    Operation.ADASUM: np.add,  # of one rank only: nothing is combined (see adasum for more)
-    Operation.MIN: np.minimum,
-    Operation.MAX: np.maximum,
-    Operation.PRODUCT: np.multiply,
+_UFUNC: dict[ReduceOp, Any] = {
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.SUM: np.add,
+    ReduceOp.ADASUM: np.add,  # of one rank only: nothing is combined (see adasum for more)
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
 }
 _WIRE_NAME = {
-    Operation.AVERAGE: "sum",
-    Operation.SUM: "sum",
-    Operation.MIN: "min",
-    Operation.MAX: "max",
-    Operation.PRODUCT: "product",
+    ReduceOp.AVERAGE: "sum",
+    ReduceOp.SUM: "sum",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.PRODUCT: "product",
 }
 
 
@@ -97,7 +97,7 @@ class Reduction:
     def __init__(
         self,
         dtype: np.dtype[Any],
-        operation: Operation,
+        operation: ReduceOp,
         prescale: float,
         postscale: float,
         size: int,
@@ -111,9 +111,9 @@ class Reduction:
         )
         self.identity = prescale == 1.0 or self.wide
         self.ufunc = _UFUNC[operation]
-        drops_nan = dtype.kind == "f" and operation in (Operation.MIN, Operation.MAX)
+        drops_nan = dtype.kind == "f" and operation in (ReduceOp.MIN, ReduceOp.MAX)
         self.wire = None if self.wide or dtype == np.bool_ or drops_nan else _WIRE_NAME.get(operation)
-        divisor = size if operation == Operation.AVERAGE else 1
+        divisor = size if operation == ReduceOp.AVERAGE else 1
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)
         self._set_finish(divisor, postscale)
@@ -188,7 +188,7 @@ class Reduction:
 
 
 @lru_cache(maxsize=1024)
-def reduction(dtype: str, operation: Operation, prescale: float, postscale: float, size: int) -> Reduction:
+def reduction(dtype: str, operation: ReduceOp, prescale: float, postscale: float, size: int) -> Reduction:
     """Return the (cached) ``Reduction`` of these parameters."""
     return Reduction(dtype_named(dtype), operation, prescale, postscale, size)
 
@@ -205,12 +205,12 @@ def two_stages(how: Reduction, members: int, host_sizes: tuple[int, ...]) -> tup
         members: ranks of this host.
         host_sizes: ranks of each host.
     """
-    mean = how.wide and how.operation == Operation.AVERAGE
-    first = Operation.SUM if how.operation == Operation.AVERAGE and not mean else how.operation
+    mean = how.wide and how.operation == ReduceOp.AVERAGE
+    first = ReduceOp.SUM if how.operation == ReduceOp.AVERAGE and not mean else how.operation
     total = sum(host_sizes)
     return (
         Reduction(how.dtype, first, how.prescale, 1.0, members),
-        Reduction(how.dtype, Operation.SUM, 1.0, how.postscale, 1, [size / total for size in host_sizes])
+        Reduction(how.dtype, ReduceOp.SUM, 1.0, how.postscale, 1, [size / total for size in host_sizes])
         if mean
         else Reduction(how.dtype, how.operation, 1.0, how.postscale, how.size),
     )

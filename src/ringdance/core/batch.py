@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance.core.arithmetic import dtype_named
-from ringdance.core.request import Description, Operation, Verb
+from ringdance.core.request import Collective, Description, ReduceOp
 
 __all__ = ["description_bytes", "plan_batches"]
 
@@ -22,15 +22,15 @@ def description_bytes(description: Description) -> int:
     return total
 
 
-def _kind(description: Description) -> tuple[Any, ...] | None:
+def _batch_key(description: Description) -> tuple[Any, ...] | None:
     """Return what requests must have in common to be executed together; None: alone."""
     if len(set(description.dtypes)) != 1 or description.detail:
         return None
-    if description.verb == Verb.ALLREDUCE and description.operation != Operation.ADASUM:
+    if description.kind == Collective.ALLREDUCE and description.operation != ReduceOp.ADASUM:
         d = description
-        return (d.verb, d.dtypes[0], d.operation, d.prescale, d.postscale)
-    if description.verb == Verb.BROADCAST:
-        return (description.verb, description.root)
+        return (d.kind, d.dtypes[0], d.operation, d.prescale, d.postscale)
+    if description.kind == Collective.BROADCAST:
+        return (description.kind, description.root)
     return None
 
 
@@ -41,17 +41,17 @@ def plan_batches(descriptions: Sequence[Description], threshold: int) -> list[li
     Returns lists of positions in ``descriptions``.
     """
     batches: list[list[int]] = []
-    open_batches: dict[tuple[Any, ...], tuple[int, int]] = {}  # kind -> (batch, bytes so far)
+    open_batches: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> (batch, bytes so far)
     for position, description in enumerate(descriptions):
-        kind = _kind(description)
-        if kind is None:
+        key = _batch_key(description)
+        if key is None:
             batches.append([position])
             continue
         nbytes = description_bytes(description)
-        batch, filled = open_batches.get(kind, (-1, 0))
+        batch, filled = open_batches.get(key, (-1, 0))
         if batch < 0 or filled + nbytes > threshold:
             batches.append([])
             batch, filled = len(batches) - 1, 0
         batches[batch].append(position)
-        open_batches[kind] = (batch, filled + nbytes)
+        open_batches[key] = (batch, filled + nbytes)
     return batches

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ringdance.core.request import Ticket
+from ringdance.core.request import Work
 
 __all__ = ["Submitters", "deadlocked"]
 
@@ -19,11 +19,11 @@ class Submitters:
     def __init__(self) -> None:
         self.last: dict[int, float] = {}
 
-    def status(self, callers: Iterable[Ticket]) -> dict[str, Any]:
+    def status(self, callers: Iterable[Work]) -> dict[str, Any]:
         """Return whether all of them that live wait now, and since when none has submitted, in seconds."""
         living = sys._current_frames()
         self.last = {thread: when for thread, when in list(self.last.items()) if thread in living}
-        waiting = {ticket.thread for ticket in callers}
+        waiting = {work.thread for work in callers}
         return {
             "blocked": bool(self.last) and waiting.issuperset(self.last),
             "quiet": time.monotonic() - max(self.last.values(), default=0.0),

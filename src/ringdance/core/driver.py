@@ -1,7 +1,7 @@
 """Who drives the engine, and how it waits.
 
 One step of the engine does what can be done without waiting. Steps are taken by a thread that
-blocks on a ticket (no hand-over to another thread for a lone operation) or, for asynchronous
+blocks on a Work (no hand-over to another thread for a lone operation) or, for asynchronous
 work, by the engine thread, which stands down while a caller drives. One thread at a time is in
 a step, none while it sleeps; of several callers one leads and the others follow it.
 
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ringdance.core.request import Ticket
+from ringdance.core.request import Work
 from ringdance.transport.waiting import Doorbell, yield_core
 
 __all__ = ["Driven", "Driver"]
@@ -31,7 +31,7 @@ __all__ = ["Driven", "Driver"]
 _LOOK_EVERY = 0.1  # seconds between looks at notes, at peers and for stalls
 _LOOK_STEPS = 32  # and of those that achieve something, in an exchange so long that nobody sleeps
 _IDLE = 0.1
-_FOLLOWER_POLL = 0.02  # for two threads that wait for one ticket: they share what wakes them
+_FOLLOWER_POLL = 0.02  # for two threads that wait for one work: they share what wakes them
 _FLYING_NAP = 1e-4  # between hosts MPI moves data only while it is asked: a millisecond would stop the wire
 
 
@@ -41,14 +41,14 @@ class Driven(Protocol):
     closed: bool
 
     @property
-    def callers(self) -> dict[object, Ticket]: ...
+    def callers(self) -> dict[object, Work]: ...
     @property
     def flying(self) -> int: ...
     def step(self) -> bool: ...
     def look(self) -> None: ...
     def next_due(self) -> float | None: ...
     def pausing_until(self) -> float: ...
-    def abandon(self, ticket: Ticket) -> None: ...
+    def abandon(self, work: Work) -> None: ...
     def thread_failed(self, error: BaseException) -> None: ...
 
 
@@ -110,14 +110,14 @@ class Driver:
             self.asleep = False
             self._wake.set()
 
-    def wait(self, ticket: Ticket, timeout: float | None) -> None:
-        """Block until ``ticket`` is done, driving the engine. Raises TimeoutError."""
+    def wait(self, work: Work, timeout: float | None) -> None:
+        """Block until ``work`` is done, driving the engine. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         me, leading = object(), self._leading
-        while not ticket.done():
+        while not work.done():
             try:
                 if leading.setdefault(0, me) is me:
-                    self._drive(ticket, deadline)
+                    self._drive(work, deadline)
                     return
             finally:
                 try:
@@ -125,48 +125,48 @@ class Driver:
                         del leading[0]
                 except KeyError:
                     pass
-            self._follow(ticket, deadline)
+            self._follow(work, deadline)
 
     def caller_left(self) -> None:
         """Let another caller lead, or the engine thread work, now that ``Driven.callers`` has one less."""
         if callers := self._engine.callers:
-            for ticket in list(callers.values()):
-                if not ticket.done():
-                    ticket.waiter().set()
+            for work in list(callers.values()):
+                if not work.done():
+                    work.waiter().set()
                     return
         if self.asleep and self._engine.next_due() is not None:
             self.wake()
 
-    def _drive(self, ticket: Ticket, deadline: float | None) -> None:
+    def _drive(self, work: Work, deadline: float | None) -> None:
         spin_until = time.monotonic() + self._spin
         nap = 5e-5
-        while not ticket.done():
+        while not work.done():
             if self._try_step():
                 spin_until = 0.0
                 continue
-            if ticket.done():
+            if work.done():
                 return
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, nap = now + self._spin, 5e-5
             if deadline is not None and now > deadline:
-                raise _timeout(ticket)
+                raise _timeout(work)
             if now < spin_until:
                 yield_core()
-            elif self._engine.closed:  # a ticket not done when nobody is in a step never will be
-                if _alone(self._stepping, self._engine.abandon, ticket) is None:
+            elif self._engine.closed:  # a Work not done when nobody is in a step never will be
+                if _alone(self._stepping, self._engine.abandon, work) is None:
                     time.sleep(1e-3)
             else:
                 nap = self._sleep(now, nap)
 
-    def _follow(self, ticket: Ticket, deadline: float | None) -> None:
-        """Wait while another caller leads, until it leaves or the ticket is done."""
+    def _follow(self, work: Work, deadline: float | None) -> None:
+        """Wait while another caller leads, until it leaves or the work is done."""
         seconds = _FOLLOWER_POLL if deadline is None else deadline - time.monotonic()
         if seconds < 0:
-            raise _timeout(ticket)
-        event = ticket.waiter()
+            raise _timeout(work)
+        event = work.waiter()
         event.wait(min(_FOLLOWER_POLL, seconds))
-        if not ticket.done():
+        if not work.done():
             event.clear()
 
     # -- both ----------------------------------------------------------------------------------
@@ -262,5 +262,5 @@ class Driver:
             thread.join(5.0)
 
 
-def _timeout(ticket: Ticket) -> TimeoutError:
-    return TimeoutError(f"'{ticket.name}' was not complete in time; it goes on.")
+def _timeout(work: Work) -> TimeoutError:
+    return TimeoutError(f"'{work.name}' was not complete in time; it goes on.")

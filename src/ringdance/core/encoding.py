@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from ringdance.core.request import Description, Operation, Verb
+from ringdance.core.request import Collective, Description, ReduceOp
 
 __all__ = ["decode_call", "decode_news", "encode_call", "encode_news"]
 
@@ -49,16 +49,16 @@ def _dump(value: Any) -> bytes:
 
 
 def _fields(d: Description) -> list[Any]:
-    return [d.verb, d.dtypes, d.shapes, d.operation, d.prescale, d.postscale, d.root, d.detail]
+    return [d.kind, d.dtypes, d.shapes, d.operation, d.prescale, d.postscale, d.root, d.detail]
 
 
 def _description(fields: Any) -> Description:
-    verb, dtypes, shapes, operation, prescale, postscale, root, detail = fields
+    kind, dtypes, shapes, operation, prescale, postscale, root, detail = fields
     return Description(
-        Verb(verb),
+        Collective(kind),
         tuple(map(_text, dtypes)),
         tuple(tuple(map(operator.index, shape)) for shape in shapes),
-        Operation(operation),
+        ReduceOp(operation),
         float(prescale),
         float(postscale),
         operator.index(root),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ringdance.core.driver import Driver
 from ringdance.core.recorder import Recorder
-from ringdance.core.request import Description, Request, Ticket, Verb
+from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.sets import ProcessSets
 from ringdance.errors import (
     OUT_OF_DATA,
@@ -52,11 +52,11 @@ class EngineEnd(ProcessSets):
         self.departed = ""
         self.incomplete: list[str] = []
         self._stop_reason = ""
-        self._stop_ticket = Ticket(Request(Description(Verb.BARRIER)), "shutdown", self._wait)
+        self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
 
     @abc.abstractmethod
-    def _wait(self, ticket: Ticket, timeout: float | None) -> None:
-        """Block until a ticket is done."""
+    def _wait(self, work: Work, timeout: float | None) -> None:
+        """Block until a Work is done."""
 
     @abc.abstractmethod
     def _nudge(self) -> None:
@@ -110,14 +110,14 @@ class EngineEnd(ProcessSets):
             self._nudge()
         try:
             # Also after an agreed stop: the engine thread may still be freeing communicators.
-            self._driver.wait(self._stop_ticket, patience)
+            self._driver.wait(self._stop_work, patience)
         except TimeoutError:
             missing = self._missing_ranks()
             self.fail(
                 ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {patience:g} s.")
             )
         self._driver.join()
-        return self.broken is None and self._stop_ticket.done()
+        return self.broken is None and self._stop_work.done()
 
     def _missing_ranks(self) -> str:
         missing = {
@@ -138,8 +138,8 @@ class EngineEnd(ProcessSets):
             state = self._sets[set_id].state
             if state is not None:
                 self.unclean |= not state.calm
-                self.incomplete += [t.name for t in state.tickets() if t.refusal is None]
-                self._fail_tickets(state, error)
+                self.incomplete += [t.name for t in state.in_flight() if t.refusal is None]
+                self._fail_pending(state, error)
         self._bell = None
         try:
             for set_id in sorted(self._sets, reverse=True):
@@ -147,7 +147,7 @@ class EngineEnd(ProcessSets):
                 if state is not None:
                     state.transport.close(True)
         finally:
-            self._stop_ticket.finish()
+            self._stop_work.finish()
 
     def _learn_stop_reason(self) -> None:
         """The note that says who stops can be slower than the round in which it does."""
@@ -158,12 +158,12 @@ class EngineEnd(ProcessSets):
         self._stop_reason = self._stop_reason or "Another rank has shut down"
 
     def fail(self, error: CollectiveError, tell: bool = True) -> None:
-        """Break the engine: tell the peers, write down what was going on, fail all tickets."""
+        """Break the engine: tell the peers, write down what was going on, fail all pending work."""
         if self.closed:
             return
         self.broken = error
         self.closed = True
-        pending = [ticket.name for state, _ in self._machines for ticket in state.tickets()]
+        pending = [work.name for state, _ in self._machines for work in state.in_flight()]
         message = str(error)
         if tell:
             self.failed_here = True
@@ -174,8 +174,8 @@ class EngineEnd(ProcessSets):
         if path and error.args:
             error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         for state, _ in self._machines:
-            self._fail_tickets(state, error)
-        self._stop_ticket.finish(error=None)
+            self._fail_pending(state, error)
+        self._stop_work.finish(error=None)
 
     def disown(self) -> None:
         """In a forked child: answer rank and size, refuse collectives, leave the parent's memory alone."""
@@ -189,11 +189,11 @@ class EngineEnd(ProcessSets):
         self.closed = True
         self._driver = self._bell = None  # the thread was not forked, and may have held locks
 
-    def abandon(self, ticket: Ticket) -> None:
-        """Fail a ticket that an interrupt has taken out of all lists; the engine is closed."""
-        if ticket.done():
+    def abandon(self, work: Work) -> None:
+        """Fail a Work that an interrupt has taken out of all lists; the engine is closed."""
+        if work.done():
             return
-        ticket.finish(error=None if ticket is self._stop_ticket else self._closed_error())
+        work.finish(error=None if work is self._stop_work else self._closed_error())
 
     def leave(self, message: str) -> None:
         """This rank ends in an error: tell the others, who fail with RankLostError."""

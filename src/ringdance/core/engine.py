@@ -1,4 +1,4 @@
-"""The engine of one rank: takes requests in, lets its process sets agree and execute, gives tickets back.
+"""The engine of one rank: takes requests in, lets its process sets agree and execute, returns Works.
 
 An object without module-level state: n engines on a loopback world live in one process.
 It is driven by the threads that wait and by its own (``driver``).
@@ -19,7 +19,7 @@ from ringdance.core.driver import Driver
 from ringdance.core.ending import EngineEnd
 from ringdance.core.execute import execute_alone
 from ringdance.core.process_set import ProcessSetState
-from ringdance.core.request import Request, Ticket, Verb
+from ringdance.core.request import Collective, Request, Work
 from ringdance.core.sets import area_bytes
 from ringdance.core.watch import StallWatch
 from ringdance.errors import (
@@ -119,13 +119,13 @@ class Engine(EngineEnd):
 
     # -- submitting ----------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, wake: bool = True) -> Ticket:
+    def submit(self, request: Request, *, wake: bool = True) -> Work:
         """Take a request in.
 
         Args:
-            request: what to do; its input memory must not change until the ticket is done.
+            request: what to do; its input memory must not change until the work is done.
             wake: True lets the engine thread start it after at most a cycle time; False waits
-                until a thread waits for a ticket of the set, or ``flush`` is called.
+                until a thread waits for a Work of the set, or ``flush`` is called.
 
         Raises:
             ArgumentError: unknown set, or this rank is not in it.
@@ -144,15 +144,15 @@ class Engine(EngineEnd):
                 f"whose ranks are {list(known.ranks)}."
             )
         name = request.name
-        ticket = Ticket(request, name or "", self._wait)
+        work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.closed:  # since the look above; nobody would finish this ticket
+            if state.stopped or self.closed:  # since the look above; nobody would finish this work
                 raise self._gone_error(request.set_id)
-            state.add(ticket, name, wake)
-        self._watch.submitters.last[ticket.thread] = ticket.submitted
+            state.add(work, name, wake)
+        self._watch.submitters.last[work.thread] = work.submitted
         if wake and (self._progress.callers or self._driver is None or self._driver.asleep):
             self._nudge()
-        return ticket
+        return work
 
     def submitted_since(self, when: float) -> bool:
         """Return whether the calling thread has submitted something since then (``time.monotonic()``)."""
@@ -174,10 +174,10 @@ class Engine(EngineEnd):
         stand_in = Request(
             replace(request.description, detail=_REFUSED), name=request.name, set_id=request.set_id
         )
-        ticket = Ticket(stand_in, request.name or "", self._wait)
-        ticket.refusal = message
+        work = Work(stand_in, request.name or "", self._wait)
+        work.refusal = message
         with contextlib.suppress(ArgumentError), self._lock:
-            known.state.add(ticket, request.name, True)
+            known.state.add(work, request.name, True)
         self._nudge()
 
     def flush(self, set_id: int = 0) -> None:
@@ -194,30 +194,30 @@ class Engine(EngineEnd):
         if bell is not None:
             bell.ring_self()
 
-    def _submit_alone(self, request: Request) -> Ticket:
+    def _submit_alone(self, request: Request) -> Work:
         """Execute a request of a set with one member: at once, on the caller's thread."""
-        ticket = Ticket(request, request.name or "", self._wait)
-        verb = request.description.verb
-        if verb == Verb.JOIN:
-            ticket.finish(self.rank)
-        elif verb in (Verb.ADD_SET, Verb.REMOVE_SET):
-            ticket.finish(self._change_alone(request.description))
+        work = Work(request, request.name or "", self._wait)
+        kind = request.description.kind
+        if kind == Collective.JOIN:
+            work.finish(self.rank)
+        elif kind in (Collective.ADD_SET, Collective.REMOVE_SET):
+            work.finish(self._change_alone(request.description))
         else:
             try:
-                ticket.finish(execute_alone(request, ticket))
+                work.finish(execute_alone(request, work))
             except CollectiveError as error:
-                ticket.finish(error=error)
-        return ticket
+                work.finish(error=error)
+        return work
 
-    def _wait(self, ticket: Ticket, timeout: float | None) -> None:
-        known = self._sets.get(ticket.request.set_id)
+    def _wait(self, work: Work, timeout: float | None) -> None:
+        known = self._sets.get(work.request.set_id)
         waiting = self._progress.callers if known is None or known.state is None else known.state.waiting
         callers, driver, me = self._progress.callers, self._driver, object()
-        if driver is None:  # a ticket from before the fork
+        if driver is None:  # a Work from before the fork
             raise self._closed_error()
         try:  # each statement by itself leaves nothing behind when Ctrl-C comes: Note [Interrupts]
-            callers[me] = waiting[me] = ticket
-            driver.wait(ticket, timeout)
+            callers[me] = waiting[me] = work
+            driver.wait(work, timeout)
         finally:
             try:
                 callers.pop(me, None)
@@ -252,7 +252,7 @@ class Engine(EngineEnd):
         return self._progress.count != before
 
     @property
-    def callers(self) -> dict[object, Ticket]:
+    def callers(self) -> dict[object, Work]:
         """What threads wait for."""
         return self._progress.callers
 

@@ -13,28 +13,28 @@ from ringdance.core.arithmetic import Reduction, dtype_named, reduction
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
 from ringdance.core.exchange.base import as_bytes
 from ringdance.core.pieces import even_rows
-from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import MismatchError
 
-__all__ = ["Work", "allreduce_flat", "execute", "execute_alone"]
+__all__ = ["AgreedRequest", "allreduce_flat", "execute", "execute_alone"]
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
-class Work:
-    """A request that all members have agreed to execute; ``ticket`` is None where this rank has joined."""
+class AgreedRequest:
+    """A request that all members have agreed to execute; ``work`` is None where this rank has joined."""
 
     name: str
     description: Description
-    ticket: Ticket | None
+    work: Work | None
 
 
-def _request(work: Work) -> Request:
-    """Return the work's request; a joined rank takes part with zeros (contract 3.8)."""
-    if work.ticket is not None:
-        return work.ticket.request
-    d = work.description
+def _request(item: AgreedRequest) -> Request:
+    """Return the item's request; a joined rank takes part with zeros (contract 3.8)."""
+    if item.work is not None:
+        return item.work.request
+    d = item.description
     zeros = tuple(
         np.zeros(shape, dtype_named(dtype)) for dtype, shape in zip(d.dtypes, d.shapes, strict=True)
     )
@@ -47,33 +47,33 @@ def _outputs(request: Request) -> list[Array]:
     return [aligned_empty(view.shape, view.dtype) for view in request.inputs]
 
 
-def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[Work]) -> Steps:
-    """Run a batch; return a list of results, one for each work, or of exceptions."""
-    verb = batch[0].description.verb
-    if batch[0].description.detail and verb != Verb.BARRIER:
-        return [_zero_dim_error(work) for work in batch]
-    requests = [_request(work) for work in batch]
-    if verb == Verb.ALLREDUCE:
+def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRequest]) -> Steps:
+    """Run a batch; return a list of results, one for each item, or of exceptions."""
+    kind = batch[0].description.kind
+    if batch[0].description.detail and kind != Collective.BARRIER:
+        return [_zero_dim_error(item) for item in batch]
+    requests = [_request(item) for item in batch]
+    if kind == Collective.ALLREDUCE:
         return (yield from _allreduce(exchange, requests))
-    if verb == Verb.BROADCAST:
+    if kind == Collective.BROADCAST:
         return (yield from _broadcast(exchange, requests, list(members).index(batch[0].description.root)))
     results = []
-    for work, request in zip(batch, requests, strict=True):
-        if verb == Verb.ALLGATHER:
+    for item, request in zip(batch, requests, strict=True):
+        if kind == Collective.ALLGATHER:
             results.append((yield from _allgather(exchange, request)))
-        elif verb == Verb.ALLTOALL:
-            results.append((yield from _alltoall(exchange, request, work.ticket)))
-        elif verb == Verb.REDUCESCATTER:
+        elif kind == Collective.ALLTOALL:
+            results.append((yield from _alltoall(exchange, request, item.work)))
+        elif kind == Collective.REDUCESCATTER:
             results.append((yield from _reducescatter(exchange, request)))
         else:
             results.append([])  # a barrier: the agreement was the meeting
     return results
 
 
-def _zero_dim_error(work: Work) -> MismatchError:
-    verb = work.description.verb.name.lower()
+def _zero_dim_error(item: AgreedRequest) -> MismatchError:
+    kind = item.description.kind.name.lower()
     return MismatchError(
-        f"'{work.name}': {verb} needs tensors with at least one dimension, and got a scalar on all ranks. "
+        f"'{item.name}': {kind} needs tensors with at least one dimension, and got a scalar on all ranks. "
         "Reshape it to one element first."
     )
 
@@ -99,13 +99,13 @@ def allreduce_flat(exchange: Exchange, requests: Sequence[Request], how: Reducti
 def _allreduce(exchange: Exchange, requests: Sequence[Request]) -> Steps:
     d = requests[0].description
     kinds = tuple(dict.fromkeys(d.dtypes))
-    if len(kinds) == 1 and d.operation != Operation.ADASUM:
+    if len(kinds) == 1 and d.operation != ReduceOp.ADASUM:
         how = reduction(kinds[0], d.operation, d.prescale, d.postscale, exchange.size)
         return (yield from allreduce_flat(exchange, requests, how))
     outputs = [_outputs(request) for request in requests]
     inputs = [view.reshape(-1) for request in requests for view in request.inputs]
     targets = [view.reshape(-1) for group in outputs for view in group]
-    if d.operation == Operation.ADASUM:
+    if d.operation == ReduceOp.ADASUM:
         for source, target in zip(inputs, targets, strict=True):
             yield from adasum(exchange, source, target, d.prescale, d.postscale)
         return outputs
@@ -152,7 +152,7 @@ def _allgather(exchange: Exchange, request: Request) -> Steps:
     return outputs
 
 
-def _alltoall(exchange: Exchange, request: Request, ticket: Ticket | None) -> Steps:
+def _alltoall(exchange: Exchange, request: Request, work: Work | None) -> Steps:
     size = exchange.size
     assert request.splits is not None
     table = yield from exchange.gather_words([int(n) for splits in request.splits for n in splits])
@@ -168,8 +168,8 @@ def _alltoall(exchange: Exchange, request: Request, ticket: Ticket | None) -> St
         yield from exchange.alltoall(sends, receives, longest)
         outputs.append(output)
         received.append(np.array(incoming, np.int64))
-    if ticket is not None:
-        ticket.received_splits = received
+    if work is not None:
+        work.received_splits = received
     return outputs
 
 
@@ -196,20 +196,20 @@ def _reducescatter(exchange: Exchange, request: Request) -> Steps:
     return outputs
 
 
-def execute_alone(request: Request, ticket: Ticket) -> list[Array]:
+def execute_alone(request: Request, work: Work) -> list[Array]:
     """Return the result of a request when this rank is the only member: the identity, but for scales."""
     d = request.description
-    if d.detail and d.verb != Verb.BARRIER:
-        raise _zero_dim_error(Work(ticket.name, d, ticket))
-    if d.verb in (Verb.ALLREDUCE, Verb.REDUCESCATTER):
+    if d.detail and d.kind != Collective.BARRIER:
+        raise _zero_dim_error(AgreedRequest(work.name, d, work))
+    if d.kind in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
         outputs = _outputs(request)
         for view, output, dtype in zip(request.inputs, outputs, d.dtypes, strict=True):
             how = reduction(dtype, d.operation, d.prescale, d.postscale, 1)
             how.alone(view, output)
         return outputs
-    if d.verb == Verb.ALLTOALL:
+    if d.kind == Collective.ALLTOALL:
         assert request.splits is not None
-        ticket.received_splits = [np.array(splits, np.int64) for splits in request.splits]
+        work.received_splits = [np.array(splits, np.int64) for splits in request.splits]
         return [
             view[: int(splits[0])].copy() for view, splits in zip(request.inputs, request.splits, strict=True)
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from ringdance.core.agreement import KnownTensors
-from ringdance.core.request import Description, Ticket, Verb
+from ringdance.core.request import Collective, Description, Work
 from ringdance.errors import DuplicateNameError
 
 __all__ = ["PendingRequests"]
@@ -23,7 +23,7 @@ class PendingRequests:
         news: those of them that are not in the table of known tensors.
         unnamed: requests without name, in order of submission.
         running: those of them that are being executed; should the engine fail, they fail too.
-        join_ticket: a pending join.
+        join_work: a pending join.
         eager_since: when the oldest request was submitted that the engine thread is to start.
         eager_last: when the latest such request was submitted.
         not_before: rounds are put off until then (monotonic) after one that achieved nothing.
@@ -31,11 +31,11 @@ class PendingRequests:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.pending: dict[str, Ticket] = {}
-        self.news: dict[str, Ticket] = {}
-        self.unnamed: deque[Ticket] = deque()
-        self.running: list[Ticket] = []
-        self.join_ticket: Ticket | None = None
+        self.pending: dict[str, Work] = {}
+        self.news: dict[str, Work] = {}
+        self.unnamed: deque[Work] = deque()
+        self.running: list[Work] = []
+        self.join_work: Work | None = None
         self.eager_since: float | None = None
         self.eager_last = 0.0
         self.not_before = 0.0
@@ -43,21 +43,21 @@ class PendingRequests:
         self._pause = 0.0
         self._joined_here = False  # sticky until all have joined; not before what was pending is done
         # Calls that wait, in order, until the peers have heard of refused ones under the same name.
-        self._held: dict[str, list[Ticket]] = {}
+        self._held: dict[str, list[Work]] = {}
         self._ready = 0  # bits: table entries that are pending here
         self._next_unnamed = 0
         self._table = KnownTensors(capacity)
 
-    def add(self, ticket: Ticket, name: str | None, eager: bool) -> None:
+    def add(self, work: Work, name: str | None, eager: bool) -> None:
         """Take a request in. Raises DuplicateNameError."""
-        verb = ticket.request.description.verb
-        if verb == Verb.JOIN:
-            if self.join_ticket is not None:
+        kind = work.request.description.kind
+        if kind == Collective.JOIN:
+            if self.join_work is not None:
                 raise DuplicateNameError("join() is already pending on this rank.")
-            self.join_ticket = ticket
+            self.join_work = work
         elif name is None:
-            self._number(ticket)
-            self.unnamed.append(ticket)
+            self._number(work)
+            self.unnamed.append(work)
         else:
             old = self.pending.get(name)
             last = self._held[name][-1] if name in self._held else old
@@ -67,20 +67,20 @@ class PendingRequests:
                     "submit it again, or use another name."
                 )
             if last is not None:
-                self._held.setdefault(name, []).append(ticket)
+                self._held.setdefault(name, []).append(work)
             else:
-                self._take(name, ticket)
+                self._take(name, work)
         if eager:
-            self.eager_last = ticket.submitted
+            self.eager_last = work.submitted
             if self.eager_since is None:
-                self.eager_since = ticket.submitted
+                self.eager_since = work.submitted
         self._pause = 0.0
         self.not_before = 0.0
 
-    def _number(self, ticket: Ticket) -> None:
+    def _number(self, work: Work) -> None:
         """Give the next number to an unnamed request."""
-        ticket.order = self._next_unnamed
-        ticket.name = f"{ticket.request.description.verb.name.lower()}.noname.{ticket.order}"
+        work.order = self._next_unnamed
+        work.name = f"{work.request.description.kind.name.lower()}.noname.{work.order}"
         self._next_unnamed += 1
 
     def _release(self) -> None:
@@ -90,54 +90,54 @@ class PendingRequests:
             if not self._held[name]:
                 del self._held[name]
 
-    def _take(self, name: str, ticket: Ticket) -> None:
-        self.pending[name] = ticket
-        self._classify(name, ticket)
+    def _take(self, name: str, work: Work) -> None:
+        self.pending[name] = work
+        self._classify(name, work)
 
-    def _classify(self, name: str, ticket: Ticket) -> None:
-        slot = self._table.find(name, ticket.request.description)
+    def _classify(self, name: str, work: Work) -> None:
+        slot = self._table.find(name, work.request.description)
         if slot is None:
-            self.news[name] = ticket
+            self.news[name] = work
         else:
             self.news.pop(name, None)
             self._ready |= 1 << slot
 
-    def tickets(self) -> list[Ticket]:
+    def in_flight(self) -> list[Work]:
         """Return all that is pending here."""
-        own = [self.join_ticket] if self.join_ticket is not None else []
-        held = [ticket for line in self._held.values() for ticket in line]
-        running = [ticket for ticket in self.running if not ticket.done()]
+        own = [self.join_work] if self.join_work is not None else []
+        held = [work for line in self._held.values() for work in line]
+        running = [work for work in self.running if not work.done()]
         return [*self.pending.values(), *running, *self.unnamed, *held, *own]
 
-    def drop_all(self) -> list[Ticket]:
+    def drop_all(self) -> list[Work]:
         """Forget all that is pending here, and return it."""
-        dropped = self.tickets()
+        dropped = self.in_flight()
         self.pending.clear()
         self.unnamed.clear()
         self.running = []
         self._held.clear()
-        self.join_ticket = None
+        self.join_work = None
         return dropped
 
     def has_work(self) -> bool:
-        return bool(self.pending or self.unnamed or self.join_ticket is not None)
+        return bool(self.pending or self.unnamed or self.join_work is not None)
 
     def _name_unnamed(self) -> None:
         """Turn unnamed requests into named ones while somebody has joined, who has no such requests."""
         while self.unnamed:
-            ticket = self.unnamed.popleft()
-            self.pending[ticket.name] = ticket
-            self._classify(ticket.name, ticket)
+            work = self.unnamed.popleft()
+            self.pending[work.name] = work
+            self._classify(work.name, work)
 
     def _answer(self, items: list[tuple[str, Description]]) -> int:
         """Return two bits for each item: no conflict here, and submitted here."""
         answer = 0
         for number, (name, description) in enumerate(items):
-            ticket = self.pending.get(name)
-            if self._joined_here or (ticket is not None and ticket.request.description == description):
+            work = self.pending.get(name)
+            if self._joined_here or (work is not None and work.request.description == description):
                 bits = 3
             else:
-                bits = 1 if ticket is None else 2
+                bits = 1 if work is None else 2
             answer |= bits << 2 * number
         return answer
 
@@ -145,5 +145,5 @@ class PendingRequests:
         """Find out anew which pending requests are known: entries have come, changed and gone."""
         self._ready = 0
         self.news = {}
-        for name, ticket in self.pending.items():
-            self._classify(name, ticket)
+        for name, work in self.pending.items():
+            self._classify(name, work)

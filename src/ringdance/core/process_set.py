@@ -19,7 +19,7 @@ from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import description_bytes
 from ringdance.core.encoding import decode_news, encode_news
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
-from ringdance.core.request import Description, Operation, Ticket, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Work
 from ringdance.transport.base import Transport
 from ringdance.transport.window import RIDER_BYTES, Window
 
@@ -44,14 +44,14 @@ class ProcessSetState(AgreedRequests):
         self, set_id: int, transport: Transport, exchange: Exchange, *, cycle_seconds: float, **others: Any
     ) -> None:
         super().__init__(set_id, transport, exchange, **others)
-        self.waiting: dict[object, Ticket] = {}  # what threads wait for in this set
+        self.waiting: dict[object, Work] = {}  # what threads wait for in this set
         self.urgent = False
         self.stopping = False
         self.stopped = False
         self.calm = True  # after the stop: whether nobody was left waiting
         self._last_joined = -1
         self._window = transport.window if transport.one_host else None
-        self._rider: tuple[int, Entry, Ticket, Reduction, list[np.ndarray[Any, Any]]] | None = None
+        self._rider: tuple[int, Entry, Work, Reduction, list[np.ndarray[Any, Any]]] | None = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
         self._cycle = cycle_seconds
@@ -62,7 +62,7 @@ class ProcessSetState(AgreedRequests):
         """Return whether this rank should enter a round now."""
         if self.stopping:
             return True
-        if not (self.pending or self.unnamed or self.join_ticket is not None):
+        if not (self.pending or self.unnamed or self.join_work is not None):
             self.urgent = False
             return False
         since = self.eager_since
@@ -115,7 +115,7 @@ class ProcessSetState(AgreedRequests):
         layout = self._layout
         vector = layout.all_quiet
         self._rider = None
-        if not (self.unnamed or self.news or self.stopping or self.join_ticket is not None):  # the usual case
+        if not (self.unnamed or self.news or self.stopping or self.join_work is not None):  # the usual case
             if self._ready and self._window is not None:
                 vector |= self._load_rider(self._window)
             if self.waiting:
@@ -126,7 +126,7 @@ class ProcessSetState(AgreedRequests):
             vector ^= GO
         if self.waiting:
             vector ^= CALM
-        if self.join_ticket is not None and not (self.pending or self.unnamed):
+        if self.join_work is not None and not (self.pending or self.unnamed):
             self._joined_here = True
         if self._joined_here:
             vector ^= 1 << (layout.joined_at + place)
@@ -160,15 +160,15 @@ class ProcessSetState(AgreedRequests):
             return 0
         how, turns = entry.rides
         parts = turns[window.vector_turn ^ 1]
-        ticket = self.pending[entry.name]
-        how.prepare(ticket.request.inputs[0], parts[window.index])
-        self._rider = (slot, entry, ticket, how, parts)
+        work = self.pending[entry.name]
+        how.prepare(work.request.inputs[0], parts[window.index])
+        self._rider = (slot, entry, work, how, parts)
         return self._layout.rider(slot)
 
     def _rides(self, description: Description) -> Rides | None:
         """Return how the data of such a request are reduced, and where they lie, if they may ride along."""
         d, window = description, self._window
-        if window is None or d.verb != Verb.ALLREDUCE or d.operation == Operation.ADASUM or d.detail:
+        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
             return None
         nbytes = description_bytes(d)
         if len(d.shapes) != 1 or nbytes > RIDER_BYTES:
@@ -180,8 +180,8 @@ class ProcessSetState(AgreedRequests):
     def _land_rider(self) -> int:
         """Reduce what rode along; return the entry's bit."""
         assert self._rider is not None
-        slot, entry, ticket, how, parts = self._rider
-        outputs = ticket.request.outputs
+        slot, entry, work, how, parts = self._rider
+        outputs = work.request.outputs
         target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
         how.combine(parts, target)
         if how.late:
@@ -191,7 +191,7 @@ class ProcessSetState(AgreedRequests):
             self._ready &= ~(1 << slot)
             del self.pending[entry.name]
         self._recorder.add("batch", (self.set_id, self.rounds, "ALLREDUCE", (entry.name,), 0.0))
-        ticket.finish([target])
+        work.finish([target])
         return 1 << slot
 
     def _agree(self, vector: int, width: int) -> Steps:
@@ -269,7 +269,7 @@ class ProcessSetState(AgreedRequests):
 
     def _all_joined(self) -> None:
         with self._lock:
-            ticket, self.join_ticket = self.join_ticket, None
+            work, self.join_work = self.join_work, None
             self.joined = 0
             self._joined_here = False
             again = sorted((t for t in self.pending.values() if t.order >= 0), key=lambda t: t.order)
@@ -281,17 +281,17 @@ class ProcessSetState(AgreedRequests):
             self._next_unnamed = 0  # who joined early has counted fewer: all begin anew
             for waiting in self.unnamed:
                 self._number(waiting)
-        if ticket is not None:
-            ticket.finish(self._last_joined)
+        if work is not None:
+            work.finish(self._last_joined)
 
-    def _choose_news(self) -> list[tuple[str, Ticket]]:
+    def _choose_news(self) -> list[tuple[str, Work]]:
         """Return what is told next: what was told longest ago, or never, comes first."""
         most = min(_NEWS_AT_ONCE, self._table.capacity)
         news = list(self.news.items())
         if len(news) > most:
             news = sorted(news, key=lambda item: item[1].told)[:most]
-        for _, ticket in news:
-            ticket.told = self.rounds
+        for _, work in news:
+            work.told = self.rounds
         return news
 
     def _hear_news(self, leader: int) -> Steps:
@@ -300,7 +300,7 @@ class ProcessSetState(AgreedRequests):
         if self.transport.rank == leader:
             with self._lock:
                 chosen = self._choose_news()
-            items = [(name, ticket.request.description) for name, ticket in chosen]
+            items = [(name, work.request.description) for name, work in chosen]
         payload = yield from self.exchange.broadcast_bytes(encode_news(items), leader)
         items = decode_news(payload)
         with self._lock:

@@ -25,7 +25,7 @@ class Recorder:
     """Keeps the last ``capacity`` records in memory.
 
     A record is (seconds since the epoch at its end, kind, details). Batches have kind
-    "batch" and details (set, round, verb, names, bytes, seconds it took).
+    "batch" and details (set, round, collective, names, bytes, seconds it took).
     """
 
     def __init__(self, capacity: int, folder: str) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Description", "Operation", "Request", "Ticket", "Verb"]
+__all__ = ["Collective", "Description", "ReduceOp", "Request", "Work"]
 
 
-class Verb(enum.IntEnum):
+class Collective(enum.IntEnum):
     """What a request asks for."""
 
     ALLREDUCE = 0
@@ -32,7 +32,7 @@ class Verb(enum.IntEnum):
     REMOVE_SET = 8
 
 
-class Operation(enum.IntEnum):
+class ReduceOp(enum.IntEnum):
     """How values of several ranks become one. Numbers: contract section 1.2."""
 
     AVERAGE = 0
@@ -52,10 +52,10 @@ class Description:
     What differs from call to call (that dimension, splits) travels with the exchange.
     """
 
-    verb: Verb
+    kind: Collective
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
-    operation: Operation = Operation.SUM
+    operation: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = -1
@@ -78,7 +78,7 @@ class Request:
     Args:
         description: what must be equal on all ranks.
         inputs: C-contiguous NumPy views of the caller's memory, not copied. They must not
-            change until the ticket is done.
+            change until the work is done.
         outputs: where results go, views of the caller's memory (the input's own for an
             operation in place); ``None`` lets the engine allocate, 64-byte aligned.
         name: the key that matches this request with those of the other ranks; ``None``
@@ -95,7 +95,7 @@ class Request:
     splits: tuple[np.ndarray[Any, Any], ...] | None = None
 
 
-class Ticket:
+class Work:
     """Returned by ``Engine.submit``: tells when a request is done and holds its result.
 
     Attributes:
@@ -120,7 +120,7 @@ class Ticket:
         "submitted", "thread", "told", "wait_on", "waited_since",
     )  # fmt: skip
 
-    def __init__(self, request: Request, name: str, wait_on: Callable[[Ticket, float | None], None]) -> None:
+    def __init__(self, request: Request, name: str, wait_on: Callable[[Work, float | None], None]) -> None:
         self.request = request
         self.name = name
         self.wait_on = wait_on

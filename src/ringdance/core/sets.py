@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringdance.core.exchange import Progress, Steps, exchange_for
-from ringdance.core.execute import Work
+from ringdance.core.execute import AgreedRequest
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.recorder import Recorder
-from ringdance.core.request import Description, Request, Ticket, Verb
+from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
@@ -55,7 +55,7 @@ class ProcessSets(abc.ABC):
         self._machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
 
     @abc.abstractmethod
-    def submit(self, request: Request, *, wake: bool = True) -> Ticket:
+    def submit(self, request: Request, *, wake: bool = True) -> Work:
         """Take a request in (see ``Engine``)."""
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class ProcessSets(abc.ABC):
                 other ranks get a MismatchError that says so.
             MismatchError: ranks asked for different members, or some have joined.
         """
-        request = Request(Description(Verb.ADD_SET), name="process_set.add")
+        request = Request(Description(Collective.ADD_SET), name="process_set.add")
         try:
             request.description = replace(request.description, detail=self._new_members(ranks))
         except ArgumentError as error:
@@ -116,7 +116,7 @@ class ProcessSets(abc.ABC):
                 MismatchError that says so.
             MismatchError: ranks named different sets, or some have joined.
         """
-        request = Request(Description(Verb.REMOVE_SET, detail=(set_id,)), name="process_set.remove")
+        request = Request(Description(Collective.REMOVE_SET, detail=(set_id,)), name="process_set.remove")
         try:
             if set_id == 0:
                 raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
@@ -153,11 +153,11 @@ class ProcessSets(abc.ABC):
             self._machines = (*self._machines, (state, state.steps()))
         self._sets[set_id] = RegisteredSet(ranks, state, len(ranks) == 1 and self.rank in ranks)
 
-    def _change_set(self, work: Work) -> Steps:
+    def _change_set(self, item: AgreedRequest) -> Steps:
         """Carry out an agreed change of sets; all ranks come here in the same order."""
-        assert work.ticket is not None
-        detail = work.description.detail
-        if work.description.verb == Verb.ADD_SET:
+        assert item.work is not None
+        detail = item.description.detail
+        if item.description.kind == Collective.ADD_SET:
             set_id = self._free_id()
             transport = None
             if len(detail) > 1:
@@ -173,7 +173,7 @@ class ProcessSets(abc.ABC):
                 state.stopping = True
                 while not state.stopped:
                     yield
-                self._fail_tickets(
+                self._fail_pending(
                     state,
                     ProcessSetRemovedError(
                         f"Process set number {set_id} was removed while this operation was pending in it."
@@ -211,7 +211,7 @@ class ProcessSets(abc.ABC):
 
     def _change_alone(self, description: Description) -> int:
         """Change the sets of a job of one process: nobody to agree with."""
-        if description.verb == Verb.REMOVE_SET:
+        if description.kind == Collective.REMOVE_SET:
             del self._sets[description.detail[0]]
             return description.detail[0]
         set_id = self._free_id()
@@ -221,11 +221,11 @@ class ProcessSets(abc.ABC):
     def _free_id(self) -> int:
         return next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
 
-    def _fail_tickets(self, state: ProcessSetState, error: CollectiveError) -> None:
+    def _fail_pending(self, state: ProcessSetState, error: CollectiveError) -> None:
         with self._lock:
-            tickets = state.drop_all()
-        for ticket in tickets:
+            works = state.drop_all()
+        for work in works:
             # An instance for each: raising one object again and again would make its traceback ever longer.
             own = type(error)(*error.args)
             own.__cause__ = error.__cause__
-            ticket.finish(error=own)
+            work.finish(error=own)

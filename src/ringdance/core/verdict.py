@@ -20,7 +20,7 @@ def _distinct(words: Sequence[str]) -> str:
 
 
 def _shape(description: Description) -> str:
-    free_first = _words(description.verb) in ("ALLGATHER", "ALLTOALL")
+    free_first = _words(description.kind) in ("ALLGATHER", "ALLTOALL")
     shown = []
     for shape in description.shapes:
         dims = (["*"] if free_first else []) + [str(length) for length in shape]
@@ -30,7 +30,7 @@ def _shape(description: Description) -> str:
 
 _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
     ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), lambda d: _distinct(d.dtypes) or "none"),
-    ("operations", lambda d: d.verb, lambda d: _words(d.verb).lower()),
+    ("operations", lambda d: d.kind, lambda d: _words(d.kind).lower()),
     ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),
     ("orders of element types", lambda d: d.dtypes, lambda d: ", ".join(d.dtypes)),
     ("shapes", lambda d: d.shapes, _shape),

@@ -19,7 +19,7 @@ from typing import Any
 from ringdance.core.deadlock import Submitters, deadlocked
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.procfs import CpuSample, describe_threads, sample_cpu
-from ringdance.core.request import Ticket
+from ringdance.core.request import Work
 from ringdance.core.stacks import thread_locations
 from ringdance.core.stall_message import MOST_NAMES_SENT, Stall, stall_message
 from ringdance.errors import DeadlockError, StallError
@@ -43,7 +43,7 @@ class _Inquiry:
 
     asked: float
     state: ProcessSetState
-    ticket: Ticket
+    work: Work
     seconds: float
     rounds: int
     count: int
@@ -90,16 +90,16 @@ class StallWatch:
         waits; ``joined``; ``stopped``: the ranks of this host whose processes are stopped; ``threads``: see
         ``stacks.thread_locations``; ``blocked`` and ``quiet``: see ``deadlock.Submitters``.
         """
-        tickets = [(s.set_id, t) for s in sets for t in s.tickets() if t.refusal is None]
+        works = [(s.set_id, t) for s in sets for t in s.in_flight() if t.refusal is None]
         return {
             "kind": "status",
-            "pending": [(number, ticket.name) for number, ticket in tickets[:MOST_NAMES_SENT]],
-            "more": [zlib.crc32(ticket.name.encode()) for _, ticket in tickets[MOST_NAMES_SENT:]],
+            "pending": [(number, work.name) for number, work in works[:MOST_NAMES_SENT]],
+            "more": [zlib.crc32(work.name.encode()) for _, work in works[MOST_NAMES_SENT:]],
             "due": [s.set_id for s in sets if _takes_part(s)],
             "waiting": any(s.waiting for s in sets),
-            "joined": any(s.join_ticket is not None for s in sets),
+            "joined": any(s.join_work is not None for s in sets),
             "stopped": [r for r in self._transport.host_group if self._transport.state(r) == "stopped"],
-            "threads": thread_locations({ticket.thread for _, ticket in tickets}),
+            "threads": thread_locations({work.thread for _, work in works}),
             **self.submitters.status(list(sets[0].exchange.progress.callers.values()) if sets else ()),
         }
 
@@ -126,27 +126,27 @@ class StallWatch:
 
     def _oldest(
         self, sets: list[ProcessSetState], now: float
-    ) -> tuple[ProcessSetState, Ticket, float] | None:
+    ) -> tuple[ProcessSetState, Work, float] | None:
         """Return what has waited longest, of what is due for a report."""
         waiting = [
-            (state, ticket, now - since)
+            (state, work, now - since)
             for state in sets
-            for ticket in state.tickets()
-            if ticket.refusal is None and ticket is not state.join_ticket
-            if (since := _pending_since(state, ticket)) is not None
+            for work in state.in_flight()
+            if work.refusal is None and work is not state.join_work
+            if (since := _pending_since(state, work)) is not None
         ]
         if not waiting:
             self._next_report.clear()
             return None
-        oldest = state, ticket, age = max(waiting, key=lambda item: item[2])
+        oldest = state, work, age = max(waiting, key=lambda item: item[2])
         ends = 0 < self._shutdown <= age
-        at = self._next_report.get((state.set_id, ticket.name), 0.0 if ends else self._quiet_until)
+        at = self._next_report.get((state.set_id, work.name), 0.0 if ends else self._quiet_until)
         return oldest if now >= at and (ends or age >= self._check) else None
 
-    def _ask(self, state: ProcessSetState, ticket: Ticket, age: float, now: float) -> None:
-        inquiry = self._inquiry = _Inquiry(now, state, ticket, age, state.rounds, _count(state))
+    def _ask(self, state: ProcessSetState, work: Work, age: float, now: float) -> None:
+        inquiry = self._inquiry = _Inquiry(now, state, work, age, state.rounds, _count(state))
         limits = [limit - age for limit in (self._shutdown, self._deadlock) if limit > age]
-        self._next_report[(state.set_id, ticket.name)] = now + min(age, *limits, age)
+        self._next_report[(state.set_id, work.name)] = now + min(age, *limits, age)
         for rank in range(self._transport.size):
             if rank != self._transport.rank:
                 inquiry.cpu[rank] = self._sample(rank)
@@ -160,8 +160,8 @@ class StallWatch:
     def _conclude(
         self, inquiry: _Inquiry, now: float, sets: list[ProcessSetState]
     ) -> tuple[str | None, type[StallError] | None]:
-        state, ticket = inquiry.state, inquiry.ticket
-        if ticket.done() or state not in sets:
+        state, work = inquiry.state, inquiry.work
+        if work.done() or state not in sets:
             self._inquiry = None
             return None, None
         own = self._transport.rank
@@ -178,7 +178,7 @@ class StallWatch:
         if stall.under_way(self._check):
             give_up = False
             if inquiry.seconds < 4 * self._check:
-                self._next_report[(state.set_id, ticket.name)] = now + _RECHECK
+                self._next_report[(state.set_id, work.name)] = now + _RECHECK
                 return None, None
         self._quiet_until = now + self._check
         text = stall_message(stall)
@@ -195,7 +195,7 @@ class StallWatch:
         )
 
     def _describe(self, inquiry: _Inquiry, now: float, others: list[int]) -> Stall:
-        state, ticket, transport = inquiry.state, inquiry.ticket, self._transport
+        state, work, transport = inquiry.state, inquiry.work, self._transport
         window = state.transport.window
         group = state.transport.host_group
         behind = window.missing() if window is not None and state.in_round else []
@@ -204,8 +204,8 @@ class StallWatch:
             rank=transport.rank,
             status=self.status([state]),
             seconds=inquiry.seconds,
-            waits=bool(ticket.waited_since and state.waiting),
-            name=ticket.name,
+            waits=bool(work.waited_since and state.waiting),
+            name=work.name,
             set_id=state.set_id,
             others=others,
             answers=inquiry.answers,
@@ -248,8 +248,8 @@ def _count(state: ProcessSetState) -> int:
     return state.exchange.progress.count  # that of all sets: between hosts a set has none of its own
 
 
-def _pending_since(state: ProcessSetState, ticket: Ticket) -> float | None:
+def _pending_since(state: ProcessSetState, work: Work) -> float | None:
     """Return since when somebody waits for it or, asynchronous, it should have been started; else None."""
-    if ticket.waited_since and state.waiting:
-        return ticket.waited_since
-    return ticket.submitted if state.eager_since is not None else None
+    if work.waited_since and state.waiting:
+        return work.waited_since
+    return work.submitted if state.eager_since is not None else None

@@ -25,7 +25,7 @@ from jax._src.sharding_impls import SPMDAxisContext
 from jax.interpreters import batching, mlir
 
 from ringdance import session
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import ffi
 from ringdance.jax.memory import array_of, from_array
@@ -83,17 +83,17 @@ def run(
     """
     engine, call = session.engine(), what.call
     if what.back:
-        results = _BACK[call.verb](engine, what, inputs)
+        results = _BACK[call.kind](engine, what, inputs)
     else:
         splits = None if what.splits is None else np.array(what.splits, np.int64)
-        ticket = call.submit(engine, inputs, outputs if call.keeps_shapes else None, (splits,))
-        results = ticket.wait()
-        if ticket.received_splits is not None:
-            results = [*results, ticket.received_splits[0].astype(np.int32)]
+        work = call.submit(engine, inputs, outputs if call.keeps_shapes else None, (splits,))
+        results = work.wait()
+        if work.received_splits is not None:
+            results = [*results, work.received_splits[0].astype(np.int32)]
     for result, shape in zip(results, shapes or (), strict=False):
         if result.shape != shape:
             raise CollectiveError(
-                f"{call.verb.name.lower()} {call.name or ''} gave shape {result.shape}, but the compiled "
+                f"{call.kind.name.lower()} {call.name or ''} gave shape {result.shape}, but the compiled "
                 f"program expects {shape}: within jit the first dimension has to be equal on all ranks; "
                 "call it outside of jit."
             )
@@ -124,7 +124,7 @@ def origin_of(error: RuntimeError) -> CollectiveError | None:
 
 
 def _average(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    call = what.call.but(verb=Verb.ALLREDUCE, operation=Operation.AVERAGE)
+    call = what.call.but(kind=Collective.ALLREDUCE, operation=ReduceOp.AVERAGE)
     done: list[Array] = call.submit(engine, inputs).wait()
     return done
 
@@ -148,15 +148,15 @@ def _broadcast_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -
 def _reducescatter_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
     """The ranks' gradients are gathered; for Sum they are multiplied by the number of ranks."""
     call = what.call
-    gathered: list[Array] = call.but(verb=Verb.ALLGATHER).submit(engine, inputs).wait()
-    times = len(engine.members(call.set_id)) if call.operation is Operation.SUM else 1
+    gathered: list[Array] = call.but(kind=Collective.ALLGATHER).submit(engine, inputs).wait()
+    times = len(engine.members(call.set_id)) if call.operation is ReduceOp.SUM else 1
     scale = call.prescale * call.postscale * times
     return gathered if scale == 1.0 else [one * one.dtype.type(scale) for one in gathered]
 
 
 _BACK = {
-    Verb.ALLGATHER: _allgather_back, Verb.BROADCAST: _broadcast_back,
-    Verb.REDUCESCATTER: _reducescatter_back,
+    Collective.ALLGATHER: _allgather_back, Collective.BROADCAST: _broadcast_back,
+    Collective.REDUCESCATTER: _reducescatter_back,
 }  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _batched(
 
     What ``vmap`` adds to arrays without dimensions comes first.
     """
-    if what.call.operation is Operation.ADASUM:
+    if what.call.operation is ReduceOp.ADASUM:
         raise ArgumentError("Adasum weighs whole tensors: within vmap it is not defined.")
     moved: list[Any] = []
     after: list[int | None] = []

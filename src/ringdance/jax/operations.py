@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringdance import session
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.jax.compression import Compression
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
@@ -37,12 +37,12 @@ __all__ = [
 
 Values = Sequence[Any]
 
-Average = int(Operation.AVERAGE)
-Sum = int(Operation.SUM)
-Adasum = int(Operation.ADASUM)
-Min = int(Operation.MIN)
-Max = int(Operation.MAX)
-Product = int(Operation.PRODUCT)
+Average = int(ReduceOp.AVERAGE)
+Sum = int(ReduceOp.SUM)
+Adasum = int(ReduceOp.ADASUM)
+Min = int(ReduceOp.MIN)
+Max = int(ReduceOp.MAX)
+Product = int(ReduceOp.PRODUCT)
 
 _NO_SPLITS = "alltoall(splits=...) gives results of unknown shape: call it outside of jit."
 
@@ -54,7 +54,7 @@ def _plain(what: Exchange, shapes: Shapes, values: Values) -> tuple[Any, ...]:
     if not is_traced(values):
         return tuple(eager(what, values))
     dtypes = [value.dtype for value in values]
-    if what.call.verb is Verb.ALLTOALL:
+    if what.call.kind is Collective.ALLTOALL:
         dtypes.append(np.dtype(np.int32))
         size = len(session.engine().members(what.call.set_id))
         if what.splits is not None:
@@ -72,14 +72,14 @@ def _recorded(what: Exchange, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
 
 def _forward(what: Exchange, shapes: Shapes, *values: Any) -> tuple[tuple[Any, ...], Any]:
     results = _recorded(what, shapes, *values)
-    return results, results[-1] if what.call.verb is Verb.ALLTOALL else None
+    return results, results[-1] if what.call.kind is Collective.ALLTOALL else None
 
 
 def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     if what.back:
-        raise NotImplementedError(f"The gradient of {what.call.verb.name.lower()} has no gradient here.")
+        raise NotImplementedError(f"The gradient of {what.call.kind.name.lower()} has no gradient here.")
     call = what.call if what.call.name is None else what.call.but(name=f"{what.call.name}.grad")
-    if call.verb is Verb.ALLTOALL:
+    if call.kind is Collective.ALLTOALL:
         return (_alltoall_back(call, what.rows[0], received, gradients[0]),)
     # Integers have no gradient, and what JAX passes for them cannot be exchanged.
     places = [place for place, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
@@ -89,7 +89,7 @@ def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[An
     if what.rows:
         rows = tuple([what.rows[place] for place in places])
         shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
-    back = Exchange(call, call.verb is not Verb.ALLREDUCE, None, rows)
+    back = Exchange(call, call.kind is not Collective.ALLREDUCE, None, rows)
     done = iter(_recorded(back, shapes, *chosen) if chosen else ())
     return tuple([next(done) if place in places else None for place in range(len(gradients))])
 
@@ -116,7 +116,7 @@ def _exchange(what: Exchange, values: Values, shapes: Shapes) -> list[Any]:
     call = what.call
     alone = len(session.engine().members(call.set_id)) == 1 and what.splits is None
     if alone and call.prescale == call.postscale == 1.0:
-        return [*values, jnp.array(what.rows, np.int32)] if call.verb is Verb.ALLTOALL else list(values)
+        return [*values, jnp.array(what.rows, np.int32)] if call.kind is Collective.ALLTOALL else list(values)
     return list(_recorded(what, shapes, *values))
 
 
@@ -127,10 +127,10 @@ def _group(values: Values) -> list[Any]:
     return group
 
 
-def _with_rows(verb: str, values: Values) -> tuple[int, ...]:
+def _with_rows(kind: str, values: Values) -> tuple[int, ...]:
     for value in values:
         if not value.ndim:
-            raise ArgumentError(f"{verb} needs arrays with at least one dimension; use x.reshape(1).")
+            raise ArgumentError(f"{kind} needs arrays with at least one dimension; use x.reshape(1).")
     return tuple([value.shape[0] for value in values])
 
 
@@ -177,7 +177,7 @@ def _allreduce(
     packed = [compression.compress(array) for array in _group(arrays)]
     small = [one for one, _ in packed]
     call = Call(
-        Verb.ALLREDUCE, name, pick_operation(None, op), float(prescale), float(postscale),
+        Collective.ALLREDUCE, name, pick_operation(None, op), float(prescale), float(postscale),
         set_id(process_set), grouped=grouped,
     )
     reduced = _exchange(Exchange(call), small, tuple([one.shape for one in small]))
@@ -206,7 +206,7 @@ def _allgather(arrays: Values, name: str | None, process_set: ProcessSet, groupe
     rows = _with_rows("allgather", group)
     size = len(session.engine().members(number))
     shapes = tuple([(size * one.shape[0], *one.shape[1:]) for one in group])
-    call = Call(Verb.ALLGATHER, name, set_id=number, grouped=grouped)
+    call = Call(Collective.ALLGATHER, name, set_id=number, grouped=grouped)
     return _exchange(Exchange(call, rows=rows), group, shapes)
 
 
@@ -228,7 +228,7 @@ def _broadcast(
     arrays: Values, root: int, name: str | None, process_set: ProcessSet, grouped: bool
 ) -> list[Any]:
     group = _group(arrays)
-    call = Call(Verb.BROADCAST, name, set_id=set_id(process_set), root=int(root), grouped=grouped)
+    call = Call(Collective.BROADCAST, name, set_id=set_id(process_set), root=int(root), grouped=grouped)
     return _exchange(Exchange(call), group, tuple([one.shape for one in group]))
 
 
@@ -252,7 +252,7 @@ def alltoall(
         raise ArgumentError(_NO_SPLITS)
     cut = None if splits is None else tuple(np.asarray(splits).tolist())
     size = len(session.engine().members(number))
-    call = Call(Verb.ALLTOALL, name, set_id=number)
+    call = Call(Collective.ALLTOALL, name, set_id=number)
     what = Exchange(call, splits=cut, rows=_with_rows("alltoall", group))
     output, received = _exchange(what, group, (group[0].shape, (size,)))
     return output if splits is None else (output, received)
@@ -288,7 +288,7 @@ def _reducescatter(
     own = [count // len(members) + (place < count % len(members)) for count in rows]
     shapes = tuple([(count, *one.shape[1:]) for count, one in zip(own, group, strict=True)])
     call = Call(
-        Verb.REDUCESCATTER, name, pick_operation(None, op), float(prescale), float(postscale), number,
+        Collective.REDUCESCATTER, name, pick_operation(None, op), float(prescale), float(postscale), number,
         grouped=grouped,
     )
     return _exchange(Exchange(call, rows=rows), group, shapes)

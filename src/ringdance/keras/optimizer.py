@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from ringdance import session
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.compression import Compression
 from ringdance.keras.distributed import is_distributed
@@ -24,7 +24,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "load_model"]
 
-Average = int(Operation.AVERAGE)
+Average = int(ReduceOp.AVERAGE)
 hooks: Any = importlib.import_module(f"ringdance.keras.keras{2 if KERAS2 else 3}")
 
 
@@ -62,7 +62,7 @@ def DistributedOptimizer(
         ArgumentError: an argument is wrong.
     """
     operation = pick_operation(None, op)
-    if operation not in (Operation.AVERAGE, Operation.SUM):
+    if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ArgumentError(f"op must be Average or Sum, not {operation.name.title()}.")
     if not isinstance(optimizer, optimizer_types):
         raise ArgumentError(_wrong_optimizer(type(optimizer)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ringdance import session
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.compression import Compression
 from ringdance.keras.library import keras, ops
@@ -45,7 +45,7 @@ def everywhere(condition: Any, name: str, process_set: ProcessSet = global_proce
     if not takes_part(process_set):
         return condition
     value = ops.cast(condition, "float32")
-    least = binding().allreduce(value, name=name, op=int(Operation.MIN), process_set=process_set)
+    least = binding().allreduce(value, name=name, op=int(ReduceOp.MIN), process_set=process_set)
     return ops.cast(least, "bool")
 
 
@@ -67,7 +67,7 @@ class Reduction:
     """
 
     def __init__(
-        self, name: str, operation: Operation = Operation.AVERAGE, predivide: float = 1.0,
+        self, name: str, operation: ReduceOp = ReduceOp.AVERAGE, predivide: float = 1.0,
         compression: Any = Compression.none, sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set, **options: Any,
     ) -> None:

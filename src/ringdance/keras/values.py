@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance import session
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.keras.compression import Compression
 from ringdance.keras.library import ops, read
 from ringdance.keras.reduction import binding
@@ -19,8 +19,8 @@ __all__ = [
     "broadcast_variables", "reducescatter",
 ]
 
-Average = int(Operation.AVERAGE)
-Sum = int(Operation.SUM)
+Average = int(ReduceOp.AVERAGE)
+Sum = int(ReduceOp.SUM)
 
 
 def allreduce(

@@ -19,7 +19,7 @@ from tensorflow.python.framework import op_def_library
 from tensorflow.python.ops import control_flow_util
 
 from ringdance import session
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow import kernels
 from ringdance.tensorflow.errors import as_tensorflow
@@ -84,12 +84,12 @@ def _record(kind: str, inputs: Sequence[Tensor], attribute: tuple[str, str], out
 
 def _at_once(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     engine = session.engine()
-    if call.verb is Verb.ALLTOALL:
+    if call.kind is Collective.ALLTOALL:
         splits = None if call.equal_splits else view_of(tensors[1])
-        ticket = call.submit(engine, (view_of(tensors[0]),), splits=(splits,))
-        result = tensor_of(ticket.wait()[0])
-        assert ticket.received_splits is not None
-        return [result, tf.constant(ticket.received_splits[0], tf.int32)]
+        work = call.submit(engine, (view_of(tensors[0]),), splits=(splits,))
+        result = tensor_of(work.wait()[0])
+        assert work.received_splits is not None
+        return [result, tf.constant(work.received_splits[0], tf.int32)]
     views = tuple([view_of(tensor) for tensor in tensors])
     return [tensor_of(array) for array in call.submit(engine, views).wait()]
 
@@ -125,7 +125,7 @@ def _in_session(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
             back = _of_gradient(call)
             if back.name is not None:  # asked for twice, both may be in one run
                 back = back.but(name=tf.compat.v1.get_default_graph().unique_name(back.name))
-            return _GRADIENTS[call.verb](back, done, list(gradients))
+            return _GRADIENTS[call.kind](back, done, list(gradients))
 
         return tuple(results), gradient
 
@@ -133,7 +133,7 @@ def _in_session(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _types(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
-    if call.verb is Verb.ALLTOALL:
+    if call.kind is Collective.ALLTOALL:
         return [tensors[0].dtype, tf.int32]
     return [tensor.dtype for tensor in tensors]
 
@@ -189,10 +189,10 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
 def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
     with as_tensorflow():
         engine = session.engine()
-        tickets = [
+        works = [
             call.submit(engine, tuple([view_of(tensor) for tensor in tensors])) for call, tensors in calls
         ]
-        done = [[tensor_of(array) for array in ticket.wait()] for ticket in tickets]
+        done = [[tensor_of(array) for array in work.wait()] for work in works]
     for (call, tensors), results in zip(calls, done, strict=True):
         _record("RingdanceCall", tensors, ("call", call.text()), results)
     return done
@@ -235,7 +235,7 @@ def _start_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
 @_gradient_of("RingdanceCall")
 def _call_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
     call = _call_of(op)
-    return _GRADIENTS[call.verb](call, op, list(gradients))
+    return _GRADIENTS[call.kind](call, op, list(gradients))
 
 
 def _call_of(op: Any) -> Call:
@@ -248,7 +248,7 @@ def _of_gradient(call: Call) -> Call:
 
 
 def _graph_name(call: Call) -> str | None:
-    return None if tf.executing_eagerly() else f"{call.verb.name.title()}Gradient"
+    return None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
 
 
 def _of_allreduce(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
@@ -256,7 +256,7 @@ def _of_allreduce(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _averaged(call: Call, gradients: list[Tensor]) -> list[Tensor]:
-    mean = Call(Verb.ALLREDUCE, call.name, Operation.AVERAGE, set_id=call.set_id, grouped=call.grouped)
+    mean = Call(Collective.ALLREDUCE, call.name, ReduceOp.AVERAGE, set_id=call.set_id, grouped=call.grouped)
     return perform(mean, gradients, _graph_name(call))
 
 
@@ -271,7 +271,8 @@ def _of_allgather(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     """The average, of which this rank's rows are its part."""
     averaged = _averaged(call, gradients)
     rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
-    counts = Call(Verb.ALLGATHER, None if call.name is None else f"{call.name}.rows", set_id=call.set_id)
+    name = None if call.name is None else f"{call.name}.rows"
+    counts = Call(Collective.ALLGATHER, name, set_id=call.set_id)
     gathered = perform(counts, [rows[None]], _graph_name(call))[0]
     before = tf.reduce_sum(gathered[: _told("place", call.set_id)], 0)
     return [
@@ -297,14 +298,15 @@ def _of_alltoall(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _of_reducescatter(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    members = _told("size", call.set_id) if call.operation is Operation.SUM else 1
+    members = _told("size", call.set_id) if call.operation is ReduceOp.SUM else 1
     scale = call.prescale * call.postscale
-    gather = Call(Verb.ALLGATHER, call.name, set_id=call.set_id, grouped=call.grouped)
+    gather = Call(Collective.ALLGATHER, call.name, set_id=call.set_id, grouped=call.grouped)
     scaled = [one * tf.cast(scale, one.dtype) * tf.cast(members, one.dtype) for one in gradients]
     return perform(gather, scaled, _graph_name(call))
 
 
 _GRADIENTS = {
-    Verb.ALLREDUCE: _of_allreduce, Verb.ALLGATHER: _of_allgather, Verb.BROADCAST: _of_broadcast,
-    Verb.ALLTOALL: _of_alltoall, Verb.REDUCESCATTER: _of_reducescatter,
+    Collective.ALLREDUCE: _of_allreduce, Collective.ALLGATHER: _of_allgather,
+    Collective.BROADCAST: _of_broadcast,
+    Collective.ALLTOALL: _of_alltoall, Collective.REDUCESCATTER: _of_reducescatter,
 }  # fmt: skip

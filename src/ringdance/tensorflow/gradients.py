@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance import session
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import perform, perform_all, plain
@@ -58,7 +58,7 @@ class GradientReducer:
 
     def __init__(
         self, name: str, *, compression: Any = Compression.none, sparse_as_dense: bool = False,
-        op: int = Operation.AVERAGE, predivide: float = 1.0, groups: Any = None,
+        op: int = ReduceOp.AVERAGE, predivide: float = 1.0, groups: Any = None,
         process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
         device_dense: str = "", device_sparse: str = "",
     ) -> None:
@@ -145,7 +145,7 @@ class GradientReducer:
         buckets = [list(group) for group in groups]
         buckets += parts_of(rest, lambda index: _nbytes(variables[index]))
         call = Call(
-            Verb.ALLREDUCE, None, self.operation, self.prescale, self.postscale,
+            Collective.ALLREDUCE, None, self.operation, self.prescale, self.postscale,
             set_id(self.process_set), grouped=True,
         )
         pairs = {index: self.compression.compress(results[index]) for index in dense}
@@ -160,13 +160,13 @@ class GradientReducer:
     def _reduce_sparse(
         self, results: list[Tensor], sparse: list[int], variables: Sequence[Any], key: str
     ) -> None:
-        if self.operation not in (Operation.AVERAGE, Operation.SUM):
+        if self.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise NotImplementedError(
                 f"Gradients that are IndexedSlices cannot be reduced by {self.operation.name.title()}: set "
                 "sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
-        call = Call(Verb.ALLREDUCE, f"{key}.rows", self.operation, set_id=set_id(self.process_set))
+        call = Call(Collective.ALLREDUCE, f"{key}.rows", self.operation, set_id=set_id(self.process_set))
         tables = [variable_of(variables[index]).shape[0] for index in sparse]
         reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
         for index, one in zip(sparse, reduced, strict=True):

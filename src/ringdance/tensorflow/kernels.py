@@ -18,7 +18,7 @@ import numpy as np
 
 from ringdance import session
 from ringdance.core.engine import Engine
-from ringdance.core.request import Verb
+from ringdance.core.request import Collective
 from ringdance.tensorflow import capi, started
 from ringdance.tensorflow.capi import Context, Slot, drop
 from ringdance.tensorflow.errors import code_of, remember
@@ -74,17 +74,17 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
     if call.keeps_shapes:
         one = _submit(call, slots, [], engine, context, wake=False)
         try:
-            one.ticket.wait()
+            one.work.wait()
         finally:
             started.leave(one)
         return
     inputs = context.inputs()
-    if call.verb is Verb.ALLTOALL:
+    if call.kind is Collective.ALLTOALL:
         splits = None if call.equal_splits else inputs[1]
-        ticket = call.submit(engine, (inputs[0],), splits=(splits,))
-        context.put(0, ticket.wait()[0])
-        assert ticket.received_splits is not None
-        context.put(1, ticket.received_splits[0].astype(np.int32))
+        work = call.submit(engine, (inputs[0],), splits=(splits,))
+        context.put(0, work.wait()[0])
+        assert work.received_splits is not None
+        context.put(1, work.received_splits[0].astype(np.int32))
         return
     for index, array in enumerate(call.submit(engine, tuple(inputs)).wait()):
         context.put(index, array)
@@ -103,13 +103,13 @@ def _submit(
     kept: list[Any] = []
     try:
         inputs, outputs, kept = context.lend(slots)
-        ticket = call.submit(engine, tuple(inputs), tuple(outputs), wake=wake)
+        work = call.submit(engine, tuple(inputs), tuple(outputs), wake=wake)
     except BaseException:
         for tensor in kept:
             drop(tensor)
         started.abandon(group)
         raise
-    return started.Started(call, ticket, kept, group)
+    return started.Started(call, work, kept, group)
 
 
 def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
@@ -128,7 +128,7 @@ def _wait(_: None, context: Context) -> None:
     for number in context.inputs():
         one = started.take(int(number))
         try:
-            one.ticket.wait()
+            one.work.wait()
         except BaseException as problem:
             error = error or problem
         started.leave(one)

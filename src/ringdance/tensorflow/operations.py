@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, plain
@@ -34,12 +34,12 @@ __all__ = [
 
 Tensor = Any
 
-Average = int(Operation.AVERAGE)
-Sum = int(Operation.SUM)
-Adasum = int(Operation.ADASUM)
-Min = int(Operation.MIN)
-Max = int(Operation.MAX)
-Product = int(Operation.PRODUCT)
+Average = int(ReduceOp.AVERAGE)
+Sum = int(ReduceOp.SUM)
+Adasum = int(ReduceOp.ADASUM)
+Min = int(ReduceOp.MIN)
+Max = int(ReduceOp.MAX)
+Product = int(ReduceOp.PRODUCT)
 
 
 def _run(
@@ -48,8 +48,8 @@ def _run(
     """Run a call under its name: as given, or in a graph that of the operation."""
     if tf.executing_eagerly():
         return perform(call.but(name=name), tensors)
-    verb = ("Grouped" if call.grouped else "") + call.verb.name.title()
-    plain_name = name or f"Horovod{verb}_{_label(tensors[0])}"
+    kind = ("Grouped" if call.grouped else "") + call.kind.name.title()
+    plain_name = name or f"Horovod{kind}_{_label(tensors[0])}"
     graph = tf.compat.v1.get_default_graph()
     key = plain_name if ignore_name_scope else graph.unique_name(plain_name, mark_as_used=False)
     return perform(call.but(name=key), tensors, plain_name)
@@ -107,15 +107,16 @@ def allreduce(
         with tf.device(device_sparse):
             return _allreduce_sparse(tensor, operation, name, process_set, ignore_name_scope)
     call = Call(
-        Verb.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor), set_id(process_set)
+        Collective.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor),
+        set_id(process_set),
     )
     with tf.device(device_dense):
         small, context = compression.compress(_tensor(tensor))
         return compression.decompress(_run(call, [small], name, ignore_name_scope)[0], context)
 
 
-def _check_sparse(operation: Operation, prescale: float, postscale: float) -> None:
-    if operation not in (Operation.AVERAGE, Operation.SUM):
+def _check_sparse(operation: ReduceOp, prescale: float, postscale: float) -> None:
+    if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise NotImplementedError(
             f"IndexedSlices can be reduced by Average or Sum, not by {operation.name.title()}: make them "
             "dense first (tf.convert_to_tensor, or sparse_as_dense=True of the optimizer or tape)."
@@ -125,11 +126,12 @@ def _check_sparse(operation: Operation, prescale: float, postscale: float) -> No
 
 
 def _allreduce_sparse(
-    slices: Any, operation: Operation, name: str | None, process_set: ProcessSet, ignore_name_scope: bool
+    slices: Any, operation: ReduceOp, name: str | None, process_set: ProcessSet, ignore_name_scope: bool
 ) -> Any:
     # Integers are divided as TensorFlow does it, into fractions.
-    fractions = operation is Operation.AVERAGE and slices.dtype.is_integer
-    call = Call(Verb.ALLREDUCE, None, Operation.SUM if fractions else operation, set_id=set_id(process_set))
+    fractions = operation is ReduceOp.AVERAGE and slices.dtype.is_integer
+    reduce_op = ReduceOp.SUM if fractions else operation
+    call = Call(Collective.ALLREDUCE, None, reduce_op, set_id=set_id(process_set))
     label = name or ("IndexedSlices" if tf.executing_eagerly() else slices.values.op.name)
     (result,) = reduce_rows(
         call, [slices], [label], lambda call, tensors: _run(call, tensors, name, ignore_name_scope)
@@ -155,7 +157,7 @@ def grouped_allreduce(
     if len(dense) < len(group):
         _check_sparse(operation, prescale_factor, postscale_factor)
     call = Call(
-        Verb.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor),
+        Collective.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor),
         set_id(process_set), grouped=True,
     )
     if dense:
@@ -179,7 +181,7 @@ def allgather(
 ) -> Tensor:
     """Return the ranks' tensors joined along dimension 0, which may differ between ranks."""
     return _run(
-        Call(Verb.ALLGATHER, set_id=set_id(process_set)), [_tensor(tensor)], name, ignore_name_scope
+        Call(Collective.ALLGATHER, set_id=set_id(process_set)), [_tensor(tensor)], name, ignore_name_scope
     )[0]
 
 
@@ -189,7 +191,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Gather several tensors together; as ``allgather``."""
-    call = Call(Verb.ALLGATHER, set_id=set_id(process_set), grouped=True)
+    call = Call(Collective.ALLGATHER, set_id=set_id(process_set), grouped=True)
     return _run(call, _group(tensors), name, ignore_name_scope)
 
 
@@ -199,7 +201,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the tensor of global rank ``root_rank``; shapes and types are equal on all ranks."""
-    call = Call(Verb.BROADCAST, set_id=set_id(process_set), root=int(root_rank))
+    call = Call(Collective.BROADCAST, set_id=set_id(process_set), root=int(root_rank))
     return _run(call, [_tensor(tensor)], name, ignore_name_scope)[0]
 
 
@@ -214,7 +216,7 @@ def broadcast_(
         The variables, in a list; in a graph of ``tf.compat.v1`` the operations that assign to them.
     """
     listed = list(variables)
-    call = Call(Verb.BROADCAST, set_id=set_id(process_set), root=int(root_rank), grouped=True)
+    call = Call(Collective.BROADCAST, set_id=set_id(process_set), root=int(root_rank), grouped=True)
     if not listed:
         return []
     received = _run(call, [tf.convert_to_tensor(one) for one in listed], name)
@@ -240,7 +242,7 @@ def alltoall(
     Returns:
         The received rows; with ``splits`` also how many came from each rank (int32).
     """
-    call = Call(Verb.ALLTOALL, set_id=set_id(process_set), equal_splits=splits is None)
+    call = Call(Collective.ALLTOALL, set_id=set_id(process_set), equal_splits=splits is None)
     given = [_tensor(tensor)] if splits is None else [_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)]
     output, received = _run(call, given, name, ignore_name_scope)
     return output if splits is None else (output, received)
@@ -251,7 +253,7 @@ def _reducescatter(
     ignore_name_scope: bool, scales: tuple[float, float], grouped: bool,
 ) -> list[Tensor]:
     call = Call(
-        Verb.REDUCESCATTER, None, pick_operation(None, op), float(scales[0]), float(scales[1]),
+        Collective.REDUCESCATTER, None, pick_operation(None, op), float(scales[0]), float(scales[1]),
         set_id(process_set), grouped=grouped,
     )
     pairs = [compression.compress(tensor) for tensor in tensors]

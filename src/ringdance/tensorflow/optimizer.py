@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow import operations as ops
 from ringdance.tensorflow.compression import Compression
@@ -153,14 +153,14 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step < 1:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
-    if op == Operation.ADASUM and average_aggregated_gradients:
+    if op == ReduceOp.ADASUM and average_aggregated_gradients:
         raise ArgumentError("average_aggregated_gradients does not go together with op=Adasum.")
     if backward_passes_per_step > 1 and tf.executing_eagerly():
         raise ArgumentError(
             "backward_passes_per_step > 1 with an optimizer of tf.compat.v1 needs a graph; in eager "
             "execution use a Keras optimizer."
         )
-    adasum = op == Operation.ADASUM
+    adasum = op == ReduceOp.ADASUM
     kind = type(optimizer).__name__
     reducer = GradientReducer(
         name or ("DistributedDelta" if adasum else "Distributed") + kind, compression=compression,

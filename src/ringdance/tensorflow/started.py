@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringdance.core.engine import Engine
-from ringdance.core.request import Description, Request, Ticket
+from ringdance.core.request import Description, Request, Work
 from ringdance.errors import RingdanceError
 from ringdance.tensorflow.capi import drop
 from ringdance.training.calls import Call
@@ -40,7 +40,7 @@ class Started:
     """A call under way, and the references to tensors whose memory the engine reads and writes."""
 
     call: Call
-    ticket: Ticket
+    work: Work
     kept: list[Any]
     group: Group
 
@@ -60,10 +60,10 @@ def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
         others: if it is the first of its group, the others.
     """
     for one in list(_leftover):
-        if one.call == call and not one.ticket.done():
+        if one.call == call and not one.work.done():
             with contextlib.suppress(RingdanceError):
-                one.ticket.wait()
-        if one.ticket.done():
+                one.work.wait()
+        if one.work.done():
             _leftover.remove(one)
             _release(one)
     group = _unstarted.pop(call, None)
@@ -87,9 +87,9 @@ def take(number: int) -> Started:
     return _started.pop(number)
 
 
-def pending() -> list[Ticket]:
+def pending() -> list[Work]:
     """Return what has been started and not been waited for."""
-    return [one.ticket for one in list(_started.values())]
+    return [one.work for one in list(_started.values())]
 
 
 def freed(number: int) -> None:
@@ -105,7 +105,7 @@ def freed(number: int) -> None:
 
 def leave(one: Started) -> None:
     """Give the memory of a call back, at once if it is complete."""
-    if one.ticket.done():
+    if one.work.done():
         _release(one)
         return
     _leftover.append(one)
@@ -120,7 +120,7 @@ def abandon(group: Group) -> None:
         if _unstarted.get(call) is group:
             del _unstarted[call]
         with contextlib.suppress(RingdanceError):
-            request = Request(Description(call.verb), name=_full_name(call), set_id=call.set_id)
+            request = Request(Description(call.kind), name=_full_name(call), set_id=call.set_id)
             group.engine.refuse(request, _FAILED)
 
 
@@ -128,7 +128,7 @@ def _full_name(call: Call) -> str | None:
     """Return the name under which the engine knows a call (contract 3.7)."""
     if call.name is None:
         return None
-    return f"{'grouped_' if call.grouped else ''}{call.verb.name.lower()}.{call.name}"
+    return f"{'grouped_' if call.grouped else ''}{call.kind.name.lower()}.{call.name}"
 
 
 def _release(one: Started) -> None:

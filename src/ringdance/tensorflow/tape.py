@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import plain
@@ -17,7 +17,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
-Average = int(Operation.AVERAGE)
+Average = int(ReduceOp.AVERAGE)
 
 
 class _Tape:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.torch import requests
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.requests import Tensors, wants_gradient
@@ -30,14 +30,14 @@ def _of_gradient(name: str | None) -> str | None:
 
 
 def allreduce(
-    tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
+    tensors: Tensors, operation: ReduceOp, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False,
 ) -> Sequence[Tensor]:
     """Return what ``allreduce`` gives."""
     if wants_gradient(tensors):
         return _call(_Allreduce, (operation, name, prescale, postscale, process_set, grouped), *tensors)
-    ticket = requests.submit_allreduce(tensors, operation, name, prescale, postscale, process_set, grouped)
-    return requests.results(ticket.wait(), tensors)
+    work = requests.submit_allreduce(tensors, operation, name, prescale, postscale, process_set, grouped)
+    return requests.results(work.wait(), tensors)
 
 
 def allgather(
@@ -53,8 +53,8 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Pro
     """Return what ``broadcast`` gives."""
     if wants_gradient((tensor,)):
         return _call(_Broadcast, (root_rank, name, process_set), tensor)[0]
-    ticket = requests.submit_broadcast(tensor, root_rank, name, process_set)
-    return requests.result(ticket.wait()[0], tensor)
+    work = requests.submit_broadcast(tensor, root_rank, name, process_set)
+    return requests.result(work.wait()[0], tensor)
 
 
 def alltoall(
@@ -63,21 +63,21 @@ def alltoall(
     """Return what was received, and how many rows from each member (int32)."""
     if wants_gradient((tensor,)):
         return _call(_Alltoall, (splits, name, process_set), tensor)
-    ticket = requests.submit_alltoall(tensor, splits, name, process_set)
-    return requests.result(ticket.wait()[0], tensor), requests.received_splits(ticket, splits)
+    work = requests.submit_alltoall(tensor, splits, name, process_set)
+    return requests.result(work.wait()[0], tensor), requests.received_splits(work, splits)
 
 
 def reducescatter(
-    tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
+    tensors: Tensors, operation: ReduceOp, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False,
 ) -> Sequence[Tensor]:
     """Return what ``reducescatter`` gives."""
     if wants_gradient(tensors):
         return _call(_Reducescatter, (operation, name, prescale, postscale, process_set, grouped), *tensors)
-    ticket = requests.submit_reducescatter(
+    work = requests.submit_reducescatter(
         tensors, operation, name, prescale, postscale, process_set, grouped
     )
-    return requests.results(ticket.wait(), tensors)
+    return requests.results(work.wait(), tensors)
 
 
 def _call(function: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Sequence[Tensor]:
@@ -115,7 +115,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         name, process_set, grouped = ctx.arguments
         averaged = allreduce(
-            gradients, Operation.AVERAGE, _of_gradient(name), 1.0, 1.0, process_set, grouped
+            gradients, ReduceOp.AVERAGE, _of_gradient(name), 1.0, 1.0, process_set, grouped
         )
         own = _own_rows(ctx.rows, process_set)
         return None, *[one[part] for one, part in zip(averaged, own, strict=True)]
@@ -143,7 +143,7 @@ class _Broadcast(torch.autograd.Function):
     @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
         root_rank, name, process_set = ctx.arguments
-        (averaged,) = allreduce(gradients, Operation.AVERAGE, _of_gradient(name), 1.0, 1.0, process_set)
+        (averaged,) = allreduce(gradients, ReduceOp.AVERAGE, _of_gradient(name), 1.0, 1.0, process_set)
         return None, averaged if session.engine().rank == root_rank else torch.zeros_like(averaged)
 
 
@@ -175,7 +175,7 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         operation, name, prescale, postscale, process_set, grouped = arguments
-        times = (process_set.size() or 1) if operation is Operation.SUM else 1
+        times = (process_set.size() or 1) if operation is ReduceOp.SUM else 1
         ctx.arguments = prescale * postscale * times, _of_gradient(name), process_set, grouped
         return tuple(reducescatter(tensors, *arguments))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.request import Operation, Ticket, Verb
+from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import ArgumentError
 from ringdance.torch import autograd
 from ringdance.torch._private import compiler_disable
@@ -51,12 +51,12 @@ __all__ = [
     "reducescatter_async", "sparse_allreduce_async", "synchronize",
 ]
 
-Average = int(Operation.AVERAGE)
-Sum = int(Operation.SUM)
-Adasum = int(Operation.ADASUM)
-Min = int(Operation.MIN)
-Max = int(Operation.MAX)
-Product = int(Operation.PRODUCT)
+Average = int(ReduceOp.AVERAGE)
+Sum = int(ReduceOp.SUM)
+Adasum = int(ReduceOp.ADASUM)
+Min = int(ReduceOp.MIN)
+Max = int(ReduceOp.MAX)
+Product = int(ReduceOp.PRODUCT)
 
 
 def allreduce(
@@ -95,10 +95,10 @@ def allreduce_async(
 ) -> int:
     """Start an ``allreduce``; ``synchronize`` of the returned handle gives the result."""
     operation = pick_operation(average, op)
-    ticket = submit_allreduce(
+    work = submit_allreduce(
         (tensor,), operation, name, prescale_factor, postscale_factor, process_set, wake=True
     )
-    return handles.hold(ticket, results_later((tensor,), False))
+    return handles.hold(work, results_later((tensor,), False))
 
 
 def allreduce_(
@@ -107,12 +107,12 @@ def allreduce_(
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
     operation = pick_operation(average, op)
-    ticket = submit_allreduce(
+    work = submit_allreduce(
         (tensor,), operation, name, prescale_factor, postscale_factor, process_set, in_place=True
     )
-    ticket.wait()
+    work.wait()
     if not tensor.is_cpu:
-        land((tensor,), ticket)
+        land((tensor,), work)
     return tensor
 
 
@@ -122,16 +122,16 @@ def allreduce_async_(
 ) -> int:
     """Start an ``allreduce_``; ``synchronize`` gives the tensor."""
     operation = pick_operation(average, op)
-    ticket = submit_allreduce(
+    work = submit_allreduce(
         (tensor,), operation, name, prescale_factor, postscale_factor, process_set, in_place=True, wake=True
     )
-    return handles.hold(ticket, _landed(tensor))
+    return handles.hold(work, _landed(tensor))
 
 
-def _landed(tensor: Tensor) -> Callable[[Ticket], Tensor]:
-    def finish(ticket: Ticket) -> Tensor:
+def _landed(tensor: Tensor) -> Callable[[Work], Tensor]:
+    def finish(work: Work) -> Tensor:
         if not tensor.is_cpu:
-            land((tensor,), ticket)
+            land((tensor,), work)
         return tensor
 
     return finish
@@ -163,10 +163,10 @@ def grouped_allreduce_async(
     """Start a ``grouped_allreduce``; ``synchronize`` gives a tuple."""
     operation = pick_operation(average, op)
     group = group_of(tensors)
-    ticket = submit_allreduce(
+    work = submit_allreduce(
         group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, wake=True
     )
-    return handles.hold(ticket, results_later(group, True))
+    return handles.hold(work, results_later(group, True))
 
 
 def grouped_allreduce_(
@@ -176,11 +176,11 @@ def grouped_allreduce_(
     """Reduce several tensors in place and return them."""
     operation = pick_operation(average, op)
     group = group_of(tensors)
-    ticket = submit_allreduce(
+    work = submit_allreduce(
         group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True
     )
-    ticket.wait()
-    land(group, ticket)
+    work.wait()
+    land(group, work)
     return group
 
 
@@ -191,16 +191,16 @@ def grouped_allreduce_async_(
     """Start a ``grouped_allreduce_``; ``synchronize`` gives a tuple of the tensors."""
     operation = pick_operation(average, op)
     group = group_of(tensors)
-    ticket = submit_allreduce(
+    work = submit_allreduce(
         group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True,
         wake=True,
     )
 
-    def finish(done: Ticket) -> tuple[Tensor, ...]:
+    def finish(done: Work) -> tuple[Tensor, ...]:
         land(group, done)
         return tuple(group)
 
-    return handles.hold(ticket, finish)
+    return handles.hold(work, finish)
 
 
 def sparse_allreduce_async(
@@ -213,7 +213,7 @@ def sparse_allreduce_async(
     """
     if not tensor.is_sparse:
         raise ArgumentError(f"sparse_allreduce_async needs a sparse tensor, got {tensor.type()}.")
-    divide = pick_operation(None, op) is Operation.AVERAGE
+    divide = pick_operation(None, op) is ReduceOp.AVERAGE
     # Indices have one column for each entry: gathered as rows. Never .coalesce(): entries count as they are.
     plain = tensor.detach()
     rows = plain._indices().t().contiguous()
@@ -244,8 +244,8 @@ def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start an ``allgather``; returns a handle."""
-    ticket = submit_allgather((tensor,), name, process_set, wake=True)
-    return handles.hold(ticket, results_later((tensor,), False))
+    work = submit_allgather((tensor,), name, process_set, wake=True)
+    return handles.hold(work, results_later((tensor,), False))
 
 
 def grouped_allgather(
@@ -260,8 +260,8 @@ def grouped_allgather_async(
 ) -> int:
     """Start a ``grouped_allgather``; ``synchronize`` gives a tuple."""
     group = group_of(tensors)
-    ticket = submit_allgather(group, name, process_set, grouped=True, wake=True)
-    return handles.hold(ticket, results_later(group, True))
+    work = submit_allgather(group, name, process_set, grouped=True, wake=True)
+    return handles.hold(work, results_later(group, True))
 
 
 def broadcast(
@@ -275,17 +275,17 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a ``broadcast``; returns a handle."""
-    ticket = submit_broadcast(tensor, root_rank, name, process_set, wake=True)
-    return handles.hold(ticket, results_later((tensor,), False))
+    work = submit_broadcast(tensor, root_rank, name, process_set, wake=True)
+    return handles.hold(work, results_later((tensor,), False))
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrite ``tensor`` with that of global rank ``root_rank`` and return it."""
-    ticket = submit_broadcast(tensor, root_rank, name, process_set, in_place=True)
-    ticket.wait()
-    land((tensor,), ticket)
+    work = submit_broadcast(tensor, root_rank, name, process_set, in_place=True)
+    work.wait()
+    land((tensor,), work)
     return tensor
 
 
@@ -293,8 +293,8 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a ``broadcast_``; returns a handle."""
-    ticket = submit_broadcast(tensor, root_rank, name, process_set, in_place=True, wake=True)
-    return handles.hold(ticket, _landed(tensor))
+    work = submit_broadcast(tensor, root_rank, name, process_set, in_place=True, wake=True)
+    return handles.hold(work, _landed(tensor))
 
 
 def alltoall(
@@ -320,8 +320,8 @@ def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start an ``alltoall``; ``synchronize`` gives (output, received_splits), with and without splits."""
-    ticket = submit_alltoall(tensor, splits, name, process_set, wake=True)
-    return handles.hold(ticket, lambda done: (result(done.result[0], tensor), received_splits(done, splits)))
+    work = submit_alltoall(tensor, splits, name, process_set, wake=True)
+    return handles.hold(work, lambda done: (result(done.result[0], tensor), received_splits(done, splits)))
 
 
 def reducescatter(
@@ -344,10 +344,10 @@ def reducescatter_async(
 ) -> int:
     """Start a ``reducescatter``; returns a handle."""
     operation = pick_operation(None, op)
-    ticket = submit_reducescatter(
+    work = submit_reducescatter(
         (tensor,), operation, name, prescale_factor, postscale_factor, process_set, wake=True
     )
-    return handles.hold(ticket, results_later((tensor,), False))
+    return handles.hold(work, results_later((tensor,), False))
 
 
 def grouped_reducescatter(
@@ -370,10 +370,10 @@ def grouped_reducescatter_async(
     """Start a ``grouped_reducescatter``; ``synchronize`` gives a tuple."""
     operation = pick_operation(None, op)
     group = group_of(tensors)
-    ticket = submit_reducescatter(
+    work = submit_reducescatter(
         group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, wake=True
     )
-    return handles.hold(ticket, results_later(group, True))
+    return handles.hold(work, results_later(group, True))
 
 
 def join(device: int = -1) -> int:
@@ -393,9 +393,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def _public(name: str) -> Any:
     """Return a function as users get it: it leaves a compiled graph, and peers are told of its errors."""
     function = globals()[name]
-    verb = name.removeprefix("grouped_").removesuffix("_").removesuffix("_async").upper()
-    if verb in Verb.__members__ and "name" in inspect.signature(function).parameters:
-        function = collectives.refusing(Verb[verb], grouped=name.startswith("grouped_"))(function)
+    kind = name.removeprefix("grouped_").removesuffix("_").removesuffix("_async").upper()
+    if kind in Collective.__members__ and "name" in inspect.signature(function).parameters:
+        function = collectives.refusing(Collective[kind], grouped=name.startswith("grouped_"))(function)
     return compiler_disable(function)
 
 

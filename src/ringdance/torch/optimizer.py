@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
@@ -239,7 +239,7 @@ def DistributedOptimizer(
         [name for name, _ in pairs], parameters, total, given, operation, compression, process_set,
         gradient_predivide_factor, _index_groups(groups, parameters), sparse_as_dense, reduce_in_backward,
     )
-    if operation is Operation.ADASUM and len(engine.members(set_id(process_set))) > 1:
+    if operation is ReduceOp.ADASUM and len(engine.members(set_id(process_set))) > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("The Adasum optimizer works on all ranks only, not on a process set.")
         return wrap(optimizer, AdasumOptimizer, options, backward_passes_per_step)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.request import Operation, Ticket, Verb
+from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import ArgumentError
 from ringdance.torch.memory import Array, array_of, from_array
 from ringdance.training import collectives
@@ -65,24 +65,24 @@ def results(arrays: list[Array], like: Tensors) -> list[Tensor]:
     return [result(array, tensor) for array, tensor in zip(arrays, like, strict=True)]
 
 
-def results_later(like: Tensors, grouped: bool) -> Callable[[Ticket], Tensor | tuple[Tensor, ...]]:
+def results_later(like: Tensors, grouped: bool) -> Callable[[Work], Tensor | tuple[Tensor, ...]]:
     """Return what makes the value of ``synchronize``: the tensor, or of a group a tuple."""
     if grouped:
-        return lambda ticket: tuple(results(ticket.result, like))
-    return lambda ticket: result(ticket.result[0], like[0])
+        return lambda work: tuple(results(work.result, like))
+    return lambda work: result(work.result[0], like[0])
 
 
-def land(tensors: Tensors, ticket: Ticket) -> None:
+def land(tensors: Tensors, work: Work) -> None:
     """After an operation in place: copy what was done in pinned memory back to the GPU."""
-    for tensor, array in zip(tensors, ticket.result, strict=True):
+    for tensor, array in zip(tensors, work.result, strict=True):
         if not tensor.is_cpu:
             tensor.detach().copy_(from_array(array))
 
 
-def received_splits(ticket: Ticket, splits: Any) -> Tensor:
+def received_splits(work: Work, splits: Any) -> Tensor:
     """Return how many rows came from each member, int32, on the device of ``splits`` if that is a tensor."""
-    assert ticket.received_splits is not None
-    received = torch.from_numpy(ticket.received_splits[0].astype(np.int32))
+    assert work.received_splits is not None
+    received = torch.from_numpy(work.received_splits[0].astype(np.int32))
     return received.to(splits.device) if isinstance(splits, Tensor) else received
 
 
@@ -103,11 +103,11 @@ def _like(views: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple([np.empty(view.shape, view.dtype) for view in views])
 
 
-@collectives.refusing(Verb.ALLREDUCE)
+@collectives.refusing(Collective.ALLREDUCE)
 def submit_allreduce(
-    tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
+    tensors: Tensors, operation: ReduceOp, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False, in_place: bool = False, wake: bool = False,
-) -> Ticket:
+) -> Work:
     """Submit; the result is a list of arrays. ``in_place`` needs ``land`` afterwards."""
     views = _views(tensors, in_place)
     return collectives.allreduce(
@@ -116,21 +116,21 @@ def submit_allreduce(
     )
 
 
-@collectives.refusing(Verb.ALLGATHER)
+@collectives.refusing(Collective.ALLGATHER)
 def submit_allgather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False, wake: bool = False
-) -> Ticket:
+) -> Work:
     """Submit; the result is a list of arrays."""
     return collectives.allgather(
         session.engine(), _views(tensors), name=name, set_id=set_id(process_set), grouped=grouped, wake=wake
     )
 
 
-@collectives.refusing(Verb.BROADCAST)
+@collectives.refusing(Collective.BROADCAST)
 def submit_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool = False,
     wake: bool = False,
-) -> Ticket:
+) -> Work:
     """Submit; the result is a list of one array. ``in_place`` needs ``land`` afterwards."""
     views = _views((tensor,), in_place)
     return collectives.broadcast(
@@ -150,10 +150,10 @@ def _splits_of(splits: Any) -> Array | None:
     return np.asarray(splits)
 
 
-@collectives.refusing(Verb.ALLTOALL)
+@collectives.refusing(Collective.ALLTOALL)
 def submit_alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet, wake: bool = False
-) -> Ticket:
+) -> Work:
     """Submit; the result is a list of one array, with ``received_splits`` beside it."""
     return collectives.alltoall(
         session.engine(), _views((tensor,)), (_splits_of(splits),), name=name, set_id=set_id(process_set),
@@ -161,11 +161,11 @@ def submit_alltoall(
     )
 
 
-@collectives.refusing(Verb.REDUCESCATTER)
+@collectives.refusing(Collective.REDUCESCATTER)
 def submit_reducescatter(
-    tensors: Tensors, operation: Operation, name: str | None, prescale: float, postscale: float,
+    tensors: Tensors, operation: ReduceOp, name: str | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool = False, wake: bool = False,
-) -> Ticket:
+) -> Work:
     """Submit; the result is a list of arrays."""
     return collectives.reducescatter(
         session.engine(), _views(tensors), name=name, operation=operation, prescale=prescale,

@@ -43,12 +43,12 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
     for name, tensor in named:
         # Memory that is not one block (channels_last) goes through a copy.
         wire = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        ticket = requests.submit_broadcast(wire, root_rank, name, global_process_set, in_place=True)
-        pending.append((tensor, wire, ticket))
+        work = requests.submit_broadcast(wire, root_rank, name, global_process_set, in_place=True)
+        pending.append((tensor, wire, work))
     engine.flush()
-    for tensor, wire, ticket in pending:
-        ticket.wait()
-        requests.land((wire,), ticket)
+    for tensor, wire, work in pending:
+        work.wait()
+        requests.land((wire,), work)
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)
 

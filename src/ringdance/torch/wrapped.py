@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch import _private
 from ringdance.torch._private import compiler_disable
@@ -41,7 +41,7 @@ class Options:
     parameters: list[Tensor]
     total: int
     given: dict[int, tuple[str, Tensor]]
-    operation: Operation
+    operation: ReduceOp
     compression: Any
     process_set: ProcessSet
     predivide: float = 1.0

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ringdance.core.request import Operation, Ticket, Verb
+from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives, sparse
 
@@ -28,7 +28,7 @@ class Call:
     """One collective call.
 
     Args:
-        verb: what it does.
+        collective: what it does.
         name: key that matches the ranks' calls; ``None`` matches by order.
         operation: of a reduction.
         prescale, postscale: factors of a reduction.
@@ -40,9 +40,9 @@ class Call:
             values, the keys, and as a scalar how many rows it has; the results are in the same order.
     """
 
-    verb: Verb
+    kind: Collective
     name: str | None = None
-    operation: Operation = Operation.SUM
+    operation: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
     set_id: int = 0
@@ -54,7 +54,7 @@ class Call:
     @property
     def keeps_shapes(self) -> bool:
         """Whether each result has the shape of its input, so that memory for it can be given."""
-        return self.verb in (Verb.ALLREDUCE, Verb.BROADCAST) and not self.tables
+        return self.kind in (Collective.ALLREDUCE, Collective.BROADCAST) and not self.tables
 
     def but(self, **changes: Any) -> Call:
         """Return the call with some fields changed."""
@@ -69,15 +69,15 @@ class Call:
     def from_text(text: str) -> Call:
         """Return the call that ``text()`` wrote."""
         fields = json.loads(text)
-        fields["verb"] = Verb(fields["verb"])
-        fields["operation"] = Operation(fields["operation"])
+        fields["kind"] = Collective(fields["kind"])
+        fields["operation"] = ReduceOp(fields["operation"])
         fields["tables"] = tuple(fields["tables"])
         return Call(**fields)
 
     def submit(
         self, engine: Engine, inputs: collectives.Arrays, outputs: collectives.Arrays | None = None,
         splits: Sequence[collectives.Array | None] = (None,), wake: bool = False,
-    ) -> Ticket:
+    ) -> Work:
         """Submit the call.
 
         Args:
@@ -93,27 +93,27 @@ class Call:
         name, set_id, grouped = self.name, self.set_id, self.grouped
         if self.tables:
             return sparse.submit(
-                engine, inputs, self.tables, name=name, average=self.operation is Operation.AVERAGE,
+                engine, inputs, self.tables, name=name, average=self.operation is ReduceOp.AVERAGE,
                 set_id=set_id,
             )
-        if self.verb is Verb.ALLREDUCE:
+        if self.kind is Collective.ALLREDUCE:
             return collectives.allreduce(
                 engine, inputs, outputs, name=name, operation=self.operation, prescale=self.prescale,
                 postscale=self.postscale, set_id=set_id, grouped=grouped, wake=wake,
             )
-        if self.verb is Verb.BROADCAST:
+        if self.kind is Collective.BROADCAST:
             return collectives.broadcast(
                 engine, inputs, outputs, self.root, name=name, set_id=set_id, grouped=grouped, wake=wake
             )
-        if self.verb is Verb.ALLGATHER:
+        if self.kind is Collective.ALLGATHER:
             return collectives.allgather(engine, inputs, name=name, set_id=set_id, grouped=grouped, wake=wake)
-        if self.verb is Verb.ALLTOALL:
+        if self.kind is Collective.ALLTOALL:
             return collectives.alltoall(
                 engine, inputs, splits, name=name, set_id=set_id, grouped=grouped, wake=wake
             )
-        if self.verb is Verb.REDUCESCATTER:
+        if self.kind is Collective.REDUCESCATTER:
             return collectives.reducescatter(
                 engine, inputs, name=name, operation=self.operation, prescale=self.prescale,
                 postscale=self.postscale, set_id=set_id, grouped=grouped, wake=wake,
             )
-        raise ArgumentError(f"{self.verb.name} is not a call with tensors.")
+        raise ArgumentError(f"{self.kind.name} is not a call with tensors.")

@@ -1,10 +1,10 @@
-"""Every verb on NumPy views: checks the arguments, builds the request, submits it.
+"""Every collective on NumPy views: checks the arguments, builds the request, submits it.
 
 Each function takes the engine, contiguous views (a tuple; several make a group, all or nothing) and
-returns a ticket whose result is a list of arrays, one for each view. ``outputs=None`` lets the engine
+returns a Work whose result is a list of arrays, one for each view. ``outputs=None`` lets the engine
 allocate; giving the inputs again works in place. ``wake=False`` is for callers that wait at once.
 
-Names are ``<verb>.<name>`` and ``grouped_<verb>.<name>`` (contract 3.7); ``None`` matches by order.
+Names are ``<collective>.<name>`` and ``grouped_<collective>.<name>``; ``None`` matches by order.
 An argument error that only this rank can see is raised here at once, and the ranks that wait for
 the same call get its message (``refuse``) instead of being left waiting.
 """
@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from ringdance import session
-from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError, CollectiveError, DuplicateNameError
 from ringdance.settings import level_of_caller
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "Operation", "UnsupportedOperationError", "allgather", "allreduce", "alltoall", "barrier", "broadcast",
+    "ReduceOp", "UnsupportedOperationError", "allgather", "allreduce", "alltoall", "barrier", "broadcast",
     "join", "pick_operation", "reducescatter", "refusing", "tell_of_joins",
 ]
 
@@ -50,17 +50,17 @@ DTYPE_NAMES: dict[np.dtype[Any], str] = {
     )
 }
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-_OPERATIONS = {int(operation): operation for operation in Operation}
+_OPERATIONS = {int(operation): operation for operation in ReduceOp}
 
 
 class UnsupportedOperationError(ArgumentError, CollectiveError, NotImplementedError):
-    """A reduction that this verb, data type or number of ranks does not allow. Raised locally, at once.
+    """A reduction that this collective, data type or number of ranks does not allow. Raised locally, at once.
 
     Of all three kinds because Horovod raises one or the other, by case.
     """
 
 
-def pick_operation(average: bool | None, op: int | None) -> Operation:
+def pick_operation(average: bool | None, op: int | None) -> ReduceOp:
     """Return the operation meant by Horovod's pair of arguments; Average if both are ``None``.
 
     Raises:
@@ -71,9 +71,9 @@ def pick_operation(average: bool | None, op: int | None) -> Operation:
             raise ArgumentError("Give op, as in op=hvd.Average or op=hvd.Sum, or average=, not both.")
         text = "average= is old: say op=hvd.Average or op=hvd.Sum."
         warnings.warn(text, DeprecationWarning, stacklevel=level_of_caller())
-        return Operation.AVERAGE if average else Operation.SUM
+        return ReduceOp.AVERAGE if average else ReduceOp.SUM
     if op is None:
-        return Operation.AVERAGE
+        return ReduceOp.AVERAGE
     try:
         return _OPERATIONS[op]
     except (KeyError, TypeError):
@@ -82,8 +82,8 @@ def pick_operation(average: bool | None, op: int | None) -> Operation:
 
 @lru_cache(maxsize=8192)
 def _describe(
-    verb: Verb, dtypes: tuple[np.dtype[Any], ...], shapes: tuple[tuple[int, ...], ...],
-    operation: Operation = Operation.SUM, prescale: float = 1.0, postscale: float = 1.0, root: int = -1,
+    kind: Collective, dtypes: tuple[np.dtype[Any], ...], shapes: tuple[tuple[int, ...], ...],
+    operation: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0, root: int = -1,
 ) -> Description:
     """Return the description of a request; checked once for each signature, then remembered."""
     for dtype in dtypes:
@@ -91,21 +91,21 @@ def _describe(
             known = ", ".join(DTYPE_NAMES.values())
             raise ArgumentError(f"Elements of type {dtype} cannot be exchanged; known are {known}.")
     names = tuple(DTYPE_NAMES[dtype] for dtype in dtypes)
-    _check_operation(verb, names, operation)
+    _check_operation(kind, names, operation)
     detail: tuple[int, ...] = ()
-    if verb in (Verb.ALLGATHER, Verb.ALLTOALL, Verb.REDUCESCATTER) and not all(shapes):
+    if kind in (Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER) and not all(shapes):
         detail = (-1,)  # a tensor without dimensions: the engine refuses it, on all members alike
-    if verb in (Verb.ALLGATHER, Verb.ALLTOALL):
+    if kind in (Collective.ALLGATHER, Collective.ALLTOALL):
         shapes = tuple(shape[1:] for shape in shapes)
-    return Description(verb, names, shapes, operation, float(prescale), float(postscale), root, detail)
+    return Description(kind, names, shapes, operation, float(prescale), float(postscale), root, detail)
 
 
-def _check_operation(verb: Verb, names: tuple[str, ...], operation: Operation) -> None:
-    if verb is Verb.REDUCESCATTER and operation not in (Operation.SUM, Operation.AVERAGE):
+def _check_operation(kind: Collective, names: tuple[str, ...], operation: ReduceOp) -> None:
+    if kind is Collective.REDUCESCATTER and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise UnsupportedOperationError(f"reducescatter knows Sum and Average, not {operation.name.title()}.")
-    if operation is Operation.ADASUM and not _FLOATS.issuperset(names):
+    if operation is ReduceOp.ADASUM and not _FLOATS.issuperset(names):
         raise UnsupportedOperationError(f"Adasum needs floating-point tensors, got {', '.join(names)}.")
-    if operation is Operation.AVERAGE and "bool" in names and verb is not Verb.BROADCAST:
+    if operation is ReduceOp.AVERAGE and "bool" in names and kind is not Collective.BROADCAST:
         raise UnsupportedOperationError("Booleans have no average: use Max (any) or Min (all).")
 
 
@@ -118,23 +118,23 @@ def _dtypes_and_shapes(views: Arrays) -> tuple[tuple[np.dtype[Any], ...], tuple[
     return tuple([view.dtype for view in views]), tuple([view.shape for view in views])
 
 
-def _full_name(verb: str, name: str | None, grouped: bool) -> str | None:
+def _full_name(kind: str, name: str | None, grouped: bool) -> str | None:
     if name is None:
         return None
-    return f"grouped_{verb}.{name}" if grouped else f"{verb}.{name}"
+    return f"grouped_{kind}.{name}" if grouped else f"{kind}.{name}"
 
 
 def _refuse(
-    engine: Engine, verb: Verb, name: str | None, set_id: int, grouped: bool, error: Exception
+    engine: Engine, kind: Collective, name: str | None, set_id: int, grouped: bool, error: Exception
 ) -> None:
     """Let the ranks that wait for this call fail with the message of ``error``, once for each error."""
     if not getattr(error, "told_to_peers", False):
         error.told_to_peers = True  # type: ignore[attr-defined]
-        full = _full_name(verb.name.lower(), name, grouped)
-        engine.refuse(Request(Description(verb), name=full, set_id=set_id), str(error))
+        full = _full_name(kind.name.lower(), name, grouped)
+        engine.refuse(Request(Description(kind), name=full, set_id=set_id), str(error))
 
 
-def refusing(verb: Verb, grouped: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def refusing(kind: Collective, grouped: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a binding's function that makes a call: where it raises before submitting, the peers are told.
 
     The function has the arguments ``name`` and ``process_set``, and may have ``grouped``.
@@ -152,7 +152,7 @@ def refusing(verb: Verb, grouped: bool = False) -> Callable[[Callable[P, T]], Ca
             which = given.arguments
             set_id = getattr(which["process_set"], "process_set_id", None)
             if isinstance(set_id, int):
-                _refuse(session.engine(), verb, which["name"], set_id, which.get("grouped", grouped), error)
+                _refuse(session.engine(), kind, which["name"], set_id, which.get("grouped", grouped), error)
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -171,16 +171,17 @@ def refusing(verb: Verb, grouped: bool = False) -> Callable[[Callable[P, T]], Ca
 
 
 def _described(
-    engine: Engine, verb: Verb, views: Arrays, name: str | None, set_id: int, grouped: bool, *others: Any
+    engine: Engine, kind: Collective, views: Arrays, name: str | None, set_id: int, grouped: bool,
+    *others: Any,
 ) -> tuple[Description, str | None]:
     """Return the description of a request and its full name; others: operation, scales, root."""
     try:
         return (
-            _describe(verb, *_dtypes_and_shapes(views), *others),
-            _full_name(verb.name.lower(), name, grouped),
+            _describe(kind, *_dtypes_and_shapes(views), *others),
+            _full_name(kind.name.lower(), name, grouped),
         )
     except ArgumentError as error:
-        _refuse(engine, verb, name, set_id, grouped, error)
+        _refuse(engine, kind, name, set_id, grouped, error)
         raise
 
 
@@ -197,9 +198,9 @@ def _members(engine: Engine, set_id: int) -> tuple[int, ...]:
 
 def allreduce(
     engine: Engine, inputs: Arrays, outputs: Arrays | None, *, name: str | None = None,
-    operation: Operation = Operation.AVERAGE, prescale: float = 1.0, postscale: float = 1.0, set_id: int = 0,
+    operation: ReduceOp = ReduceOp.AVERAGE, prescale: float = 1.0, postscale: float = 1.0, set_id: int = 0,
     grouped: bool = False, wake: bool = True,
-) -> Ticket:
+) -> Work:
     """Reduce element by element over the members; shapes and types equal on all. Any shape, 0-dim too.
 
     Raises:
@@ -211,13 +212,13 @@ def allreduce(
     try:
         if name is None:
             kinds = _dtypes_and_shapes(inputs)
-            description = _describe(Verb.ALLREDUCE, *kinds, operation, prescale, postscale)
+            description = _describe(Collective.ALLREDUCE, *kinds, operation, prescale, postscale)
         else:
             description, full = _describe_again(name, grouped, inputs, operation, prescale, postscale)
     except ArgumentError as error:
-        _refuse(engine, Verb.ALLREDUCE, name, set_id, grouped, error)
+        _refuse(engine, Collective.ALLREDUCE, name, set_id, grouped, error)
         raise
-    if operation is Operation.ADASUM:
+    if operation is ReduceOp.ADASUM:
         _check_adasum(len(engine.members(set_id)))
     return engine.submit(Request(description, inputs, outputs, full, set_id), wake=wake)
 
@@ -229,7 +230,7 @@ _MOST_RECENT = 4096
 
 
 def _describe_again(
-    name: str, grouped: bool, views: Arrays, operation: Operation, prescale: float, postscale: float
+    name: str, grouped: bool, views: Arrays, operation: ReduceOp, prescale: float, postscale: float
 ) -> tuple[Description, str]:
     """Return description and full name of a named allreduce."""
     recent = _recent[grouped]
@@ -242,7 +243,7 @@ def _describe_again(
         return known[1], known[2]
     if len(recent) >= _MOST_RECENT:
         recent.clear()
-    description = _describe(Verb.ALLREDUCE, *_dtypes_and_shapes(views), operation, prescale, postscale)
+    description = _describe(Collective.ALLREDUCE, *_dtypes_and_shapes(views), operation, prescale, postscale)
     full = f"grouped_allreduce.{name}" if grouped else f"allreduce.{name}"
     recent[name] = (key, description, full)
     return description, full
@@ -259,18 +260,18 @@ def _check_adasum(size: int) -> None:
 def allgather(
     engine: Engine, inputs: Arrays, *, name: str | None = None, set_id: int = 0, grouped: bool = False,
     wake: bool = True,
-) -> Ticket:
+) -> Work:
     """Join the members' tensors along dimension 0, which may differ; the other dimensions are equal."""
     if set_id:
         _members(engine, set_id)
-    description, full = _described(engine, Verb.ALLGATHER, inputs, name, set_id, grouped)
+    description, full = _described(engine, Collective.ALLGATHER, inputs, name, set_id, grouped)
     return engine.submit(Request(description, inputs, None, full, set_id), wake=wake)
 
 
 def broadcast(
     engine: Engine, inputs: Arrays, outputs: Arrays | None, root: int, *, name: str | None = None,
     set_id: int = 0, grouped: bool = False, wake: bool = True,
-) -> Ticket:
+) -> Work:
     """Give all members the root's values. ``root`` is a global rank, also within a process set.
 
     Raises:
@@ -279,14 +280,14 @@ def broadcast(
     members = _members(engine, set_id)
     if not isinstance(root, int):
         root = int(root)
-    scales = Operation.SUM, 1.0, 1.0
-    description, full = _described(engine, Verb.BROADCAST, inputs, name, set_id, grouped, *scales, root)
+    scales = ReduceOp.SUM, 1.0, 1.0
+    description, full = _described(engine, Collective.BROADCAST, inputs, name, set_id, grouped, *scales, root)
     if root not in members:
         error = ArgumentError(
             f"broadcast{f' {name!r}' if name else ''}: root rank {root} is not in process set {set_id} with "
             f"the ranks {list(members)}; the root is given as a global rank."
         )
-        _refuse(engine, Verb.BROADCAST, name, set_id, grouped, error)
+        _refuse(engine, Collective.BROADCAST, name, set_id, grouped, error)
         raise error
     return engine.submit(Request(description, inputs, outputs, full, set_id), wake=wake)
 
@@ -294,7 +295,7 @@ def broadcast(
 def alltoall(
     engine: Engine, inputs: Arrays, splits: Sequence[Array | None], *, name: str | None = None,
     set_id: int = 0, grouped: bool = False, wake: bool = True,
-) -> Ticket:
+) -> Work:
     """Send slice j of each tensor (``splits[j]`` rows) to member j; receive theirs, in member order.
 
     Args:
@@ -310,14 +311,14 @@ def alltoall(
         ArgumentError: splits do not fit; peers that wait for this name get the same message.
     """
     members = _members(engine, set_id)
-    description, full = _described(engine, Verb.ALLTOALL, inputs, name, set_id, grouped)
+    description, full = _described(engine, Collective.ALLTOALL, inputs, name, set_id, grouped)
     try:
         checked = tuple([
             _splits(view, rows, len(members), full or "alltoall", engine)
             for view, rows in zip(inputs, splits, strict=True)
         ])
     except ArgumentError as error:
-        _refuse(engine, Verb.ALLTOALL, name, set_id, grouped, error)
+        _refuse(engine, Collective.ALLTOALL, name, set_id, grouped, error)
         raise
     return engine.submit(Request(description, inputs, None, full, set_id, checked), wake=wake)
 
@@ -344,19 +345,19 @@ def _splits(view: Array, splits: Array | None, size: int, name: str, engine: Eng
 
 
 def reducescatter(
-    engine: Engine, inputs: Arrays, *, name: str | None = None, operation: Operation = Operation.AVERAGE,
+    engine: Engine, inputs: Arrays, *, name: str | None = None, operation: ReduceOp = ReduceOp.AVERAGE,
     prescale: float = 1.0, postscale: float = 1.0, set_id: int = 0, grouped: bool = False, wake: bool = True,
-) -> Ticket:
+) -> Work:
     """Reduce (Sum or Average) and give each member its rows: d // n of them, the first d % n one more."""
     if set_id:
         _members(engine, set_id)
     scales = operation, prescale, postscale
-    description, full = _described(engine, Verb.REDUCESCATTER, inputs, name, set_id, grouped, *scales)
+    description, full = _described(engine, Collective.REDUCESCATTER, inputs, name, set_id, grouped, *scales)
     return engine.submit(Request(description, inputs, None, full, set_id), wake=wake)
 
 
-_BARRIER = Description(Verb.BARRIER)
-_JOIN = Description(Verb.JOIN)
+_BARRIER = Description(Collective.BARRIER)
+_JOIN = Description(Collective.JOIN)
 # Called when all ranks have joined. Held weakly: the methods' objects live as long as their users want.
 _listeners: weakref.WeakKeyDictionary[Engine, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()

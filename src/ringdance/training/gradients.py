@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ringdance.core.request import Ticket
+from ringdance.core.request import Work
 from ringdance.training.sparse import Rows
 
 __all__ = ["AS_DENSE", "DENSE", "Bucket", "GradientSource", "State"]
@@ -63,7 +63,7 @@ class Bucket:
     expected: tuple[int, ...]  # agreed: what was reduced last time
     missing: int = 0  # of the expected ones, not computed yet
     surprises: int = 0  # computed, though not expected
-    ticket: Ticket | None = None
+    work: Work | None = None
     kinds: bytes = b""  # when it was sent during the pass; sending makes sparse gradients dense
 
 

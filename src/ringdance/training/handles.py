@@ -6,22 +6,22 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from ringdance.core.request import Ticket
+from ringdance.core.request import Work
 from ringdance.errors import ArgumentError
 
 __all__ = ["clear", "hold", "known", "poll", "synchronize"]
 
-Finish = Callable[[Ticket], Any]
+Finish = Callable[[Work], Any]
 
 # Shared by all loopback ranks of a process: numbers are unique, and handles are local to a rank.
-_pending: dict[int, tuple[Ticket, Finish]] = {}
+_pending: dict[int, tuple[Work, Finish]] = {}
 _numbers = itertools.count()
 
 
-def hold(ticket: Ticket, finish: Finish) -> int:
-    """Keep a ticket, and with it its memory, until ``synchronize``; ``finish`` makes the result of it."""
+def hold(work: Work, finish: Finish) -> int:
+    """Keep a Work, and with it its memory, until ``synchronize``; ``finish`` makes the result of it."""
     handle = next(_numbers)
-    _pending[handle] = (ticket, finish)
+    _pending[handle] = (work, finish)
     return handle
 
 
@@ -57,9 +57,9 @@ def synchronize(handle: int) -> Any:
     """
     if not known(handle):
         raise _unknown(handle)
-    ticket, finish = _pending.pop(handle)
-    ticket.wait()
-    return finish(ticket)
+    work, finish = _pending.pop(handle)
+    work.wait()
+    return finish(work)
 
 
 def clear() -> None:

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringdance import session
-from ringdance.core.request import Operation, Ticket
+from ringdance.core.request import ReduceOp, Work
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import collectives
 from ringdance.training.gradients import AS_DENSE, Bucket, GradientSource, State
@@ -83,7 +83,7 @@ class GradientExchange:
     """
 
     def __init__(
-        self, source: GradientSource, names: Sequence[str], *, operation: Operation = Operation.AVERAGE,
+        self, source: GradientSource, names: Sequence[str], *, operation: ReduceOp = ReduceOp.AVERAGE,
         passes: int = 1, predivide: float = 1.0, groups: Sequence[tuple[int, ...]] = (), set_id: int = 0,
         early: bool = True, overlap: bool = False,
     ) -> None:
@@ -168,7 +168,7 @@ class GradientExchange:
             names: as those given at first.
             computed: indices of the gradients that exist already and are to be reduced with the next ones.
         """
-        if any(bucket.ticket is not None for bucket in self.buckets):
+        if any(bucket.work is not None for bucket in self.buckets):
             self._abandon()
         self._shortcut.leave()
         self.names += names
@@ -187,9 +187,9 @@ class GradientExchange:
         count = len(self.names)
         self.state = State(computed=bytearray(count), reduced=bytearray(count))
         for bucket in self.buckets:
-            if bucket.ticket is not None and not bucket.ticket.done():
-                bucket.ticket.wait()  # its memory is still being read
-            bucket.ticket = None
+            if bucket.work is not None and not bucket.work.done():
+                bucket.work.wait()  # its memory is still being read
+            bucket.work = None
             bucket.missing, bucket.surprises = len(bucket.expected), 0
 
     def computed(self, index: int) -> None:
@@ -199,7 +199,7 @@ class GradientExchange:
             AssertionError: it was reduced in this step already, and the operation is not Average.
         """
         state = self.state
-        if state.reduced[index] and self.operation is not Operation.AVERAGE:
+        if state.reduced[index] and self.operation is not ReduceOp.AVERAGE:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed again after it had been reduced; only "
                 "op=Average can add up. Call optimizer.step() or optimizer.zero_grad() after each "
@@ -209,7 +209,7 @@ class GradientExchange:
             state.computed[index] = 1
             if self.overlap:
                 self._count(index)
-        elif self.overlap and self._bucket_of[index].ticket is not None:
+        elif self.overlap and self._bucket_of[index].work is not None:
             raise AssertionError(
                 f"The gradient of {self.names[index]} was computed twice in one backward pass, the second "
                 "time while it was being reduced: set RINGDANCE_OVERLAP=off, or use checkpointing with "
@@ -223,13 +223,13 @@ class GradientExchange:
         else:
             bucket.surprises += 1
         last = (self.state.passes + 1) % self.passes == 0
-        if last and bucket.missing == 0 and bucket.surprises == 0 and bucket.ticket is None:
+        if last and bucket.missing == 0 and bucket.surprises == 0 and bucket.work is None:
             if self._rejoin():
                 return
             kinds = self.source.kinds(self.state.computed)
             if all(kinds[member] >= AS_DENSE for member in bucket.expected):
                 bucket.kinds = bytes(kinds)
-                bucket.ticket = self._send(bucket, bucket.expected, wake=True)
+                bucket.work = self._send(bucket, bucket.expected, wake=True)
 
     def pass_done(self) -> None:
         """A backward pass that computed some of the gradients is complete; meet the others if it is time."""
@@ -272,7 +272,7 @@ class GradientExchange:
         state, count = self.state, len(self.names)
         kinds = self.source.kinds(state.computed)
         for bucket in self.buckets:
-            if bucket.ticket is not None:
+            if bucket.work is not None:
                 for index in bucket.expected:
                     kinds[index] = bucket.kinds[index]
         usual = kinds == self._shortcut.usual
@@ -281,16 +281,16 @@ class GradientExchange:
         ) + self._names_in_mask
         mask = np.frombuffer(memory, np.uint8)
         sent = collectives.allreduce(
-            self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=Operation.MAX,
+            self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=ReduceOp.MAX,
             set_id=self.set_id, wake=False,
         )
         # Where operation is not Average, a leftover that was not computed now must not count again.
         zeros = b""
-        if self.operation is not Operation.AVERAGE:
+        if self.operation is not ReduceOp.AVERAGE:
             zeros = bytes(0 if kind else 1 for kind in kinds)
         for bucket in self.buckets:
-            if bucket.ticket is None and bucket.expected and self._complete(bucket, kinds):
-                bucket.ticket = self._send(bucket, bucket.expected, zeros)
+            if bucket.work is None and bucket.expected and self._complete(bucket, kinds):
+                bucket.work = self._send(bucket, bucket.expected, zeros)
         self._wait_for_mask(sent, memory)
         self._check_step(memory[count] - 1, STEPS - memory[count + 1])
         union = bytes(memory[:count])
@@ -303,18 +303,18 @@ class GradientExchange:
         self._shortcut.learn(
             union if all(not kind or kind >= AS_DENSE for kind in union) else b"",
             alike=not memory[count + 3],
-            possible=self.operation is Operation.AVERAGE and len(self.buckets) == 1 and not self.overlap,
+            possible=self.operation is ReduceOp.AVERAGE and len(self.buckets) == 1 and not self.overlap,
         )
 
     def _exchanged(self, union: bytes) -> None:
         state = self.state
-        if self.operation is not Operation.AVERAGE:
+        if self.operation is not ReduceOp.AVERAGE:
             both = zip(union, state.reduced, strict=True)
             state.reduced = bytearray(1 if now or before else 0 for now, before in both)
         state.computed = bytearray(len(union))
         state.exchanged_at = state.passes
         for bucket in self.buckets:
-            bucket.ticket = None
+            bucket.work = None
             bucket.missing, bucket.surprises = len(bucket.expected), 0
 
     @staticmethod
@@ -325,23 +325,23 @@ class GradientExchange:
 
     def _reduce(self, union: bytes, zeros: bytes) -> None:
         """Send what is still to be sent of the union, wait for all, and hand over the results."""
-        tickets: list[tuple[Ticket, tuple[int, ...]]] = []
+        works: list[tuple[Work, tuple[int, ...]]] = []
         for bucket in self.buckets:
             dense = tuple(index for index in bucket.members if union[index] >= AS_DENSE)
             expected = bucket.expected
             extra = dense
             if expected and (dense == expected or set(expected).issubset(dense)):
-                if bucket.ticket is None:
-                    bucket.ticket = self._send(bucket, expected, zeros)
-                tickets.append((bucket.ticket, expected))
+                if bucket.work is None:
+                    bucket.work = self._send(bucket, expected, zeros)
+                works.append((bucket.work, expected))
                 extra = tuple(sorted(set(dense).difference(expected)))
             if extra:
-                tickets.append((self._send(bucket, extra, zeros), extra))
+                works.append((self._send(bucket, extra, zeros), extra))
             bucket.expected = dense
         sparse = [index for index, kind in enumerate(union) if 0 < kind < AS_DENSE]
         rows = self._send_sparse(sparse, union) if sparse else None
-        for ticket, indices in tickets:
-            ticket.wait()
+        for work, indices in works:
+            work.wait()
             self.source.put(indices, union)
         if rows is not None:
             for index, summed in zip(sparse, rows.wait(), strict=True):
@@ -349,7 +349,7 @@ class GradientExchange:
 
     def _send(
         self, bucket: Bucket, indices: tuple[int, ...], zeros: bytes = b"", wake: bool = False
-    ) -> Ticket:
+    ) -> Work:
         views = self.source.take(indices, zeros)
         name = bucket.name
         if len(indices) != len(bucket.members):
@@ -365,7 +365,7 @@ class GradientExchange:
         chosen = hashlib.blake2b(repr(sparse).encode(), digest_size=4).hexdigest()
         return SparseExchange(
             self.engine, parts, [self.names[index] for index in sparse],
-            name=f"{self.name}.sparse.{chosen}", average=self.operation is Operation.AVERAGE,
+            name=f"{self.name}.sparse.{chosen}", average=self.operation is ReduceOp.AVERAGE,
             set_id=self.set_id,
         )
 
@@ -374,15 +374,15 @@ class GradientExchange:
     def _abandon(self) -> None:
         """After an error: wait for what is in flight, since it uses the gradients' memory; start anew."""
         for bucket in self.buckets:
-            ticket, bucket.ticket = bucket.ticket, None
-            if ticket is not None:
+            work, bucket.work = bucket.work, None
+            if work is not None:
                 try:
-                    ticket.wait(1.0)
+                    work.wait(1.0)
                 except Exception:
                     pass  # the error that brought us here is the one to be seen
         self.reset()
 
-    def _wait_for_mask(self, sent: Ticket, memory: bytearray) -> None:
+    def _wait_for_mask(self, sent: Work, memory: bytearray) -> None:
         """Wait for the mask; its length and last bytes are alike where the ranks have the same names."""
         error: MismatchError | None = None
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def parts_of(indices: Sequence[int], nbytes: Callable[[int], int]) -> list[list[
     return [part[::-1] for part in parts]
 
 
-def scales_of(operation: Operation, predivide: float) -> tuple[float, float]:
+def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
     """Return pre- and postscale for ``gradient_predivide_factor``, a divisor before the sum."""
     if predivide == 1.0:
         return 1.0, 1.0
-    if operation is not Operation.AVERAGE:
+    if operation is not ReduceOp.AVERAGE:
         raise ArgumentError("gradient_predivide_factor needs op=Average.")
     return 1.0 / predivide, predivide
 

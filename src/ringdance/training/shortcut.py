@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance.core.request import Description, Operation, Request, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import MismatchError
 from ringdance.training import collectives
 from ringdance.training.gradients import GradientSource
@@ -89,13 +89,13 @@ class Shortcut:
         else:
             tag = self._tag(views[0].dtype, step)
             sent = (*views, tag)
-            ticket = collectives.allreduce(
-                self._engine, sent, sent, name=self._name, operation=Operation.AVERAGE,
+            work = collectives.allreduce(
+                self._engine, sent, sent, name=self._name, operation=ReduceOp.AVERAGE,
                 prescale=self._prescale, postscale=self._postscale, set_id=self._set_id, grouped=True,
                 wake=False,
             )
             try:
-                ticket.wait()
+                work.wait()
             except MismatchError:
                 views = None  # what is truly wrong is found by the mask's exchange again
         if views is None:
@@ -135,6 +135,6 @@ class Shortcut:
 
     def _refuse(self) -> None:
         request = Request(
-            Description(Verb.ALLREDUCE), name=f"grouped_allreduce.{self._name}", set_id=self._set_id
+            Description(Collective.ALLREDUCE), name=f"grouped_allreduce.{self._name}", set_id=self._set_id
         )
         self._engine.refuse(request, "it computed other gradients than usual; all ask for a mask now.")

@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from ringdance import session
-from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives
 
@@ -43,7 +43,7 @@ ROWS, DENSE = "rows", "dense"
 # share of the table (0.2 with 128 columns, 0.27 with 16, 0.45 with one), and with tables of so many bytes.
 DENSE_FROM = 0.3
 SMALL_BYTES = 64 << 10
-_COUNTS = Description(Verb.ALLREDUCE)
+_COUNTS = Description(Collective.ALLREDUCE)
 _NARROW = {np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -166,8 +166,8 @@ class SparseExchange:
         # Rows of each table, and how many ranks take part: those that have joined add zeros.
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
         self._check()
-        self._agreed: Ticket = collectives.allreduce(
-            engine, (self._counts,), (self._counts,), name=self._key("counts"), operation=Operation.SUM,
+        self._agreed: Work = collectives.allreduce(
+            engine, (self._counts,), (self._counts,), name=self._key("counts"), operation=ReduceOp.SUM,
             set_id=set_id, wake=False,
         )
 
@@ -248,16 +248,16 @@ class SparseExchange:
             used.append(np.zeros(part.table, np.uint8))
             tables[-1][part.keys] = part.values
             used[-1][part.keys] = 1
-        operation = Operation.AVERAGE if self.average else Operation.SUM
-        tickets = [
+        operation = ReduceOp.AVERAGE if self.average else ReduceOp.SUM
+        works = [
             collectives.allreduce(
                 self.engine, tuple(views), tuple(views), name=self._key(what), operation=how,
                 set_id=self.set_id, grouped=True, wake=False,
             )
-            for what, views, how in (("dense", tables, operation), ("used", used, Operation.MAX))
+            for what, views, how in (("dense", tables, operation), ("used", used, ReduceOp.MAX))
         ]
-        for ticket in tickets:
-            ticket.wait()
+        for work in works:
+            work.wait()
         results = []
         for table, mask in zip(tables, used, strict=True):
             keys = np.flatnonzero(mask)
@@ -268,27 +268,27 @@ class SparseExchange:
 def submit(
     engine: Engine, inputs: Sequence[Array], names: Sequence[str], *, name: str | None, average: bool,
     set_id: int,
-) -> Ticket:
+) -> Work:
     """Start a ``SparseExchange`` of arrays as graphs have them: values, keys, rows of the table; and so on.
 
     Returns:
-        A ticket with the results in the same order, keys in the type in which they were given.
+        A work with the results in the same order, keys in the type in which they were given.
     """
     if len(engine.members(set_id)) == 1:
-        alone = Ticket(Request(_COUNTS), name or "", lambda _, __: None)
+        alone = Work(Request(_COUNTS), name or "", lambda _, __: None)
         alone.finish([array.copy() for array in inputs])
         return alone
     columns = list(zip(inputs[::3], inputs[1::3], inputs[2::3], strict=True))
     parts = [Rows(keys.astype(np.int64, copy=False), values, int(table)) for values, keys, table in columns]
     exchange = SparseExchange(engine, parts, names, name=name, average=average, set_id=set_id)
 
-    def finish(ticket: Ticket, _: float | None) -> None:
+    def finish(work: Work, _: float | None) -> None:
         results: list[Array] = []
         for one, (_values, keys, table) in zip(exchange.wait(), columns, strict=True):
             results += [one.values, one.keys.astype(keys.dtype, copy=False), table]
-        ticket.finish(results)
+        work.finish(results)
 
-    return Ticket(Request(_COUNTS), name or "", finish)
+    return Work(Request(_COUNTS), name or "", finish)
 
 
 def _row_bytes(part: Rows) -> int:

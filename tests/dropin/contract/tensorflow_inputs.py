@@ -114,28 +114,28 @@ def total(like: Any, process_set: Any = None) -> Array:
     return (array * array.dtype.type(len(ranks_of(process_set)))).astype(array.dtype)
 
 
-def gradients(way: Way, verb: Callable[[Any], Any], given: Any) -> list[Array]:
+def gradients(way: Way, kind: Callable[[Any], Any], given: Any) -> list[Array]:
     """The gradients of the inputs where each result gets ``rank + 1`` everywhere.
 
     Args:
         way: how it is run.
-        verb: takes the list of inputs and returns the list of results.
+        collective: takes the list of inputs and returns the list of results.
         given: the inputs.
     """
 
     def compute(tensors: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(tensors)
-            results = verb(tensors)
+            results = kind(tensors)
         incoming = [tf.ones_like(one) * tf.cast(RANK + 1, one.dtype) for one in results]
         return tape.gradient(results, tensors, output_gradients=incoming)
 
     return [value(one) for one in way(compute, given)]
 
 
-def check_gradients(way: Way, verb: Callable[[Any], Any], given: Any, want: Sequence[Any]) -> None:
+def check_gradients(way: Way, kind: Callable[[Any], Any], given: Any, want: Sequence[Any]) -> None:
     """The gradients of ``gradients`` have the inputs' shapes and these values (numbers fill them)."""
-    found = gradients(way, verb, given)
+    found = gradients(way, kind, given)
     assert len(found) == len(want)
     for one, tensor, wanted in zip(found, given, want, strict=True):
         assert one.shape == tuple(tensor.shape)

@@ -262,14 +262,14 @@ def test_indexed_slices(way: Any, op: str, grouped: bool) -> None:
 @pytest.mark.parametrize("op", ["Min", "Max", "Product", "Adasum"])
 def test_indexed_slices_with_other_operations(way: Any, op: str) -> None:
     given = slices(tf.ones((2, 17)), tf.constant([1, 2]))
-    for verb in (hvd.allreduce, lambda one, **how: hvd.grouped_allreduce([tf.ones(2), one], **how)):
+    for kind in (hvd.allreduce, lambda one, **how: hvd.grouped_allreduce([tf.ones(2), one], **how)):
         with pytest.raises(NotImplementedError, match="Average or Sum"):
-            way(lambda verb=verb: verb(given, op=getattr(hvd, op)))
+            way(lambda kind=kind: kind(given, op=getattr(hvd, op)))
 
 
 @pytest.mark.parametrize("factor", ["prescale_factor", "postscale_factor"])
 def test_indexed_slices_with_factors(way: Any, factor: str) -> None:
     given = slices(tf.ones((2, 17)), tf.constant([1, 2]))
-    for verb in (hvd.allreduce, lambda one, **how: hvd.grouped_allreduce([tf.ones(2), one], **how)):
+    for kind in (hvd.allreduce, lambda one, **how: hvd.grouped_allreduce([tf.ones(2), one], **how)):
         with pytest.raises(NotImplementedError, match=factor):
-            way(lambda verb=verb: verb(given, op=hvd.Sum, **{factor: 0.5}))
+            way(lambda kind=kind: kind(given, op=hvd.Sum, **{factor: 0.5}))

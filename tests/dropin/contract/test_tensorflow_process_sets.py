@@ -174,18 +174,18 @@ def test_gradients(way: Any, halves: Any) -> None:
         hvd.broadcast: ({"root_rank": root}, mean(mine) if root == RANK else 0.0),
         hvd.alltoall: ({}, gathered), hvd.reducescatter: ({"op": hvd.Average}, gathered),
     }  # fmt: skip
-    for verb, (options, want) in checks.items():
+    for kind, (options, want) in checks.items():
         check_gradients(
-            way, lambda x, verb=verb, how=options: [verb(one, process_set=mine, **how) for one in x], given,
+            way, lambda x, kind=kind, how=options: [kind(one, process_set=mine, **how) for one in x], given,
             [want] * 2,
         )
     groups = {
         hvd.grouped_allreduce: ({"op": hvd.Average}, mean(mine)), hvd.grouped_allgather: ({}, mean(mine)),
         hvd.grouped_reducescatter: ({"op": hvd.Sum}, members * gathered),
     }  # fmt: skip
-    for verb, (options, want) in groups.items():
+    for kind, (options, want) in groups.items():
         check_gradients(
-            way, lambda x, verb=verb, how=options: verb(x, process_set=mine, **how), given, [want] * 2
+            way, lambda x, kind=kind, how=options: kind(x, process_set=mine, **how), given, [want] * 2
         )
 
 

@@ -138,14 +138,14 @@ def test_join_with_each_rank_first(device: Any) -> None:
 
 
 @several
-@pytest.mark.parametrize("verb", ["allgather", "broadcast", "alltoall", "reducescatter"])
-def test_not_under_join(verb: str) -> None:
+@pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall", "reducescatter"])
+def test_not_under_join(kind: str) -> None:
     call = {
         "allgather": lambda: hvd.allgather(torch.ones(SIZE), name="under join"),
         "broadcast": lambda: hvd.broadcast(torch.ones(SIZE), SIZE - 1, name="under join"),
         "alltoall": lambda: hvd.alltoall(torch.ones(SIZE), name="under join"),
         "reducescatter": lambda: hvd.reducescatter(torch.ones(SIZE), name="under join"),
-    }[verb]
+    }[kind]
     if RANK > 0:
         with pytest.raises(hvd.HorovodInternalError, match="join"):
             call()

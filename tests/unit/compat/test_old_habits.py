@@ -89,9 +89,9 @@ def test_before_init() -> None:
     for call in (hvd.mpi_ops.is_homogeneous, hvd.mpi_threads_supported, lambda: hvd.start_timeline("x")):
         with pytest.raises(ValueError, match=r"hvd\.init\(\)"):
             call()
-    for verb in (hvd.allreduce_async, hvd.allgather_async, hvd.alltoall_async, hvd.reducescatter_async):
+    for kind in (hvd.allreduce_async, hvd.allgather_async, hvd.alltoall_async, hvd.reducescatter_async):
         with pytest.raises(hvd.HorovodInternalError, match=r"hvd\.init\(\)"):
-            verb(torch.ones(2))
+            kind(torch.ones(2))
     assert hvd.mpi_enabled() is False
     hvd.shutdown()
 
@@ -143,22 +143,22 @@ def test_handles_are_used_once() -> None:
     assert hvd.synchronize(kept) is None
 
 
-@pytest.mark.parametrize("verb", ["allreduce", "allgather_async", "broadcast", "alltoall", "reducescatter"])
-def test_what_is_no_tensor(verb: str) -> None:
+@pytest.mark.parametrize("kind", ["allreduce", "allgather_async", "broadcast", "alltoall", "reducescatter"])
+def test_what_is_no_tensor(kind: str) -> None:
     hvd.init()
-    root = (0,) if verb == "broadcast" else ()
+    root = (0,) if kind == "broadcast" else ()
     for wrong in ([1.0], torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64)):
-        if wrong == [1.0] and verb == "reducescatter":
+        if wrong == [1.0] and kind == "reducescatter":
             continue  # the compression sees it first
         with pytest.raises(ValueError, match=r"Tensor|tensor|complex64"):
-            getattr(hvd, verb)(wrong, *root)
+            getattr(hvd, kind)(wrong, *root)
 
 
 def test_groups() -> None:
     hvd.init()
-    for verb in ("grouped_allreduce", "grouped_allreduce_async_", "grouped_allgather"):
+    for kind in ("grouped_allreduce", "grouped_allreduce_async_", "grouped_allgather"):
         with pytest.raises(IndexError):
-            getattr(hvd, verb)([])
+            getattr(hvd, kind)([])
     pair = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
     assert type(hvd.synchronize(hvd.grouped_allreduce_async(pair))) is tuple
     assert all(a is b for a, b in zip(hvd.grouped_allreduce_(pair), pair, strict=True))

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from ringdance.core.agreement import CALM, GO, HEAD, KnownTensors, VectorLayout, run_digest, set_bits
-from ringdance.core.request import Description, Verb
+from ringdance.core.request import Collective, Description
 
 
-def described(n: int, verb: Verb = Verb.ALLREDUCE) -> Description:
-    return Description(verb, ("float32",), ((n,),))
+def described(n: int, kind: Collective = Collective.ALLREDUCE) -> Description:
+    return Description(kind, ("float32",), ((n,),))
 
 
 def test_set_bits() -> None:
@@ -67,7 +67,8 @@ def test_random_numbers_agree_only_when_equal() -> None:
 
 def test_digests() -> None:
     assert described(1).digest() == described(1).digest()
-    different = {described(n, verb).digest() for n in range(50) for verb in (Verb.ALLREDUCE, Verb.ALLGATHER)}
+    kinds = (Collective.ALLREDUCE, Collective.ALLGATHER)
+    different = {described(n, kind).digest() for n in range(50) for kind in kinds}
     assert len(different) == 100
     assert run_digest([described(1), described(2)]) != run_digest([described(2), described(1)])
 

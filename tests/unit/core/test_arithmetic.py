@@ -11,10 +11,10 @@ import pytest
 from by_numpy import FLOATS, HALVES, INTEGERS, OPERATIONS, all_values, dtype_of, reduced, same
 
 from ringdance.core.arithmetic import dtype_named, reduction
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 
 
-def run(parts: list[np.ndarray], operation: Operation, pre: float = 1.0, post: float = 1.0) -> np.ndarray:
+def run(parts: list[np.ndarray], operation: ReduceOp, pre: float = 1.0, post: float = 1.0) -> np.ndarray:
     """As an exchange does: each prepares its part, one combines, all deliver."""
     how = reduction(str(parts[0].dtype.name), operation, pre, post, len(parts))
     prepared = []
@@ -43,20 +43,20 @@ def test_averages_of_integers_are_exact(size: int, dtype: str) -> None:
     sums = [n for n in sums if limit.min <= n <= limit.max]
     parts = [np.array(sums, dtype)] + [np.zeros(len(sums), dtype)] * (size - 1)
     want = [int(Fraction(n, size)) for n in sums]  # int() cuts off toward zero
-    assert run(parts, Operation.AVERAGE).tolist() == want
+    assert run(parts, ReduceOp.AVERAGE).tolist() == want
 
 
 def test_averages_of_large_integers_do_not_pass_through_double() -> None:
     big = (1 << 62) + 3
-    assert run([np.array([big])] + [np.array([0])] * 2, Operation.AVERAGE).tolist() == [big // 3]
-    assert run([np.array([-big])] + [np.array([0])] * 2, Operation.AVERAGE).tolist() == [-(big // 3)]
+    assert run([np.array([big])] + [np.array([0])] * 2, ReduceOp.AVERAGE).tolist() == [big // 3]
+    assert run([np.array([-big])] + [np.array([0])] * 2, ReduceOp.AVERAGE).tolist() == [-(big // 3)]
 
 
 def test_other_scales_of_integers_are_cut_off() -> None:
     parts = [np.array([7, -7, 3, 0], np.int32)] * 2
-    assert run(parts, Operation.SUM, post=0.25).tolist() == [3, -3, 1, 0]
-    assert run(parts, Operation.SUM, pre=0.5).tolist() == [6, -6, 2, 0]
-    assert run(parts, Operation.AVERAGE, post=0.5).tolist() == [3, -3, 1, 0]
+    assert run(parts, ReduceOp.SUM, post=0.25).tolist() == [3, -3, 1, 0]
+    assert run(parts, ReduceOp.SUM, pre=0.5).tolist() == [6, -6, 2, 0]
+    assert run(parts, ReduceOp.AVERAGE, post=0.5).tolist() == [3, -3, 1, 0]
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
@@ -66,9 +66,9 @@ def test_like_numpy_in_rank_order(dtype: str, size: int) -> None:
     for name, number in OPERATIONS.items():
         if dtype in INTEGERS and name == "product" and size == 8:
             continue  # wraps, in NumPy's 64 bits elsewhere
-        same(run(parts, Operation(number)), reduced(parts, name))
+        same(run(parts, ReduceOp(number)), reduced(parts, name))
         if dtype in FLOATS:
-            same(run(parts, Operation(number), 2.0, 0.25), reduced(parts, name, 2.0, 0.25))
+            same(run(parts, ReduceOp(number), 2.0, 0.25), reduced(parts, name, 2.0, 0.25))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -76,13 +76,13 @@ def test_halves_are_summed_in_float32(dtype: str) -> None:
     """2048 ones and then more: 16 bits would stop counting (float16) or much earlier (bfloat16)."""
     ones = [np.ones(3, dtype_of(dtype))] * 3000
     assert (
-        run(ones, Operation.SUM).astype(np.float64).tolist()
+        run(ones, ReduceOp.SUM).astype(np.float64).tolist()
         == [float(np.float32(3000).astype(dtype_of(dtype)))] * 3
     )
-    assert run(ones, Operation.AVERAGE).astype(np.float64).tolist() == [1.0] * 3
+    assert run(ones, ReduceOp.AVERAGE).astype(np.float64).tolist() == [1.0] * 3
     largest = [np.full(2, np.finfo(np.float16).max if dtype == "float16" else 3e38, dtype_of(dtype))] * 2
     if dtype == "float16":  # the sum overflows 16 bits, its half does not
-        same(run(largest, Operation.AVERAGE), largest[0])
+        same(run(largest, ReduceOp.AVERAGE), largest[0])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -91,8 +91,8 @@ def test_halves_are_rounded_once_whatever_the_prescale(dtype: str, size: int) ->
     parts = all_values(size, dtype, (4000,))
     for name, number in OPERATIONS.items():
         for pre, post in ((1 / 3, 1.0), (0.1, 3.3), (7.0, 1 / 7)):
-            same(run(parts, Operation(number), pre, post), reduced(parts, name, pre, post))
-            how, alone = reduction(dtype, Operation(number), pre, post, 1), np.empty_like(parts[0])
+            same(run(parts, ReduceOp(number), pre, post), reduced(parts, name, pre, post))
+            how, alone = reduction(dtype, ReduceOp(number), pre, post, 1), np.empty_like(parts[0])
             how.alone(parts[0], alone)
             same(alone, reduced(parts[:1], name, pre, post))
 
@@ -104,13 +104,13 @@ def test_averages_of_floats_are_the_sum_divided(size: int, dtype: str) -> None:
     total = parts[0].copy()
     for part in parts[1:]:
         total += part
-    same(run(parts, Operation.AVERAGE), total / total.dtype.type(size))
+    same(run(parts, ReduceOp.AVERAGE), total / total.dtype.type(size))
 
 
 def test_booleans() -> None:
     parts = [np.array([False, True, False]), np.array([False, False, True])]
-    assert run(parts, Operation.SUM).tolist() == [False, True, True]
-    assert run(parts, Operation.MIN).tolist() == [False, False, False]
+    assert run(parts, ReduceOp.SUM).tolist() == [False, True, True]
+    assert run(parts, ReduceOp.MIN).tolist() == [False, False, False]
 
 
 def test_not_numbers_and_infinities_pass() -> None:
@@ -119,7 +119,7 @@ def test_not_numbers_and_infinities_pass() -> None:
             np.array([np.nan, np.inf, 1.0], dtype_of(dtype)),
             np.array([1.0, 1.0, -np.inf], dtype_of(dtype)),
         ]
-        for operation in (Operation.SUM, Operation.AVERAGE):
+        for operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
             got = run(parts, operation).astype(np.float64)
             assert np.isnan(got[0])
             assert got[1:].tolist() == [np.inf, -np.inf]
@@ -128,12 +128,12 @@ def test_not_numbers_and_infinities_pass() -> None:
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
 def test_of_one_rank(dtype: str) -> None:
     (given,) = all_values(1, dtype, (5, 3))
-    for operation in Operation:
+    for operation in ReduceOp:
         how = reduction(dtype, operation, 1.0, 1.0, 1)
         out = np.empty_like(given)
         how.alone(given, out)
         same(out, given)
-    how = reduction(dtype, Operation.AVERAGE, 2.0, 3.0, 1)
+    how = reduction(dtype, ReduceOp.AVERAGE, 2.0, 3.0, 1)
     array = given.copy()
     how.alone(array, array)
     same(array, reduced([given], "average", 2.0, 3.0))
@@ -144,11 +144,11 @@ def test_infinities_are_results_and_no_warnings() -> None:
     program = (
         "import numpy as np\n"
         "from ringdance.core.arithmetic import reduction\n"
-        "from ringdance.core.request import Operation\n"
+        "from ringdance.core.request import ReduceOp\n"
         "for dtype in ('float16', 'float32'):\n"
         "    parts = [np.array([6e4, sign * np.inf, np.nan, 1], dtype) for sign in (1, -1)]\n"
         "    out = np.empty_like(parts[0])\n"
-        "    reduction(dtype, Operation.SUM, 1.0, 1.0, 2).combine(parts, out)\n"
+        "    reduction(dtype, ReduceOp.SUM, 1.0, 1.0, 2).combine(parts, out)\n"
         "    print(out.tolist())\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)

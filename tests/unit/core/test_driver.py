@@ -17,16 +17,16 @@ from loopback_job import job
 from ringdance.core import driver as driver_module
 from ringdance.core.engine import Engine
 from ringdance.core.process_set import ProcessSetState
-from ringdance.core.request import Operation, Ticket
+from ringdance.core.request import ReduceOp, Work
 from ringdance.errors import EngineError
 from ringdance.settings import Settings
 from ringdance.training import collectives
 from ringdance.transport.loopback import LoopbackTransport
 
 
-def start(engine: Engine, name: str, wake: bool = False) -> Ticket:
+def start(engine: Engine, name: str, wake: bool = False) -> Work:
     array = np.ones(3, np.float32)
-    return collectives.allreduce(engine, (array,), (array,), name=name, operation=Operation.SUM, wake=wake)
+    return collectives.allreduce(engine, (array,), (array,), name=name, operation=ReduceOp.SUM, wake=wake)
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -77,7 +77,7 @@ def test_a_submission_while_the_engine_thread_lies_down(monkeypatch: pytest.Monk
 
     def program(engine: Engine) -> None:
         start(engine, "A").wait()
-        found: list[Ticket] = []
+        found: list[Work] = []
         assert engine._driver is not None
         run = engine._driver._rest
 
@@ -189,15 +189,15 @@ def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
         assert driver is not None
         for places in range(1, 200):
             name = f"n{places}"
-            ticket, found = start(engine, name), False
+            work, found = start(engine, name), False
             if engine.rank == 0:
-                found = interrupt(lambda ticket=ticket: ticket.wait(), codes, places)  # type: ignore[misc]
+                found = interrupt(lambda work=work: work.wait(), codes, places)  # type: ignore[misc]
                 assert not engine._progress.callers
                 assert not engine._machines[0][0].waiting
-            ticket.wait(20.0)  # also what an interrupt has left
+            work.wait(20.0)  # also what an interrupt has left
             again = np.array([found])
-            ticket = collectives.allreduce(engine, (again,), (again,), name="again", operation=Operation.MAX)
-            ticket.wait(20.0)
+            work = collectives.allreduce(engine, (again,), (again,), name="again", operation=ReduceOp.MAX)
+            work.wait(20.0)
             if not again[0]:
                 return places
         raise AssertionError("there was always one more")

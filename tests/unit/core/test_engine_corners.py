@@ -12,7 +12,7 @@ import pytest
 
 from ringdance.core.agreement import RIDER_SLOTS
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
-from ringdance.core.request import Description, Operation, Request, Ticket, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
@@ -28,25 +28,25 @@ def on_ranks(size: int, program: Callable[[Engine], Any], **knobs: Any) -> list[
     def rank(transport: LoopbackTransport) -> Any:
         engine = Engine(transport, settings)
         result = program(engine)
-        engine.submit(Request(Description(Verb.BARRIER), name="end")).wait()
+        engine.submit(Request(Description(Collective.BARRIER), name="end")).wait()
         engine.shutdown()
         return result
 
     return world.run(rank, 20.0)
 
 
-def request(verb: Verb, view: Array, name: str | None = None, **more: Any) -> Request:
-    description = Description(verb, (str(view.dtype),), (view.shape,), Operation.SUM, **more)
+def request(kind: Collective, view: Array, name: str | None = None, **more: Any) -> Request:
+    description = Description(kind, (str(view.dtype),), (view.shape,), ReduceOp.SUM, **more)
     return Request(description, (view,), name=name)
 
 
-def allreduce(engine: Engine, view: Array, name: str | None = None) -> Ticket:
-    return engine.submit(request(Verb.ALLREDUCE, view, name))
+def allreduce(engine: Engine, view: Array, name: str | None = None) -> Work:
+    return engine.submit(request(Collective.ALLREDUCE, view, name))
 
 
-def error_of(ticket: Ticket) -> str:
+def error_of(work: Work) -> str:
     with pytest.raises(MismatchError) as caught:
-        ticket.wait()
+        work.wait()
     return str(caught.value)
 
 
@@ -59,8 +59,8 @@ def test_more_in_flight_than_the_table_holds(capacity: int, leader: int) -> None
     def program(engine: Engine) -> list[float]:
         views = [np.full(3, i + 100.0 * engine.rank, np.float32) for i in range(count)]
         if engine.rank == leader:
-            tickets = [allreduce(engine, views[i], f"t{i}") for i in range(count)]
-            return [float(ticket.wait()[0][0]) for ticket in tickets]
+            works = [allreduce(engine, views[i], f"t{i}") for i in range(count)]
+            return [float(work.wait()[0][0]) for work in works]
         found = {i: float(allreduce(engine, views[i], f"t{i}").wait()[0][0]) for i in reversed(range(count))}
         return [found[i] for i in range(count)]
 
@@ -72,9 +72,9 @@ def test_unnamed_requests_match_after_a_join_of_unequal_ranks() -> None:
     def program(engine: Engine) -> list[float]:
         for _ in range(1 + 3 * engine.rank):
             allreduce(engine, np.ones(2, np.float32)).wait()
-        engine.submit(Request(Description(Verb.JOIN))).wait()
-        tickets = [allreduce(engine, np.full(2, i, np.float32)) for i in range(20)]
-        return [float(ticket.wait()[0][0]) for ticket in tickets]
+        engine.submit(Request(Description(Collective.JOIN))).wait()
+        works = [allreduce(engine, np.full(2, i, np.float32)) for i in range(20)]
+        return [float(work.wait()[0][0]) for work in works]
 
     right = [3.0 * i for i in range(20)]
     assert on_ranks(3, program) == [right] * 3
@@ -87,7 +87,7 @@ def test_a_name_used_again_at_once_after_a_refused_call() -> None:
         view = np.full(2, engine.rank + 1.0)
         text = ""
         if engine.rank == 1:
-            engine.refuse(request(Verb.ALLREDUCE, view, "x"), "splits are wrong")
+            engine.refuse(request(Collective.ALLREDUCE, view, "x"), "splits are wrong")
         else:
             time.sleep(0.01)
             text = error_of(allreduce(engine, view, "x"))
@@ -103,8 +103,8 @@ def test_a_name_used_again_at_once_after_a_refused_call() -> None:
 @pytest.mark.parametrize("name", [None, "x"])
 def test_different_verbs_say_the_same_to_all(name: str | None) -> None:
     def program(engine: Engine) -> str:
-        verb = Verb.BROADCAST if engine.rank == 1 else Verb.ALLREDUCE
-        return error_of(engine.submit(request(verb, np.zeros(2), name)))
+        kind = Collective.BROADCAST if engine.rank == 1 else Collective.ALLREDUCE
+        return error_of(engine.submit(request(kind, np.zeros(2), name)))
 
     texts = set(on_ranks(3, program))
     assert len(texts) == 1
@@ -115,7 +115,7 @@ def test_groups_of_different_size_are_not_called_different_types() -> None:
     def program(engine: Engine) -> str:
         views = tuple(np.zeros(2) for _ in range(1 + engine.rank))
         shapes = tuple(view.shape for view in views)
-        description = Description(Verb.ALLREDUCE, ("float64",) * len(views), shapes)
+        description = Description(Collective.ALLREDUCE, ("float64",) * len(views), shapes)
         return error_of(engine.submit(Request(description, views, name="g")))
 
     assert "numbers of tensors in the group" in on_ranks(2, program)[0]
@@ -125,9 +125,10 @@ def test_groups_of_different_size_are_not_called_different_types() -> None:
 def test_pieces_smaller_than_a_share_for_each_member(piece: int) -> None:
     def program(engine: Engine) -> tuple[list[float], list[float]]:
         view = np.arange(30, dtype=np.float64) + engine.rank
-        scattered = engine.submit(request(Verb.REDUCESCATTER, view, "r")).wait()[0]
+        scattered = engine.submit(request(Collective.REDUCESCATTER, view, "r")).wait()[0]
         splits = (np.full(3, 10, np.int64),)
-        moved = Request(Description(Verb.ALLTOALL, ("float64",), ((),)), (view,), name="a", splits=splits)
+        description = Description(Collective.ALLTOALL, ("float64",), ((),))
+        moved = Request(description, (view,), name="a", splits=splits)
         return scattered.tolist(), engine.submit(moved).wait()[0].tolist()
 
     for rank, (scattered, moved) in enumerate(on_ranks(3, program, piece_bytes=piece, small_bytes=0)):
@@ -143,17 +144,18 @@ def test_a_thread_that_submits_while_its_set_is_removed_gets_an_error() -> None:
 
         def submit_on() -> None:
             """Only this rank submits these, so none of them can ever be done."""
-            tickets = []
+            works = []
             for i in range(100_000):
                 try:
                     view = np.zeros(1)
-                    made = Request(request(Verb.ALLREDUCE, view).description, (view,), None, f"{i}", set_id)
-                    tickets.append(engine.submit(made, wake=False))
+                    description = request(Collective.ALLREDUCE, view).description
+                    made = Request(description, (view,), None, f"{i}", set_id)
+                    works.append(engine.submit(made, wake=False))
                 except (ProcessSetRemovedError, ArgumentError):
                     break
-            for ticket in tickets:
+            for work in works:
                 with pytest.raises(ProcessSetRemovedError):
-                    ticket.wait(5.0)
+                    work.wait(5.0)
             ended.append("ended")
 
         thread = threading.Thread(target=submit_on, daemon=True)

@@ -18,7 +18,7 @@ import ringdance.numpy as hvd
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import Recorder
-from ringdance.core.request import Description, Operation, Request, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Identity
@@ -33,24 +33,24 @@ def settings(tmp_path: Path) -> Settings:
 def request_of(name: str | None, value: float = 1.0, length: int = 3) -> Request:
     array = np.full(length, value)
     return Request(
-        Description(Verb.ALLREDUCE, ("float64",), ((length,),), Operation.SUM), (array,), None, name
+        Description(Collective.ALLREDUCE, ("float64",), ((length,),), ReduceOp.SUM), (array,), None, name
     )
 
 
 def test_timeout_of_a_wait(settings: Settings) -> None:
-    """It leaves the operation alone: the same ticket is waited for again."""
+    """It leaves the operation alone: the same work is waited for again."""
 
     def program(engine: Engine) -> None:
         if engine.rank == 0:
-            ticket = engine.submit(request_of("late"))
+            work = engine.submit(request_of("late"))
             with pytest.raises(TimeoutError, match="'late' was not complete in time"):
-                ticket.wait(0.05)
-            assert not ticket.done()
+                work.wait(0.05)
+            assert not work.done()
             engine.submit(request_of("go")).wait()
         else:
             engine.submit(request_of("go")).wait()
-            ticket = engine.submit(request_of("late"))
-        same(ticket.wait(20.0)[0], np.full(3, 2.0))
+            work = engine.submit(request_of("late"))
+        same(work.wait(20.0)[0], np.full(3, 2.0))
 
     job(2, program, settings)
 
@@ -246,7 +246,7 @@ def test_a_stall_is_said_by_the_lowest_rank_and_ends_the_job_in_time(tmp_path: P
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_what_an_interrupt_has_taken_out_fails_too(settings: Settings, threaded: bool) -> None:
-    """Ctrl-C after a ticket has left the lists, before it is finished: who waits for it is not left alone."""
+    """Ctrl-C after a Work has left the lists, before it is finished: who waits for it is not left alone."""
 
     def program(engine: Engine) -> None:
         engine.submit(request_of("x"), wake=False).wait()  # from now on its data ride along
@@ -256,14 +256,14 @@ def test_what_an_interrupt_has_taken_out_fails_too(settings: Settings, threaded:
 
         if engine.rank == 0:
             engine.recorder.add = interrupted  # type: ignore[method-assign]
-        ticket = engine.submit(request_of("x"), wake=False)
+        work = engine.submit(request_of("x"), wake=False)
         if engine.rank == 0:
             with pytest.raises(KeyboardInterrupt):
-                ticket.wait(20.0)
+                work.wait(20.0)
             with pytest.raises(EngineError, match="was interrupted"):
-                ticket.wait(20.0)
+                work.wait(20.0)
         else:
-            ticket.wait(20.0)
+            work.wait(20.0)
 
     job(2, program, settings, threaded=threaded)
 

@@ -10,7 +10,7 @@ import pytest
 from loopback_job import job
 
 from ringdance.core.engine import Engine
-from ringdance.core.request import Description, Operation, Request, Verb
+from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import RingdanceError
 
 
@@ -21,17 +21,17 @@ def test_two_sets_waited_for_in_opposite_orders(threaded: bool, hosts: tuple[str
         other = engine.add_process_set([0, 1])
         found = []
         for step in range(20):
-            tickets = []
+            works = []
             for set_id in (0, other):
                 if engine.rank in engine.members(set_id):
                     values = np.full(3, float(step + engine.rank))
-                    description = Description(Verb.ALLREDUCE, ("float64",), ((3,),), Operation.SUM)
+                    description = Description(Collective.ALLREDUCE, ("float64",), ((3,),), ReduceOp.SUM)
                     request = Request(description, (values,), name="x", set_id=set_id)
-                    tickets.append(engine.submit(request, wake=False))
-            order = tickets if engine.rank == 0 else tickets[::-1]
-            for ticket in order:
-                ticket.wait(20.0)
-            found += [float(ticket.result[0][0]) for ticket in tickets]
+                    works.append(engine.submit(request, wake=False))
+            order = works if engine.rank == 0 else works[::-1]
+            for work in order:
+                work.wait(20.0)
+            found += [float(work.result[0][0]) for work in works]
         return found
 
     for rank, found in enumerate(job(3, program, hosts=hosts, threaded=threaded)):
@@ -87,7 +87,7 @@ def test_no_change_of_sets_while_a_rank_has_joined() -> None:
         text = ""
         if engine.rank == 0:
             text = attempt(lambda: engine.add_process_set([0]))
-        engine.submit(Request(Description(Verb.JOIN))).wait()
+        engine.submit(Request(Description(Collective.JOIN))).wait()
         return text, engine.add_process_set([1])
 
     (said, number), (_, other) = job(2, program)

@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.core.batch import description_bytes, plan_batches
 from ringdance.core.pieces import even_rows, pieces, segments
-from ringdance.core.request import Description, Operation, Verb
+from ringdance.core.request import Collective, Description, ReduceOp
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 7])
@@ -71,11 +71,11 @@ def test_even_rows() -> None:
 
 
 def reduce(shape: tuple[int, ...], dtype: str = "float32", **others: object) -> Description:
-    return Description(Verb.ALLREDUCE, (dtype,), (shape,), **others)  # type: ignore[arg-type]
+    return Description(Collective.ALLREDUCE, (dtype,), (shape,), **others)  # type: ignore[arg-type]
 
 
 def test_bytes_of_a_description() -> None:
-    assert description_bytes(Description(Verb.ALLREDUCE, ("float64", "bfloat16"), ((2, 3), ()))) == 50
+    assert description_bytes(Description(Collective.ALLREDUCE, ("float64", "bfloat16"), ((2, 3), ()))) == 50
     assert description_bytes(reduce((4, 0))) == 0
 
 
@@ -90,14 +90,14 @@ def test_batches_are_of_one_kind() -> None:
     descriptions = [
         reduce((1,)),
         reduce((1,), "int32"),
-        reduce((1,), operation=Operation.MAX),
+        reduce((1,), operation=ReduceOp.MAX),
         reduce((1,), prescale=2.0),
         reduce((1,)),
-        reduce((1,), operation=Operation.ADASUM),
-        Description(Verb.BARRIER),
-        Description(Verb.BROADCAST, ("float32",), ((1,),), root=0),
-        Description(Verb.BROADCAST, ("int8",), ((1,),), root=1),
-        Description(Verb.BROADCAST, ("float32",), ((3,),), root=0),
+        reduce((1,), operation=ReduceOp.ADASUM),
+        Description(Collective.BARRIER),
+        Description(Collective.BROADCAST, ("float32",), ((1,),), root=0),
+        Description(Collective.BROADCAST, ("int8",), ((1,),), root=1),
+        Description(Collective.BROADCAST, ("float32",), ((3,),), root=0),
     ]
     batches = plan_batches(descriptions, 1 << 20)
     assert sorted(i for batch in batches for i in batch) == list(range(10))

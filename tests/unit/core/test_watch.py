@@ -238,12 +238,12 @@ def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> N
     """Both submit early without waking the engine, as where all cores compute; one waits 1 s earlier."""
 
     def program(engine: Engine, said: list[str]) -> None:
-        ticket = collectives.allreduce(engine, (np.ones(3),), None, name="gradient", wake=False)
+        work = collectives.allreduce(engine, (np.ones(3),), None, name="gradient", wake=False)
         time.sleep(0.6)
         assert not said  # longer than stall_check_time, but nobody has waited
         if engine.rank == 1:
             time.sleep(1.0)
-        ticket.wait()
+        work.wait()
 
     text = run_late(program)[0]
     assert "has waited 0 s for 'allreduce.gradient'" in text
@@ -252,27 +252,27 @@ def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> N
 
 def test_one_report_speaks_for_all_that_is_behind() -> None:
     def program(engine: Engine, said: list[str]) -> None:
-        tickets = []
+        works = []
         for i in range(7):
             if engine.rank == 1:
                 time.sleep(0.1 if i else 0.6)
-            tickets.append(collectives.allreduce(engine, (np.ones(3),), None, name=f"g{i}"))
-        for ticket in tickets:
-            ticket.wait()
+            works.append(collectives.allreduce(engine, (np.ones(3),), None, name=f"g{i}"))
+        for work in works:
+            work.wait()
 
     assert len(run_late(program)) <= 3  # at least 0.4 s apart
 
 
 def test_more_names_than_are_sent() -> None:
     def program(engine: Engine, said: list[str]) -> None:
-        tickets = [
+        works = [
             collectives.allreduce(engine, (np.ones(3),), None, name=f"g{i}", wake=False) for i in range(300)
         ]
         if engine.rank == 1:
             time.sleep(0.7)
-        tickets[299 if engine.rank == 0 else 0].wait()
-        for ticket in tickets:
-            ticket.wait()
+        works[299 if engine.rank == 0 else 0].wait()
+        for work in works:
+            work.wait()
 
     (text,) = run_late(program)
     assert "'allreduce.g299'" in text

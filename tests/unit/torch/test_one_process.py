@@ -1,4 +1,4 @@
-"""Without a launcher: every verb is the identity, and training is bit-equal to plain torch."""
+"""Without a launcher: every collective is the identity, and training is bit-equal to plain torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringdance.core.request import Operation, Verb
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives, handles
 from ringdance.training.options import check_groups, scales_of, share_of_cores, spare_cores, usable_cores
@@ -27,10 +27,10 @@ def test_groups_by_lists() -> None:
 
 
 def test_predivide_cancels_out() -> None:
-    assert scales_of(Operation.AVERAGE, 4.0) == (0.25, 4.0)
-    assert scales_of(Operation.SUM, 1.0) == (1.0, 1.0)
+    assert scales_of(ReduceOp.AVERAGE, 4.0) == (0.25, 4.0)
+    assert scales_of(ReduceOp.SUM, 1.0) == (1.0, 1.0)
     with pytest.raises(ArgumentError, match="Average"):
-        scales_of(Operation.SUM, 2.0)
+        scales_of(ReduceOp.SUM, 2.0)
 
 
 def test_spare_cores() -> None:
@@ -57,14 +57,14 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:
     dtypes = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-    made = collectives._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
-    assert made is collectives._describe(Verb.ALLGATHER, dtypes, ((2, 3), (4,)))
+    made = collectives._describe(Collective.ALLGATHER, dtypes, ((2, 3), (4,)))
+    assert made is collectives._describe(Collective.ALLGATHER, dtypes, ((2, 3), (4,)))
     assert made.dtypes == ("float32", "bfloat16")
     assert made.shapes == ((3,), ())
-    assert collectives._describe(Verb.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
-    assert collectives._describe(Verb.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
+    assert collectives._describe(Collective.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
+    assert collectives._describe(Collective.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
     with pytest.raises(ArgumentError, match="complex64"):
-        collectives._describe(Verb.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
+        collectives._describe(Collective.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
 
 
 def test_unknown_handles() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringdance.core.request import Operation
+from ringdance.core.request import ReduceOp
 from ringdance.training import basics, process_sets
 
 __all__ = ["HorovodBasics"]
@@ -11,12 +11,12 @@ __all__ = ["HorovodBasics"]
 class HorovodBasics:
     """The functions that every framework's module has, as methods. The arguments have no effect."""
 
-    Average = int(Operation.AVERAGE)
-    Sum = int(Operation.SUM)
-    Adasum = int(Operation.ADASUM)
-    Min = int(Operation.MIN)
-    Max = int(Operation.MAX)
-    Product = int(Operation.PRODUCT)
+    Average = int(ReduceOp.AVERAGE)
+    Sum = int(ReduceOp.SUM)
+    Adasum = int(ReduceOp.ADASUM)
+    Min = int(ReduceOp.MIN)
+    Max = int(ReduceOp.MAX)
+    Product = int(ReduceOp.PRODUCT)
 
     init = staticmethod(basics.init)
     shutdown = staticmethod(basics.shutdown)
