@@ -63,7 +63,9 @@ def all_jobs() -> list[Job]:
     jax = {"needs": ("jax", "optax"), "fast_environ": xla}
     jobs = [
         Job("lint", "mypy", command=("mypy",)),
-        Job("unit", "tools", ("unit/doctor", "unit/tools", "unit/cluster", "unit/launch", "unit/compat")),
+        Job("unit", "tools", (
+            "unit/doctor", "unit/cluster", "unit/submit", "unit/hosts", "unit/launch", "unit/compat",
+        )),
         Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
         Job("dropin", "commands", ("dropin/test_docs_commands.py", "dropin/test_torch_tools.py")),
         Job("unit", "engine", ("unit/core", "unit/tr*", "unit/torch", "unit/tensorflow")),

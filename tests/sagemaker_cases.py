@@ -1,6 +1,6 @@
 """Jobs described to SageMaker's SDK v2, for the comparison of what it sends with what we send.
 
-``tests/unit/cluster/sagemaker_requests.json`` holds what it sent (SDK 2.257); where that SDK is installed,
+``tests/unit/submit/sagemaker_requests.json`` holds what it sent (SDK 2.257); where that SDK is installed,
 ``tests/dropin/test_sagemaker_sdk.py`` asks it again. Run by its Python, this file records.
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RECORDED = Path(__file__).parent / "unit" / "cluster" / "sagemaker_requests.json"
+RECORDED = Path(__file__).parent / "unit" / "submit" / "sagemaker_requests.json"
 NAME = "job-1"
 BUCKET = "sagemaker-us-east-1-123456789012"
 COMMON = {

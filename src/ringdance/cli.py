@@ -31,11 +31,11 @@ _PASSED_ON = {
     "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
     "attach": ("ringdance.launch.background.commands:attach", "show the output of a job in the background"),
     "stop": ("ringdance.launch.background.commands:stop", "end a job in the background"),
-    "hosts": ("ringdance.tools.hosts.cli", "look at hosts, run commands on them, copy files to them"),
-    "k8s": ("ringdance.cluster.kubernetes_cli", "write, submit and follow jobs on Kubernetes"),
-    "sagemaker": ("ringdance.cluster.sagemaker_cli", "start training jobs on Amazon SageMaker"),
-    "slurm": ("ringdance.cluster.slurm_script", "write batch files for Slurm"),
-    "ec2": ("ringdance.cluster.ec2", "write host files of EC2 instances"),
+    "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
+    "k8s": ("ringdance.submit.kubernetes.cli", "write, submit and follow jobs on Kubernetes"),
+    "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
+    "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
+    "ec2": ("ringdance.submit.ec2", "write host files of EC2 instances"),
 }
 """Commands with command lines of their own: the module with their ``main`` or what is named, and the help."""
 

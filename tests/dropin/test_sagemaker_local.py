@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.cluster.sagemaker import Estimator, Input
 from ringdance.errors import ArgumentError, LaunchError
+from ringdance.submit.sagemaker import Estimator, Input
 
 SCRIPT = """
 import argparse, os, pathlib

@@ -16,8 +16,8 @@ import pytest
 from jobs import TRAINING
 from pods import DOMAIN, Pods
 
-from ringdance.cluster.kubernetes import SSH_FOLDER, JobRequest, manifest
 from ringdance.launch.mpi import find_mpi
+from ringdance.submit.kubernetes.manifest import SSH_FOLDER, JobRequest, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
 ROOT = Path(__file__).resolve().parents[2]

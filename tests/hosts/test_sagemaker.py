@@ -19,7 +19,7 @@ import pytest
 from hosts import Hosts
 from jobs import TRAINING
 
-from ringdance.cluster.sagemaker import Estimator
+from ringdance.submit.sagemaker import Estimator
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
 BIN = Path(sys.executable).parent

@@ -1,4 +1,4 @@
-"""Where am I, and what did the scheduler give me: hosts and slots from files, options and environments.
+"""Read which hosts a scheduler has allocated to this process: one module for each scheduler.
 
-Knows no launcher, no framework and no binding: it reads, and says what it has found.
+Independent of the launcher, of frameworks and of bindings.
 """

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
-from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.environment import ALL
@@ -93,19 +93,19 @@ class Order:
             LaunchError: neither hosts nor a number of ranks are known.
         """
         order = self
-        given = find(os.environ)
+        given = detect(os.environ)
         names = [name for name, _ in given.hosts] if given else []
         # On a single machine more ranks than a scheduler has counted tasks are nobody else's business.
         alone = order.ranks is not None and set(names) == local_names(names)
         # Hosts that the user picks from a job's are reached as these, unless it is said how.
         told = order.reach.port or order.reach.identity or order.reach.arguments
         picked = {name for name, _ in order.hosts or ()} <= set(names)
-        if given and not alone and picked and (order.hosts is None or given.way == "ssh" or not told):
+        if given and not alone and picked and (order.hosts is None or given.method == "ssh" or not told):
             reach = replace(
                 order.reach,
-                way=given.way,
+                way=given.method,
                 arguments=(*order.reach.arguments, *given.ssh_arguments),
-                patience=given.patience,
+                patience=given.start_timeout,
             )
             order = replace(
                 order,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ringdance.cluster.kubernetes import JobRequest
-from ringdance.cluster.sagemaker_request import mpi_options
 from ringdance.errors import LaunchError
 from ringdance.launch.environment import forwarded, forwarding, is_secret, shown_text
 from ringdance.launch.mpi.mpirun import understand
+from ringdance.submit.kubernetes.manifest import JobRequest
+from ringdance.submit.sagemaker.request import mpi_options
 
 OWN = {
     "PATH": "/bin", "WANDB_API_KEY": "k", "AWS_REGION": "eu", "AWS_SECRET_ACCESS_KEY": "s", "HOME": "/h",

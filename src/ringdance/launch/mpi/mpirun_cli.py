@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringdance import __version__
+from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
-from ringdance.cluster.sources import find
 from ringdance.errors import LaunchError
 from ringdance.launch.cli import Look
 from ringdance.launch.mpi import find_mpi
@@ -98,7 +98,7 @@ def order_of(asked: Asked, command: Sequence[str]) -> Order:
     hosts: HostList | None = asked.hosts
     ranks, source = asked.ranks, asked.source
     if hosts is None and (asked.per_host or asked.spread or asked.oversubscribe or ranks is None):
-        given = find(os.environ)
+        given = detect(os.environ)
         hosts = given.hosts if given else [("localhost", ranks or usable_cores())]
         source = given.source if given else "mpirun"
     if hosts is not None:

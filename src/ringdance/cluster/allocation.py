@@ -1,0 +1,30 @@
+"""The hosts that a scheduler has allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringdance.cluster.hostfile import HostList
+
+CONTAINERS_START_S = 300.0
+"""Seconds until the containers of one job, which do not all start at the same time, answer."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts allocated by a scheduler.
+
+    Attributes:
+        hosts: names and slots.
+        source: the scheduler, for messages.
+        method: program that starts processes there: "ssh" or "srun".
+        ssh_arguments: more arguments of ssh, as the scheduler sets them.
+        start_timeout: seconds in which hosts may still be starting.
+    """
+
+    hosts: HostList
+    source: str
+    method: str = "ssh"
+    ssh_arguments: Sequence[str] = ()
+    start_timeout: float = 0.0

@@ -1,0 +1,83 @@
+"""Hosts of a Slurm job."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+
+from ringdance.cluster.allocation import Allocation
+from ringdance.errors import LaunchError
+
+
+def allocation(environ: Mapping[str, str], exists: Callable[[str], bool]) -> Allocation | None:
+    """Read the nodes and their tasks from Slurm's variables.
+
+    A slot is a task; where the job does not set tasks, a GPU; where it has no GPUs either, a node.
+
+    Raises:
+        LaunchError: Slurm's variables cannot be parsed.
+    """
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    if not nodes or not job:
+        return None
+    names = expand(nodes)
+    tasks = environ.get("SLURM_TASKS_PER_NODE") if "SLURM_NTASKS" in environ else None
+    tasks = tasks or environ.get("SLURM_NTASKS_PER_NODE")
+    if tasks:
+        slots = counts(tasks)
+        slots = slots * len(names) if len(slots) == 1 else slots
+    else:
+        gpus = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+        slots = [int(gpus) if gpus.isdigit() and int(gpus) else 1] * len(names)
+    if len(slots) != len(names):
+        raise LaunchError(
+            f"Slurm names {len(names)} nodes ({nodes}), but numbers of tasks for {len(slots)} ({tasks}). "
+            "Give the hosts with -H"
+        )
+    method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
+    return Allocation(list(zip(names, slots, strict=True)), f"Slurm job {job}", method)
+
+
+def expand(text: str) -> list[str]:
+    """Expand a Slurm node list: ``"a[01-03,7],b"`` gives a01, a02, a03, a7, b.
+
+    Raises:
+        LaunchError: it cannot be parsed.
+    """
+    if text.count("[") != text.count("]"):
+        raise LaunchError(f"SLURM_JOB_NODELIST={text}: a bracket is not closed")
+    found: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        found += _expand_one(part.strip(), text)
+    return found
+
+
+def _expand_one(part: str, text: str) -> list[str]:
+    prefix, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, suffix = rest.partition("]")
+    numbers: list[str] = []
+    for item in inside.split(","):
+        low, _, high = item.partition("-")
+        if not low.isdigit() or not (high or low).isdigit():
+            raise LaunchError(f"SLURM_JOB_NODELIST={text}: {item!r} is not a range of numbers")
+        numbers += [f"{n:0{len(low)}d}" for n in range(int(low), int(high or low) + 1)]
+    return [prefix + number + tail for number in numbers for tail in _expand_one(suffix, text)]
+
+
+def counts(text: str) -> list[int]:
+    """Expand a Slurm list of numbers per node: ``"2(x3),1"`` gives 2, 2, 2, 1.
+
+    Raises:
+        LaunchError: it cannot be parsed.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise LaunchError(f"{text!r} is not Slurm's form of a number for each node, such as 4(x2),3")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found

@@ -1,0 +1,6 @@
+"""Training jobs on Amazon SageMaker, by boto3 alone; ``instance_type="local"`` runs them on this machine."""
+
+from ringdance.submit.sagemaker.estimator import Estimator, worker_channel
+from ringdance.submit.sagemaker.request import Input
+
+__all__ = ["Estimator", "Input", "worker_channel"]

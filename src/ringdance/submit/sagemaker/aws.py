@@ -1,0 +1,119 @@
+"""What is done with AWS, by clients of boto3: code is uploaded, a job is followed."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import time
+from typing import Any
+
+from ringdance.errors import LaunchError
+from ringdance.submit.sagemaker.request import account_of
+
+_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+_ENDED = ("Completed", "Failed", "Stopped")
+
+
+def pack(files: str) -> bytes:
+    """A folder's content, or a single file, as a tar.gz with names in order and no owners."""
+    buffer = io.BytesIO()
+
+    def plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        item.uid = item.gid = 0
+        item.uname = item.gname = ""
+        skipped = ("__pycache__", ".git", ".ipynb_checkpoints")
+        return None if os.path.basename(item.name) in skipped else item
+
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        if os.path.isdir(files):
+            for name in sorted(os.listdir(files)):
+                archive.add(os.path.join(files, name), arcname=name, filter=plain)
+        else:
+            archive.add(files, arcname=os.path.basename(files), filter=plain)
+    return buffer.getvalue()
+
+
+def call(function: Any, **arguments: Any) -> Any:
+    """Call a client's method.
+
+    Raises:
+        LaunchError: AWS refuses, or cannot be reached.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        return function(**arguments)
+    except (BotoCoreError, ClientError) as error:
+        raise LaunchError(f"AWS: {error}") from None
+
+
+def arn(session: Any, role: str) -> str:
+    """The ARN of a role that is given by its name or its ARN."""
+    if account_of(role):
+        return role
+    return str(call(session.client("iam").get_role, RoleName=role)["Role"]["Arn"])
+
+
+def make_bucket(client: Any, bucket: str, region: str) -> None:
+    """The account's default bucket, made on its first use."""
+    from botocore.exceptions import ClientError
+
+    try:
+        client.head_bucket(Bucket=bucket)
+    except ClientError as error:
+        if error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
+            raise LaunchError(f"AWS: bucket {bucket}: {error}; give code_location and output_path") from None
+        place = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        call(client.create_bucket, Bucket=bucket, **place)
+
+
+def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
+    """Stay until the job has ended; show what its hosts print if `logs` (a client) is given.
+
+    Raises:
+        LaunchError: the job failed or was stopped.
+    """
+    seen: dict[str, str | None] = {}
+    status = ""
+    while True:
+        found = call(client.describe_training_job, TrainingJobName=name)
+        ended = found["TrainingJobStatus"] in _ENDED
+        now = f"{found['TrainingJobStatus']}: {found.get('SecondaryStatus', '')}"
+        if now != status:
+            print(f"ringdance: {name}: {now}", flush=True)
+            status = now
+        if logs is not None:
+            _show(logs, name, seen)
+        if ended:
+            break
+        time.sleep(pause)
+    if found["TrainingJobStatus"] != "Completed":
+        reason = found.get("FailureReason") or "no reason given"
+        raise LaunchError(f"training job {name}: {found['TrainingJobStatus']}: {reason}")
+
+
+def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
+    """Print what is new; `seen` keeps where each host's stream has been read to."""
+    from botocore.exceptions import ClientError
+
+    try:
+        pages = logs.get_paginator("describe_log_streams").paginate(
+            logGroupName=_LOG_GROUP, logStreamNamePrefix=f"{name}/"
+        )
+        for page in pages:
+            for stream in page["logStreams"]:
+                seen.setdefault(stream["logStreamName"], None)
+    except ClientError:  # there is no group before an account's first job prints
+        return
+    for stream_name, token in list(seen.items()):
+        host = stream_name.rpartition("/")[2].rpartition("-")[0]  # <job>/algo-1-<time>
+        while True:
+            start = {"nextToken": token} if token else {"startFromHead": True}
+            page = call(logs.get_log_events, logGroupName=_LOG_GROUP, logStreamName=stream_name, **start)
+            for event in page["events"]:
+                print(f"[{host}] {event['message'].rstrip()}", flush=True)
+            if page["nextForwardToken"] == token:
+                break
+            token = page["nextForwardToken"]
+        seen[stream_name] = token

@@ -1,1 +1,0 @@
-"""Commands for what a person does with hosts beside a job."""

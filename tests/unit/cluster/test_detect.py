@@ -1,0 +1,170 @@
+"""What schedulers say in the environment, read as hosts and slots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ringdance.cluster.allocation import Allocation
+from ringdance.cluster.detect import detect
+from ringdance.cluster.slurm import counts, expand
+from ringdance.errors import LaunchError
+from ringdance.launch.order import Order
+from ringdance.launch.ssh import Reach
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("a[08-11,20],b,c[1]-x", ["a08", "a09", "a10", "a11", "a20", "b", "c1-x"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+    ],
+)
+def test_slurm_names(text: str, names: list[str]) -> None:
+    assert expand(text) == names
+
+
+@pytest.mark.parametrize("text", ["a[1-2", "a[x]", "a[1-b]"])
+def test_slurm_names_that_are_none(text: str) -> None:
+    with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST"):
+        expand(text)
+
+
+def test_slurm_counts() -> None:
+    assert counts("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(LaunchError):
+        counts("2(y3)")
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "PATH": "/nowhere"}
+
+
+@pytest.mark.parametrize(
+    ("more", "slots"),
+    [
+        ({"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "2(x2),1"}, [2, 2, 1]),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, [4, 4, 4]),
+        ({"SLURM_TASKS_PER_NODE": "32(x3)", "SLURM_GPUS_ON_NODE": "8"}, [8, 8, 8]),
+        ({"SLURM_GPUS_PER_NODE": "a100:2"}, [2, 2, 2]),
+        ({}, [1, 1, 1]),
+    ],
+)
+def test_a_slurm_allocation(more: dict[str, str], slots: list[int]) -> None:
+    found = detect({**SLURM, **more})
+    assert found
+    assert list(found.hosts) == list(zip(["n1", "n2", "n3"], slots, strict=True))
+    assert (found.source, found.method) == ("Slurm job 7", "ssh")
+
+
+def test_a_slurm_allocation_that_contradicts_itself() -> None:
+    with pytest.raises(LaunchError, match="3 nodes"):
+        detect({**SLURM, "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"})
+
+
+def test_srun_reaches_the_nodes_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    found = detect({**SLURM, "PATH": str(tmp_path)})
+    assert found
+    assert found.method == "srun"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "more"),
+    [
+        ("OMPI_MCA_orte_default_hostfile", "w-0.j.ns.svc slots=2\nw-1.j.ns.svc slots=2\n", {}),
+        ("I_MPI_HYDRA_HOST_FILE", "w-0.j.ns.svc:2\nw-1.j.ns.svc:2\n", {}),
+        ("HYDRA_HOST_FILE", "w-0.j.ns.svc\nw-1.j.ns.svc\n", {"I_MPI_PERHOST": "2"}),
+    ],
+)
+def test_the_launcher_pod_of_an_mpijob(tmp_path: Path, name: str, text: str, more: dict[str, str]) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(text)
+    environ = {
+        name: str(path),
+        "K_MPI_JOB_ROLE": "launcher",
+        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+    }
+    found = detect({**environ, **more})
+    assert found
+    assert list(found.hosts) == [("w-0.j.ns.svc", 2), ("w-1.j.ns.svc", 2)]
+    assert list(found.ssh_arguments) == ["-o", "ConnectionAttempts=10"]
+    assert found.start_timeout > 0
+    assert name in found.source
+
+
+def test_sagemaker() -> None:
+    environ = {"SM_HOSTS": json.dumps(["algo-1", "algo-2"]), "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "0"}
+    found = detect(environ)
+    assert found == Allocation([("algo-1", 1), ("algo-2", 1)], "SageMaker", start_timeout=300.0)
+    hyperparameters = json.dumps({"sagemaker_mpi_num_of_processes_per_host": 3})
+    found = detect({**environ, "SM_HPS": hyperparameters, "SM_NUM_GPUS": "8"})
+    assert found
+    assert list(found.hosts) == [("algo-1", 3), ("algo-2", 3)]
+    with pytest.raises(LaunchError, match="SM_HOSTS"):
+        detect({**environ, "SM_HOSTS": "algo-1"})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"LSB_MCPU_HOSTS": "batch5 1 n1 4 n2 2"},
+        {"LSB_HOSTS": "batch5 n1 n1 n1 n1 n2 n2"},
+        {"LSB_MCPU_HOSTS": "n1 4 n2 2"},
+    ],
+)
+def test_lsf(more: dict[str, str]) -> None:
+    found = detect({"LSB_JOBID": "9", **more})
+    assert found
+    assert (list(found.hosts), found.source) == ([("n1", 4), ("n2", 2)], "LSF job 9")
+
+
+def test_lsf_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("n1\nn1\nn2\n")
+    found = detect({"LSB_JOBID": "9", "LSB_DJOB_HOSTFILE": str(path)})
+    assert found
+    assert list(found.hosts) == [("n1", 2), ("n2", 1)]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"SLURM_JOB_NODELIST": "n1"}, {"SM_HOSTS": "[]"}, {"LSB_JOBID": "1"}, {"HYDRA_HOST_FILE": "/no"}],
+)
+def test_a_plain_machine(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+def test_the_program_that_reaches_pods(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("w1 slots=2\n")
+    named = {"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"), "OMPI_MCA_plm_rsh_args": "-q"}
+    found = detect({**named, "OMPI_MCA_plm_rsh_agent": "/usr/bin/ssh -p 2222"})
+    assert found
+    assert list(found.ssh_arguments) == ["-p", "2222", "-q"]
+    with pytest.raises(LaunchError, match="ringdance k8s convert"):
+        detect({**named, "OMPI_MCA_plm_rsh_agent": "/etc/mpi/kubexec.sh"})
+
+
+def test_hosts_picked_from_a_job_are_reached_as_the_job_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostfile").write_text("w1 slots=2\nw2 slots=2\n")
+    monkeypatch.setenv("OMPI_MCA_orte_default_hostfile", str(tmp_path / "hostfile"))
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-p 2222")
+    picked = Order(["x"], hosts=[("w2", 1)]).found()
+    assert (picked.hosts, picked.ranks) == ([("w2", 1)], 1)
+    assert list(picked.reach.arguments) == ["-p", "2222"]
+    assert picked.reach.patience > 0
+    others = Order(["x"], hosts=[("w2", 1), ("elsewhere", 1)]).found()
+    assert (list(others.reach.arguments), others.reach.patience) == ([], 0.0)
+    monkeypatch.delenv("OMPI_MCA_orte_default_hostfile")
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    for name, value in {**SLURM, "PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert Order(["x"], hosts=[("n2", 1)]).found().reach.way == "srun"
+    assert Order(["x"], hosts=[("n2", 1)], reach=Reach(port=22)).found().reach.way == "ssh"

@@ -1,0 +1,329 @@
+"""The parts of `ringdance hosts` that need no other host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ringdance.doctor import link
+from ringdance.errors import LaunchError
+from ringdance.hosts import show, source, trust
+from ringdance.hosts.bar import Bar
+from ringdance.hosts.chain import addresses
+from ringdance.hosts.command import Ran, exit_code, grouped, shell_line
+from ringdance.hosts.members import names_or_slots
+from ringdance.launch import tcp
+from ringdance.launch.copy.target import DONE, Target, partials_in
+from ringdance.launch.hosts import HostFacts
+from ringdance.launch.ssh import Reach
+
+# --- what is copied ----------------------------------------------------------------------------
+
+
+def test_where_things_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("x")
+    monkeypatch.chdir(tmp_path)
+
+    def places(what: str, where: str) -> list[str]:
+        found = source.look(what, where)
+        return [os.path.join(found.root, entry.path).rstrip("/") for entry in found.entries]
+
+    assert places("folder", "/there") == ["/there", "/there/file"]
+    assert places("folder/", "/there/") == ["/there/folder", "/there/folder/file"]
+    assert places("folder/file", "/there") == ["/there"]
+    assert places("folder/file", "/there/") == ["/there/file"]
+    assert places("folder/file", "~/there/") == ["~/there/file"]
+    assert places("folder/file", "here") == [str(tmp_path / "here")]
+
+
+def test_what_cannot_be_copied_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert source.look(str(tmp_path), "/x").skipped == (str(tmp_path / "pipe"),)
+    with pytest.raises(LaunchError, match="neither a file nor a folder"):
+        source.look(str(tmp_path / "pipe"), "/x")
+    with pytest.raises(LaunchError, match="No such file"):
+        source.look(str(tmp_path / "nothing"), "/x")
+
+
+# --- a file that comes -------------------------------------------------------------------------
+
+DATA = bytes(range(256)) * 40
+DIGEST = hashlib.sha256(DATA).hexdigest()
+
+
+def target(folder: Path) -> Target:
+    return Target(str(folder / "file"), len(DATA), 0o640, 1_700_000_000_123_456_789)
+
+
+def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    one = target(tmp_path)
+    assert one.look(set()) == 0
+    assert one.write(0, DATA[:1000]) == 1000
+    assert one.write(0, DATA[:1000]) == 0
+    assert not (tmp_path / "file").exists()
+    (draft,) = tmp_path.iterdir()
+    assert draft.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(OSError, match="have not come"):
+        one.write(2000, DATA[2000:])
+    one.give_up()
+
+    two = target(tmp_path)
+    assert two.look(partials_in(str(tmp_path))) == 1000
+    assert two.write(500, DATA[500:]) == len(DATA) - 1000
+    assert two.whole()
+    two.digest = DIGEST
+    assert two.finish()
+    assert (tmp_path / "file").read_bytes() == DATA
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert target(tmp_path).look(set()) == DONE
+
+
+def test_what_is_not_what_was_sent_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("as it was")
+    one = target(tmp_path)
+    one.look(set())
+    one.write(0, b"?" + DATA[1:])
+    one.digest = DIGEST
+    assert not one.finish()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "as it was"}
+
+
+def test_the_rest_of_another_state_of_the_file_is_removed(tmp_path: Path) -> None:
+    old = Target(str(tmp_path / "file"), 10**6, 0o600, 5)
+    old.look(set())
+    old.write(0, b"x" * 1000)
+    busy = target(tmp_path)
+    assert busy.look(partials_in(str(tmp_path))) == 0
+    assert len(list(tmp_path.iterdir())) == 1, "it is being written"
+    old.give_up()
+    assert target(tmp_path).look(partials_in(str(tmp_path))) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_copies_do_not_write_the_same_file(tmp_path: Path) -> None:
+    one, two = target(tmp_path), target(tmp_path)
+    one.look(set())
+    one.write(0, DATA[:10])
+    two.look(partials_in(str(tmp_path)))
+    for copy in (two, one):
+        copy.write(0, DATA)
+        copy.digest = DIGEST
+        assert copy.finish()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [DATA]
+
+
+@pytest.mark.parametrize("how", ["owner", "mode", "link", "pipe"])
+def test_what_others_could_have_put_there_is_not_gone_on_with(tmp_path: Path, how: str) -> None:
+    one = target(tmp_path)
+    one.look(set())
+    one.write(0, DATA[:1000])
+    one.give_up()
+    (draft,) = tmp_path.iterdir()
+    if how == "owner":
+        if os.getuid():
+            pytest.skip("needs root")
+        os.chown(draft, 12345, -1)
+    elif how == "mode":
+        draft.chmod(0o666)
+    elif how == "link":
+        os.link(draft, tmp_path / "another name")
+    else:
+        draft.unlink()
+        os.mkfifo(draft)
+    two = target(tmp_path)
+    assert two.look(partials_in(str(tmp_path))) == 0
+    two.write(0, DATA)
+    two.digest = DIGEST
+    assert two.finish()
+    assert draft.name not in {path.name for path in tmp_path.iterdir() if path.samefile(tmp_path / "file")}
+    assert (tmp_path / "file").stat().st_uid == os.getuid()
+
+
+def test_no_one_can_know_the_name_of_a_half_copied_file(tmp_path: Path) -> None:
+    drafts = set()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        one = target(folder)
+        one.look(set())
+        one.write(0, DATA[:1000])
+        drafts |= {path.name for path in folder.iterdir()}
+    assert len(drafts) == 2
+
+
+# --- from host to host -------------------------------------------------------------------------
+
+
+def meet(own: bytes, theirs: bytes) -> tuple[socket.socket | None, socket.socket | None, str]:
+    """A listener's and a caller's connection, and what the caller complains of."""
+    found: list[socket.socket | None] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: found.append(tcp.accept(listener, own)))
+        thread.start()
+        try:
+            called, said = tcp.connect(["127.0.0.1"], listener.getsockname()[1], theirs), ""
+        except OSError as error:
+            called, said = None, str(error)
+        thread.join()
+    return found[0], called, said
+
+
+def test_hosts_that_know_the_token_meet() -> None:
+    heard, called, _ = meet(b"t" * 32, b"t" * 32)
+    assert heard is not None
+    assert called is not None
+    heard.setblocking(True)
+    called.sendall(b"word")
+    assert heard.recv(4) == b"word"
+    heard.close()
+    called.close()
+
+
+def test_others_do_not() -> None:
+    assert meet(b"t" * 32, b"u" * 32) == (None, None, "127.0.0.1: somebody else answers there")
+
+
+def test_the_token_of_a_link_test_is_never_sent() -> None:
+    heard = []
+
+    def listen(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(1.0)
+            heard.append(sock.recv(4096))
+
+    token = b"t" * 64
+    with link.listen() as listener, socket.create_server(("127.0.0.1", 0)) as stranger:
+        threading.Thread(target=link.serve, args=(listener, token), daemon=True).start()
+        good = link.measure(["127.0.0.1"], listener.getsockname()[1], token, 0.0)
+        bad = link.measure(["127.0.0.1"], listener.getsockname()[1], b"u" * 64, 0.0)
+        threading.Thread(target=listen, args=(stranger,), daemon=True).start()
+        fooled = link.measure(["127.0.0.1"], stranger.getsockname()[1], token, 0.0)
+    assert good["error"] == ""
+    assert good["latency"] > 0
+    assert bad["error"] == fooled["error"] == "127.0.0.1: somebody else answers there"
+    assert token[:16] not in heard[0]
+
+
+def test_shared_networks_come_first() -> None:
+    facts = {
+        "a": HostFacts(
+            networks=(("docker0", "172.17.0.1", 16), ("eth0", "10.0.0.1", 24)), reached="10.0.0.1"
+        ),
+        "b": HostFacts(networks=(("docker0", "172.17.0.1", 16), ("eth0", "10.0.0.2", 24)), reached="fe80::2"),
+        "c": HostFacts(networks=(("eth0", "10.0.0.3", 24),)),
+    }
+    assert addresses(facts) == {
+        "a": ["10.0.0.1", "172.17.0.1"],
+        "b": ["10.0.0.2", "172.17.0.1", "fe80::2"],
+        "c": ["10.0.0.3"],
+    }
+
+
+# --- commands ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "folder", "out"),
+    [
+        (["echo", "a  b", "$HOME", "'"], "", "a  b $HOME '\n"),
+        (['echo "$((1 + 2))"; pwd'], "~/deep er", "3\n{home}/deep er\n"),
+        (["pwd"], "{home}/deep er", "{home}/deep er\n"),
+        (["pwd"], "", "{home}\n"),
+        (["echo no"], "/nowhere", ""),
+        (["command -v python"], "", "{bin}/python\n"),
+    ],
+)
+def test_the_shells_line(tmp_path: Path, words: list[str], folder: str, out: str) -> None:
+    (tmp_path / "deep er").mkdir()
+    done = subprocess.run(
+        ["/bin/sh", "-c", shell_line(words, folder.format(home=tmp_path))],
+        env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == out.format(home=tmp_path, bin=os.path.dirname(sys.executable))
+    assert (done.returncode == 0) == bool(out)
+
+
+def test_groups_and_exit_codes() -> None:
+    def ran(code: int, text: str = "", problem: str = "") -> Ran:
+        return Ran(code, bytearray(text.encode()), problem, seconds=float(code))
+
+    found = {"a": ran(0, "x"), "b": ran(0, "y"), "c": ran(0, "x"), "d": ran(1, "x"), "e": ran(1, "x")}
+    assert [hosts for hosts, _ in grouped(found)] == [["a", "c"], ["b"], ["d", "e"]]
+    assert exit_code({"a": ran(0)}) == 0
+    assert exit_code(found) == 1
+    assert exit_code({"a": ran(0), "b": ran(7), "c": ran(7)}) == 7
+    assert exit_code({"a": ran(255, problem="gone"), "b": ran(7)}) == 1
+
+
+def test_hosts_with_and_without_slots() -> None:
+    assert names_or_slots("a, b:2,[fe80::1]:3,10.0.0.1") == [
+        ("a", 0),
+        ("b", 2),
+        ("fe80::1", 3),
+        ("10.0.0.1", 0),
+    ]
+    for text in ("-oProxyCommand=x", "a;b", "a,,b", "a b"):
+        with pytest.raises(LaunchError):
+            names_or_slots(text)
+
+
+def test_this_machine_needs_no_ssh() -> None:
+    assert Reach(here={"me"}).command("me", ["x", "y z"]) == ["x", "y z"]
+    assert Reach(here={"me"}).command("you", ["x"])[0] == "ssh"
+    with pytest.raises(LaunchError):
+        Reach(here={"-oX"}).command("-oX", ["x"])
+
+
+# --- what is shown -----------------------------------------------------------------------------
+
+
+def test_sizes_and_times() -> None:
+    sizes = [show.size(n) for n in (0, 999, 1000, 1_070_000, 999_600, 38_100_000_000, 5e15)]
+    assert sizes == ["0 B", "999 B", "1 kB", "1.07 MB", "1 MB", "38.1 GB", "5000 TB"]
+    assert [show.seconds(n) for n in (0.4, 59.9, 187, 8100, 273_600)] == [
+        "0 s", "59 s", "3:07", "2:15:00", "3 d 4 h",
+    ]  # fmt: skip
+
+
+def test_the_bar_shows_the_slowest_host() -> None:
+    said: list[str] = []
+    now = [0.0]
+    bar = Bar(1_000_000_000, said.append, lambda: now[0])
+    bar({"a": 0, "b": 0})
+    now[0] = 0.1
+    bar({"a": 9, "b": 9})
+    now[0] = 2.0
+    bar({"a": 500_000_000, "b": 250_000_000})
+    assert len(said) == 2, "not more often than five times a second"
+    assert said[1].endswith("]  25%  250 MB of 1 GB  125 MB/s  6 s left  (b is behind)")
+    assert said[1].count("#") == 6
+    bar.end()
+    assert said[2] == "\r\033[K"
+
+
+def test_fingerprints_are_those_of_ssh(tmp_path: Path) -> None:
+    try:
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True
+        )
+    except FileNotFoundError:
+        pytest.skip("needs ssh-keygen")
+    line = ["ssh-keygen", "-lf", str(tmp_path / "key.pub")]
+    shown = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()[1]
+    key = (tmp_path / "key.pub").read_text().split()[1]
+    assert trust.fingerprint(key) == shown
+    known = tmp_path / "ssh" / "known"
+    keys = trust.Keys("h", "[h]:2222", str(known), {"ssh-ed25519": key})
+    known.parent.mkdir()
+    known.write_text("other ssh-rsa AAAA")  # no newline at its end
+    assert trust.learn([keys]) == 1
+    assert known.read_text() == f"other ssh-rsa AAAA\n[h]:2222 ssh-ed25519 {key}\n"

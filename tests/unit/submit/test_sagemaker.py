@@ -1,0 +1,273 @@
+"""Requests to SageMaker: equal to those of SDK v2, accepted by the service's stand-in, mistakes told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sagemaker_cases import BUCKET, CASES, COMMON, NAME, RECORDED, S3
+
+from ringdance.errors import ArgumentError, LaunchError
+from ringdance.submit.sagemaker import Estimator, Input, worker_channel
+from ringdance.submit.sagemaker.cli import hyperparameters
+from ringdance.submit.sagemaker.local import mpirun_script
+from ringdance.submit.sagemaker.request import job_name, mpi_options
+
+EXPECTED = json.loads(RECORDED.read_text())
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('training')\n")
+    (folder / "package").mkdir()
+    (folder / "package" / "module.py").write_text("")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def aws() -> Iterator[Any]:
+    pytest.importorskip("boto3")
+    moto = pytest.importorskip("moto")
+    with moto.mock_aws():
+        import boto3
+
+        yield boto3
+
+
+def estimator(**change: Any) -> Estimator:
+    return Estimator(**{**COMMON, "processes_per_host": 8, **change})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_request_is_that_of_the_sdk(case: str, source: Path) -> None:
+    _, options, inputs = CASES[case]
+    ours = Estimator(**{**COMMON, **options}, source_dir=str(source))
+    assert ours.request({name: Input(**given) for name, given in inputs.items()}, NAME) == EXPECTED[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_service_accepts_it(case: str, aws: Any, source: Path) -> None:
+    _, options, inputs = CASES[case]
+    ours = Estimator(**{**COMMON, **options}, source_dir=str(source))
+    ours.fit({name: Input(**given) for name, given in inputs.items()}, wait=False, job_name=NAME)
+    client = aws.client("sagemaker")
+    assert client.list_training_jobs()["TrainingJobSummaries"][0]["TrainingJobName"] == NAME
+    kept = client.describe_training_job(TrainingJobName=NAME)
+    for key in ("HyperParameters", "InputDataConfig", "RoleArn", "StoppingCondition", "VpcConfig"):
+        assert kept.get(key) == EXPECTED[case].get(key), key
+    packed = aws.client("s3").get_object(Bucket=BUCKET, Key=f"{NAME}/source/sourcedir.tar.gz")["Body"].read()
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        assert archive.getnames() == ["package", "package/module.py", "train.py"]
+
+
+def test_wait_shows_the_hosts_output_and_the_end(aws: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = aws.client("logs")
+    group, now = "/aws/sagemaker/TrainingJobs", int(time.time()) * 1000
+    logs.create_log_group(logGroupName=group)
+    for host in ("algo-1", "algo-2"):
+        stream = {"logGroupName": group, "logStreamName": f"{NAME}/{host}-1700000000"}
+        logs.create_log_stream(**stream)
+        events = [{"timestamp": now + i, "message": f"line {i} of {host}"} for i in range(3)]
+        logs.put_log_events(**stream, logEvents=events)
+    started = estimator()
+    assert started.fit(f"{S3}/data", job_name=NAME) == NAME
+    said = capsys.readouterr().out
+    for host in ("algo-1", "algo-2"):
+        assert [f"[{host}] line {i} of {host}" for i in range(3)] == [
+            line for line in said.splitlines() if line.startswith(f"[{host}]")
+        ]
+    assert "Completed" in said
+    assert started.model_data.startswith("s3://")
+
+
+def test_what_aws_refuses_is_told_in_one_line(aws: Any) -> None:
+    location = f"s3://{BUCKET}"
+    with pytest.raises(LaunchError, match=r"AWS: .*Nobody"):
+        estimator(role="Nobody", code_location=location).fit(wait=False)
+    with pytest.raises(LaunchError, match=r"AWS: .*NoSuchBucket"):
+        estimator(code_location=location).fit(wait=False)
+
+
+def test_old_names_are_accepted_with_a_warning() -> None:
+    old = {
+        "train_instance_type": "ml.c5.xlarge", "train_instance_count": 3, "train_max_run": 60,
+        "train_volume_size": 50, "image_name": "i:1",
+        "distributions": {"mpi": {"enabled": True, "processes_per_host": 2}},
+    }  # fmt: skip
+    with pytest.warns(DeprecationWarning, match="is now called") as caught:
+        made = Estimator("train.py", role=COMMON["role"], **old)
+    said = " ".join(str(item.message) for item in caught)
+    assert all(name in said for name in old)
+    request = made.request(name=NAME)
+    assert request["ResourceConfig"] == {
+        "InstanceType": "ml.c5.xlarge", "InstanceCount": 3, "VolumeSizeInGB": 50,
+    }  # fmt: skip
+    assert request["StoppingCondition"]["MaxRuntimeInSeconds"] == 60
+    assert request["HyperParameters"]["sagemaker_mpi_num_of_processes_per_host"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("-x A=1 -verbose", "-x A=1 -verbose"),
+        ("--NCCL_DEBUG=INFO", "--NCCL_DEBUG=INFO"),
+        ("--NCCL_SOCKET_IFNAME=eth0 -verbose", "-x NCCL_SOCKET_IFNAME=eth0 -verbose"),
+        ("-HOROVOD_CYCLE_TIME=1", "-x HOROVOD_CYCLE_TIME=1"),
+        ("A=1 -x B=2", "-x A=1 -x B=2"),
+        ("NCCL_DEBUG=WARN", "--NCCL_DEBUG=WARN"),
+        ("--mca btl_tcp_if_include eth0", "--mca btl_tcp_if_include eth0"),
+    ],
+)
+def test_options_that_are_none_of_mpirun(given: str, sent: str) -> None:
+    options, notes = mpi_options(given)
+    assert options == sent
+    assert bool(notes) == (given != sent)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = estimator(distribution={"mpi": {"enabled": True, "custom_mpi_options": given}})
+    assert [bool("mpirun" in str(item.message)) for item in caught] == [True] * len(notes)
+    request = made.request(name=NAME)
+    assert json.loads(request["HyperParameters"]["sagemaker_mpi_custom_mpi_options"]) == sent
+
+
+def test_pipe_mode_has_a_channel_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = estimator(processes_per_host=3, input_mode="Pipe").request({"train": f"{S3}/train"}, NAME)
+    names = [channel["ChannelName"] for channel in request["InputDataConfig"]]
+    assert names == ["train_0", "train_1", "train_2"]
+    mixed = {"train": Input(f"{S3}/t", input_mode="Pipe", shuffle_seed=5), "test": f"{S3}/v"}
+    found = estimator(processes_per_host=2).request(mixed, NAME)["InputDataConfig"]
+    assert [channel["ChannelName"] for channel in found] == ["train_0", "train_1", "test"]
+    assert found[0]["ShuffleConfig"] == {"Seed": 5}
+    monkeypatch.setenv("SM_CHANNELS", json.dumps(["train_0", "train_1", "test"]))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    assert (worker_channel("train"), worker_channel("test")) == ("train_1", "test")
+    with pytest.raises(ArgumentError, match="no channel 'other'"):
+        worker_channel("other")
+
+
+def test_logs_go_into_the_output_that_is_uploaded() -> None:
+    request = estimator(timeline=True, autotune_log=True).request(name=NAME)
+    assert request["Environment"]["RINGDANCE_TIMELINE"].startswith("/opt/ml/output/data/")
+    assert request["Environment"]["RINGDANCE_AUTOTUNE_LOG"].startswith("/opt/ml/output/data/")
+    options = json.loads(request["HyperParameters"]["sagemaker_mpi_custom_mpi_options"])
+    assert options == "-x RINGDANCE_TIMELINE -x RINGDANCE_AUTOTUNE -x RINGDANCE_AUTOTUNE_LOG"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"role": ""}, "role is missing"),
+        ({"image_uri": ""}, "image_uri is missing"),
+        ({"instance_type": ""}, "instance_type is missing"),
+        ({"entry_point": "other.py"}, "other.py"),
+        ({"instance_count": 0}, "instance_count 0"),
+        ({"processes_per_host": 0}, "processes_per_host 0"),
+        ({"use_spot_instances": True}, "max_wait"),
+        ({"use_spot_instances": True, "max_wait": 10}, "max_wait"),
+        ({"max_wait": 10**6}, "use_spot_instances"),
+        ({"subnets": ["s"]}, "security_group_ids"),
+        ({"colour": "red"}, "colour"),
+        ({"distribution": {"smdistributed": {}}}, "smdistributed"),
+        ({"distribution": {"mpi": {"processes": 8}}}, "processes"),
+        ({"distribution": {"mpi": {"processes_per_host": 4}}}, "is 8, but"),
+        ({"distribution": {"mpi": {"custom_mpi_options": "-x A='1"}}}, "custom_mpi_options"),
+        ({"train_instance_type": "ml.c5.large"}, "both train_instance_type and instance_type"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_mistakes_are_told_before_anything_is_sent(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        estimator(**change)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"a": Input("s3://b/c", "Everywhere")}, "Everywhere"),
+        ({"a": Input("s3://b/c", input_mode="Tape")}, "Tape"),
+        ({name: Input("s3://b/c", input_mode="Pipe") for name in "abc"}, "allows 20"),
+    ],
+)
+def test_bad_channels(inputs: dict[str, Input], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        estimator().request(inputs, NAME)
+
+
+def test_spot_without_checkpoints_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="checkpoint_s3_uri"):
+        estimator(use_spot_instances=True, max_wait=10**6)
+
+
+def test_names_of_jobs_are_what_the_service_takes() -> None:
+    for base in ("train", "my_train.v2", "x" * 100, "__"):
+        name = job_name(base)
+        assert len(name) <= 63
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+
+
+def sagemaker(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ringdance", "sagemaker", "submit", *words]
+    return subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=55)
+
+
+def test_the_command_line_s_dry_run_prints_the_request() -> None:
+    done = sagemaker(
+        "--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"], "--instance-type",
+        "ml.p3.16xlarge", "--instance-count", "2", "--processes-per-host", "8", "--name", NAME,
+        "--mpi-options=--A=1", "-x", "HF_TOKEN=hunter2", "--input", f"train={S3}/train", "--sharded",
+        "--metric", "loss=loss=(.*)",
+        "train.py", "--epochs", "3", "--lr=0.1", "--name", "a",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    request = json.loads(done.stdout)
+    same = estimator(
+        distribution={"mpi": {"custom_mpi_options": "-x A=1"}},
+        hyperparameters={"epochs": 3, "lr": 0.1, "name": "a"},
+        metric_definitions=[{"Name": "loss", "Regex": "loss=(.*)"}],
+        environment={"HF_TOKEN": "(not shown)"},
+    )
+    assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
+    assert "no option of mpirun" in done.stderr
+
+
+def test_local_mode_runs_an_interpreter_of_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / 'a "b" $(c)' / "python"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s," "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    (tmp_path / "mpirun").write_text(mpirun_script())
+    done = subprocess.run(["/bin/sh", tmp_path / "mpirun", "-np", "a b"], capture_output=True, text=True)
+    assert done.stdout == "-m,ringdance.submit.sagemaker.container,-np,a b,", done.stderr
+
+
+def test_the_command_line_tells_of_mistakes() -> None:
+    done = sagemaker("--dry-run", "--instance-type", "ml.c5.xlarge", "train.py")
+    assert (done.returncode, "role is missing" in done.stderr) == (2, True)
+    for words in (["--verbose"], ["data", "1"], ["--a", "--b", "1"]):
+        with pytest.raises(LaunchError):
+            hyperparameters(words)
+    assert hyperparameters(["--a=x=1", "--b", "-3", "--c", "true"]) == {"a": "x=1", "b": -3, "c": True}
+
+
+def test_without_boto3_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(LaunchError, match=r"pip install 'ringdance\[sagemaker\]'"):
+        estimator().fit(wait=False)
