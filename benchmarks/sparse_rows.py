@@ -97,7 +97,7 @@ class Case:
 
 
 def by_route(case: Case, route: str) -> Callable[[], tuple[Any, Any]]:
-    """Average by ``training.sparse``, with the knob at ``route``."""
+    """Average by ``training.sparse``, with the setting at ``route``."""
     from dataclasses import replace
 
     from ringdance import session

@@ -24,7 +24,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from ringdance.doctor.registry import all_checks
-from ringdance.settings import KNOBS, Knob, show
+from ringdance.settings import NO_EFFECT, SETTINGS, Setting, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
 
 Row = tuple[str, ...]
@@ -43,26 +43,23 @@ def plain(text: str) -> str:
 
 def settings_rows() -> Iterator[Row]:
     """Name in the environment, default, meaning; of the settings that Ringdance itself has."""
-    for knob in KNOBS:
-        if knob.own:
-            names = f"`{knob.own}`" + (f"<br>`{knob.legacy}`" if knob.legacy else "")
-            yield names, show(knob, knob.default), plain(knob.doc) + _without_effect(knob)
+    for setting in SETTINGS:
+        names = f"`{setting.own}`" + (f"<br>`{setting.legacy}`" if setting.legacy else "")
+        yield names, show(setting, setting.default), plain(setting.doc) + _without_effect(setting)
 
 
-def _without_effect(knob: Knob) -> str:
-    return f" *No effect: {knob.no_effect}.*" if knob.no_effect else ""
+def _without_effect(setting: Setting) -> str:
+    return f" *No effect: {setting.no_effect}.*" if setting.no_effect else ""
 
 
 def horovod_rows() -> Iterator[Row]:
     """Each ``HOROVOD_*`` variable and its effect; those of the build and of its launchers in one row each."""
-    for knob in KNOBS:
-        if not knob.legacy:
-            continue
-        if knob.no_effect:
-            yield f"`{knob.legacy}`", f"no effect: {knob.no_effect}"
-        else:
-            own = f" Default: {show(knob, knob.default)}. Also `{knob.own}`." if knob.own else ""
-            yield f"`{knob.legacy}`", plain(knob.doc) + own
+    for setting in SETTINGS:
+        if setting.legacy and not setting.no_effect:
+            own = f" Default: {show(setting, setting.default)}. Also `{setting.own}`."
+            yield f"`{setting.legacy}`", plain(setting.doc) + own
+    for name, (_, reason) in NO_EFFECT.items():
+        yield f"`HOROVOD_{name}`", f"no effect: {reason}"
     launcher = sorted(name for name in LAUNCHER_NAMES if name.startswith("HOROVOD_"))
     yield _joined(launcher), "set by launchers; never set them yourself"
     yield _joined(sorted(BUILD_NAMES)), "no effect: they steered the build, and nothing is compiled here"

@@ -23,7 +23,7 @@ examples:
   ringdance run -np 2 python train.py --epochs 3     train on two processes of this machine
   ringdance run --help                               all options of run
   ringdance settings --changed                       what the environment sets, and where
-  RINGDANCE_CYCLE_TIME=2 ringdance settings          every knob with its value, origin and unit
+  RINGDANCE_CYCLE_TIME=2 ringdance settings          every setting with its value, origin and unit
 """
 
 _PASSED_ON = {
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(changed: bool, style: str) -> int:
     from ringdance.errors import SettingError
-    from ringdance.settings import KNOBS, SettingWarning, load, show
+    from ringdance.settings import SETTINGS, SettingWarning, load, show
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SettingWarning)
@@ -119,7 +119,7 @@ def _settings(changed: bool, style: str) -> int:
         except SettingError as error:
             print(f"ringdance: {error}", file=sys.stderr)
             return 2
-    knobs = [k for k in KNOBS if not changed or getattr(settings, k.name) != k.default]
+    chosen = [k for k in SETTINGS if not changed or getattr(settings, k.name) != k.default]
     if style == "json":
         rows = [
             {
@@ -132,11 +132,11 @@ def _settings(changed: bool, style: str) -> int:
                 "environment": [name for name in (k.own, k.legacy) if name],
                 "no_effect": k.no_effect,
             }
-            for k in knobs
+            for k in chosen
         ]
         print(json.dumps(rows, indent=2))
     else:
-        for k in knobs:
+        for k in chosen:
             origin = settings.origin(k.name)
             print(f"{k.name} = {show(k, getattr(settings, k.name))}   [{origin}]")
             if origin != "default":
@@ -144,7 +144,7 @@ def _settings(changed: bool, style: str) -> int:
             note = f" No effect: {k.no_effect}." if k.no_effect else ""
             print(textwrap.fill(k.doc + note, 100, initial_indent="    ", subsequent_indent="    "))
             print("    " + ", ".join(name for name in (k.own, k.legacy) if name))
-        if changed and not knobs:
+        if changed and not chosen:
             print("All settings have their default values.")
     sys.stdout.flush()
     for warning in caught:

@@ -26,7 +26,7 @@ from ringdance import settings as settings_module
 from ringdance.core.engine import Engine, area_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
-from ringdance.settings.names import PLACE_NAMES
+from ringdance.settings.names import RANK_VARIABLES
 from ringdance.transport.single import single_transport
 
 __all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "regroup", "shutdown"]
@@ -42,7 +42,7 @@ _GRACE = 0.5
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (
     "cache_capacity", "deterministic", "fusion_threshold",
-    "piece_bytes", "small_bytes", "sparse", "window", "window_bytes",
+    "chunk_bytes", "small_bytes", "sparse", "window", "window_bytes",
 )  # fmt: skip
 
 _SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -207,7 +207,7 @@ def _publish_place(found: Engine) -> None:
     """Set the variables in which scripts read their place: as `ringdance run` does, mpiexec does not."""
     if not _process.mpi:
         return
-    for name in PLACE_NAMES:
+    for name in RANK_VARIABLES:
         value = str(getattr(found, name.lower()))
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = value
     os.environ["HOROVOD_HOSTNAME"] = found.identity.host

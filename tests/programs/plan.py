@@ -103,7 +103,7 @@ class Options:
     window: bool
     delay: float
     threaded: bool
-    piece_bytes: int
+    chunk_bytes: int
     small_bytes: int
     cache_capacity: int
     fusion_threshold: int
@@ -171,7 +171,7 @@ class _Maker:
             window=pick((True, True, False)),
             delay=pick((0.0, 0.1, 0.5)),
             threaded=self.random.random() < 0.85,
-            piece_bytes=pick((64, 256, 1024, 4096, 1 << 16)),
+            chunk_bytes=pick((64, 256, 1024, 4096, 1 << 16)),
             small_bytes=pick((0, 64, 512, 4096)),
             cache_capacity=pick((1, 2, 8, 64, 1024)),
             fusion_threshold=pick((0, 256, 4096, 128 << 20)),

@@ -36,7 +36,7 @@ def settings_of(program: Program) -> Settings:
         fusion_threshold=o.fusion_threshold,
         cycle_time=o.cycle_time,
         cache_capacity=o.cache_capacity,
-        piece_bytes=o.piece_bytes,
+        chunk_bytes=o.chunk_bytes,
         small_bytes=o.small_bytes,
         window=o.window,
         spin_microseconds=o.spin_microseconds,

@@ -17,7 +17,7 @@ from conftest import rank_and_size
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-TINY = {"RINGDANCE_PIECE_BYTES": "4096", "RINGDANCE_SMALL_BYTES": "64"}
+TINY = {"RINGDANCE_CHUNK_BYTES": "4096", "RINGDANCE_SMALL_BYTES": "64"}
 WAYS = {
     "window": {},
     "tiny": TINY,

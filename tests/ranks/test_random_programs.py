@@ -19,11 +19,11 @@ BLOCK = 5  # programs with the same settings
 BLOCKS = [
     pytest.param(first, marks=[pytest.mark.slow] if first >= FAST else []) for first in range(0, COUNT, BLOCK)
 ]
-KNOBS = (
+SETTING_NAMES = (
     "fusion_threshold",
     "cycle_time",
     "cache_capacity",
-    "piece_bytes",
+    "chunk_bytes",
     "small_bytes",
     "window",
     "spin_microseconds",
@@ -33,7 +33,7 @@ KNOBS = (
 def environ_of(seed: int) -> dict[str, str]:
     """Return the settings of a seed's program."""
     settings = settings_of(make(seed, session.engine().size))
-    values = {name: getattr(settings, name) for name in KNOBS}
+    values = {name: getattr(settings, name) for name in SETTING_NAMES}
     return {
         f"RINGDANCE_{name.upper()}": str(int(value) if name == "window" else value)
         for name, value in values.items()

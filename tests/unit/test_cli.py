@@ -13,7 +13,7 @@ import pytest
 import ringdance
 from horovod.runner.options import parse_args
 from ringdance.cli import main
-from ringdance.settings import KNOBS
+from ringdance.settings import SETTINGS
 
 
 def ringdance_command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -71,12 +71,12 @@ def test_the_number_of_ranks_in_all_spellings(line: str, capsys: pytest.CaptureF
     assert parse_args([*line.split(), "true"]).num_proc == 2
 
 
-def test_settings_shows_all_knobs():
+def test_settings_shows_all_settings():
     done = ringdance_command("settings")
     assert done.returncode == 0
     assert done.stderr == ""
-    for knob in KNOBS:
-        assert f"{knob.name} = " in done.stdout
+    for setting in SETTINGS:
+        assert f"{setting.name} = " in done.stdout
 
 
 def test_settings_changed():
@@ -90,7 +90,7 @@ def test_settings_changed():
 def test_settings_as_json():
     done = ringdance_command("settings", "--format", "json", RINGDANCE_CYCLE_TIME="2")
     rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert list(rows) == [knob.name for knob in KNOBS]
+    assert list(rows) == [setting.name for setting in SETTINGS]
     assert rows["cycle_time"]["value"] == 2.0
     assert rows["cycle_time"]["unit"] == "ms"
     assert rows["cycle_time"]["origin"] == "environment variable RINGDANCE_CYCLE_TIME"

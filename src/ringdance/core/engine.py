@@ -62,7 +62,7 @@ class Engine(EngineEnd):
 
     Args:
         transport: of the whole job; owned by the engine from here on.
-        settings: values of all knobs.
+        settings: values of all settings.
         threaded: whether the transport may be used from several threads; without, nothing
             happens but while a thread of the caller waits.
         report: takes a sentence for people (stall warnings).

@@ -36,7 +36,7 @@ def area_bytes(settings: Settings) -> int:
     """Return the data area of each rank in a window; 0 for none."""
     if not settings.window:
         return 0
-    return max(settings.window_bytes or settings.piece_bytes, settings.small_bytes, _SMALLEST_AREA)
+    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _SMALLEST_AREA)
 
 
 class ProcessSets(abc.ABC):
@@ -141,7 +141,7 @@ class ProcessSets(abc.ABC):
             state = ProcessSetState(
                 set_id,
                 transport,
-                exchange_for(transport, s.piece_bytes, s.small_bytes, self._progress, s.deterministic),
+                exchange_for(transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic),
                 capacity=s.cache_capacity,
                 threshold=s.fusion_threshold,
                 cycle_seconds=s.cycle_time * 1e-3,

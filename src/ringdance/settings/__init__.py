@@ -15,27 +15,29 @@ from dataclasses import replace
 from typing import Any
 
 from ringdance.errors import SettingError
-from ringdance.settings.knobs import KNOBS, LEGACY_PREFIX, OWN_PREFIX, Knob, Settings
-from ringdance.settings.names import BUILD_NAMES, LAUNCH_PREFIX, LAUNCHER_NAMES, RANK_NAMES
+from ringdance.settings.fields import SETTINGS, Setting, Settings
+from ringdance.settings.names import BUILD_NAMES, LAUNCH_PREFIX, LAUNCHER_NAMES, NO_EFFECT, RANK_NAMES
+from ringdance.settings.parse import SWITCH_WORDS
 
 __all__ = [
-    "KNOBS", "TOLD", "Knob", "SettingWarning", "Settings", "level_of_caller", "load", "show",
-    "without_effect",
+    "NO_EFFECT", "SETTINGS", "WARNED", "Setting", "SettingWarning", "Settings", "level_of_caller", "load",
+    "show", "without_effect",
 ]  # fmt: skip
 
-TOLD = "RINGDANCE_JOB_TOLD"
-"""Variable in which a launcher names those variables of which it has said that they have no effect."""
+WARNED = "RINGDANCE_JOB_WARNED"
+"""Variable in which a launcher lists the variables for which it has printed that they have no effect."""
+_PREFIXES = ("RINGDANCE_", "HOROVOD_")
 
 
 class SettingWarning(UserWarning):
-    """A setting that is accepted, but will not do what the person who set it may expect."""
+    """A setting is accepted, but may not have the expected effect."""
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read all knobs from `environ`.
+    """Read all settings from `environ`.
 
-    Warns (:class:`SettingWarning`, on rank 0 only, so that a large job says it once) about names
-    that are not known, legacy values that cannot be used and knobs that change nothing here.
+    Warns (:class:`SettingWarning`, on rank 0 only) about unknown names, legacy values that cannot be used
+    and settings that have no effect.
 
     Raises:
         SettingError: a ``RINGDANCE_*`` variable has a value that cannot be used; names the
@@ -44,12 +46,14 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     notes: list[str] = []
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for knob, variable, text in _given(environ):
-        values[knob.name] = _value(knob, variable, text, notes)
-        origins[knob.name] = f"environment variable {variable}"
-    told = environ.get(TOLD, "").split(",")
+    for setting in SETTINGS:
+        variable, text = _first(environ, setting.own, setting.legacy)
+        if text:
+            values[setting.name] = _value(setting, variable, text, notes)
+            origins[setting.name] = f"environment variable {variable}"
+    warned = environ.get(WARNED, "").split(",")
     for variable, text, reason in without_effect(environ):
-        if variable not in told:
+        if variable not in warned:
             notes.append(f"{variable}={text} has no effect: {reason}.")
     settings = Settings(**values, origins=origins)
     if 0 < settings.stall_shutdown_time < settings.stall_check_time:
@@ -69,53 +73,45 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def without_effect(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Variables of `environ` that change a knob to no effect, each with its text and the reason."""
+    """List variables of `environ` that change something in Horovod but not here: name, text, reason."""
     found = []
-    for knob, variable, text in _given(environ):
-        if knob.no_effect:
-            try:
-                changed = _value(knob, variable, text, []) != knob.default
-            except SettingError:  # load() tells of it
-                continue
-            if changed:
-                found.append((variable, text, knob.no_effect))
+    for name, (default, reason) in NO_EFFECT.items():
+        variable, text = _first(environ, *(prefix + name for prefix in _PREFIXES))
+        lower = text.lower()
+        if text and SWITCH_WORDS.get(lower, lower) != SWITCH_WORDS.get(default, default.lower()):
+            found.append((variable, text, reason))
     return found
 
 
-def _given(environ: Mapping[str, str]) -> Iterator[tuple[Knob, str, str]]:
-    """Each knob that is set, the variable that sets it, and its text."""
-    for knob in KNOBS:
-        for variable in (knob.own, knob.legacy):
-            text = environ.get(variable, "").strip()
-            if text:
-                yield knob, variable, text
-                break
+def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
+    """Return the first of these variables that is set, and its text; ("", "") for none."""
+    return next(((name, text) for name in names if (text := environ.get(name, "").strip())), ("", ""))
 
 
-def _value(knob: Knob, variable: str, text: str, notes: list[str]) -> Any:
-    """The value that `text` stands for; SettingError, or a note and a substitute for a legacy name."""
-    legacy = variable == knob.legacy
+def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
+    """Parse `text`. If that fails: SettingError, or for a legacy name a note and a substitute."""
+    legacy = variable == setting.legacy
     try:
-        return (knob.parser.legacy if legacy else knob.parser.parse)(text)
+        return (setting.parser.legacy if legacy else setting.parser.parse)(text)
     except ValueError:
-        if not legacy or knob.strict:
+        if not legacy:
             raise SettingError(
-                f"{variable}={text!r} cannot be used: expected {knob.parser.expected}. "
-                f"({knob.doc} Default: {show(knob, knob.default)}.)"
+                f"{variable}={text!r} cannot be used: expected {setting.parser.expected}. "
+                f"({setting.doc} Default: {show(setting, setting.default)}.)"
             ) from None
-    # The original reads such text as 0 in some knobs; where it says nothing, the default is kept.
-    value = knob.default if knob.unusable is None else knob.unusable
-    expected = "a whole number, 0 for off" if isinstance(value, bool) else knob.parser.expected
-    notes.append(f"{variable}={text!r} cannot be used: expected {expected}. {show(knob, value)} holds.")
+    # Horovod reads such text as 0 in some settings, and keeps the default in the others.
+    value = setting.default if setting.unusable is None else setting.unusable
+    expected = "a whole number, 0 for off" if isinstance(value, bool) else setting.parser.expected
+    notes.append(f"{variable}={text!r} cannot be used: expected {expected}. {show(setting, value)} holds.")
     return value
 
 
 def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
-    """A sentence about each name that looks like a setting and is none, with the nearest known one."""
-    knobs = {name for knob in KNOBS for name in (knob.own, knob.legacy) if name}
-    known = knobs | LAUNCHER_NAMES | BUILD_NAMES
+    """Yield a warning for each unknown name with our prefixes, with the nearest known one."""
+    known = {name for setting in SETTINGS for name in (setting.own, setting.legacy) if name}
+    known |= LAUNCHER_NAMES | BUILD_NAMES | {prefix + name for prefix in _PREFIXES for name in NO_EFFECT}
     for name in sorted(environ):
-        prefix = next((p for p in (OWN_PREFIX, LEGACY_PREFIX) if name.startswith(p)), None)
+        prefix = next((p for p in _PREFIXES if name.startswith(p)), None)
         if prefix is None or name in known or name.startswith(LAUNCH_PREFIX):
             continue
         # Compared without the prefix, which would make everything look alike.
@@ -126,7 +122,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def level_of_caller() -> int:
-    """The `stacklevel` with which a warning of the function that asks names the line of the user's script."""
+    """Return the `stacklevel` with which a warning of the caller names the line of the user's script."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("ringdance", "horovod"):
         level, frame = level + 1, frame.f_back
@@ -137,8 +133,8 @@ def _is_first(environ: Mapping[str, str]) -> bool:
     return all(environ.get(name, "0") == "0" for name in RANK_NAMES)
 
 
-def show(knob: Knob, value: Any) -> str:
-    """`value` as a person would write it, with its unit."""
+def show(setting: Setting, value: Any) -> str:
+    """Format `value` with its unit."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, tuple):
@@ -146,4 +142,4 @@ def show(knob: Knob, value: Any) -> str:
     if value == "":
         return "(empty)"
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{text} {knob.unit}" if knob.unit else text
+    return f"{text} {setting.unit}" if setting.unit else text

@@ -1,9 +1,43 @@
-"""Names in the environment that are not knobs, and are no mistakes either."""
+"""Names in the environment that are known, but are not settings."""
 
 from __future__ import annotations
 
-PLACE_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""Which rank a process is, where: with either prefix. Set by launchers, and by init() where none has."""
+RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+"""The rank of a process, with either prefix. Set by launchers, and by init() where none has."""
+
+_TIMELINE = "the timeline is not written yet"
+_TUNER = "there is no automatic tuner yet"
+_NCCL = "tensors on a GPU do not go through NCCL yet"
+_GLOO = "Gloo is not used; MPI connects the ranks"
+_ONE_SCHEME = "the ranks of a host always reduce in shared memory first, so there is no flat scheme to leave"
+NO_EFFECT: dict[str, tuple[str, str]] = {
+    "TIMELINE": ("", _TIMELINE),
+    "TIMELINE_MARK_CYCLES": ("0", _TIMELINE),
+    "ELASTIC": ("0", "jobs keep the ranks that they start with"),
+    "AUTOTUNE": ("0", _TUNER),
+    "AUTOTUNE_LOG": ("", _TUNER),
+    "AUTOTUNE_WARMUP_SAMPLES": ("3", _TUNER),
+    "AUTOTUNE_STEPS_PER_SAMPLE": ("10", _TUNER),
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("20", _TUNER),
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("0.8", _TUNER),
+    "DISABLE_GROUP_FUSION": ("0", "groups may share a batch; their results do not depend on it"),
+    "DYNAMIC_PROCESS_SETS": ("1", "process sets can always be added and removed"),
+    "HIERARCHICAL_ALLREDUCE": ("0", _ONE_SCHEME),
+    "HIERARCHICAL_ALLGATHER": ("0", _ONE_SCHEME),
+    "TORUS_ALLREDUCE": ("0", _NCCL),
+    "NUM_NCCL_STREAMS": ("1", _NCCL),
+    "BATCH_D2D_MEMCOPIES": ("1", _NCCL),
+    "ENABLE_ASYNC_COMPLETION": ("0", _NCCL),
+    "DISABLE_NVTX_RANGES": ("0", "no NVTX annotation is made"),
+    "ENABLE_XLA_OPS": ("0", "there is no native code that XLA could call"),
+    "ADASUM_MPI_CHUNK_SIZE": ("1073741824", "Adasum is exchanged in chunks like everything else"),
+    "CCL_CACHE": ("0", "oneCCL is not used"),
+    "GLOO_TIMEOUT_SECONDS": ("30", _GLOO),
+    "GLOO_IFACE": ("", _GLOO),
+    "CPU_OPERATIONS": ("MPI", "shared memory and MPI move tensors"),
+    "CONTROLLER": ("MPI", _GLOO),
+}
+"""Settings of Horovod that change nothing here, with either prefix: the default text, and the reason."""
 
 # Horovod's launchers only; Ringdance asks MPI instead.
 _LAUNCHER = """
@@ -21,13 +55,13 @@ LOCAL_VERSION MIXED_INSTALL TEST_GPU
 """
 
 LAUNCHER_NAMES: frozenset[str] = frozenset(
-    [f"HOROVOD_{name}" for name in (*PLACE_NAMES, *_LAUNCHER.split())]
-    + [f"RINGDANCE_{name}" for name in PLACE_NAMES]
+    [f"HOROVOD_{name}" for name in (*RANK_VARIABLES, *_LAUNCHER.split())]
+    + [f"RINGDANCE_{name}" for name in RANK_VARIABLES]
 )
 BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.split())
 
-# `ringdance run` tells its ranks about itself under this prefix; people do not set these.
+# `ringdance run` passes facts to its ranks under this prefix; users do not set these.
 LAUNCH_PREFIX = "RINGDANCE_JOB"
 
-# Environment variables in which the usual launchers say which rank a process is.
+# Environment variables of the usual launchers that hold the rank of a process.
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

@@ -1,7 +1,7 @@
-"""How the text of an environment variable becomes the value of a knob.
+"""How the text of an environment variable becomes the value of a setting.
 
 Every parser takes text that is not empty and returns the value or raises ``ValueError``;
-what it would have accepted is in :attr:`Parser.expected`, for the message.
+what it accepts is in :attr:`Parser.expected`, for the message.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 _FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_WORDS = {"1": True, "true": True, "yes": True, "on": True}
-_WORDS |= {"0": False, "false": False, "no": False, "off": False}
+SWITCH_WORDS = {"1": True, "true": True, "yes": True, "on": True}
+SWITCH_WORDS |= {"0": False, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Parser(Generic[T]):
     Attributes:
         expected: what can be written, as the end of "expected …".
         parse: text to value; ``ValueError`` if it cannot be used.
-        legacy: the same for a ``HOROVOD_*`` name, where the original read it differently.
+        legacy: the same for a ``HOROVOD_*`` name, where Horovod reads it differently.
     """
 
     expected: str
@@ -41,7 +41,7 @@ def _plain(expected: str, parse: Callable[[str], T]) -> Parser[T]:
 
 def _switch(text: str) -> bool:
     try:
-        return _WORDS[text.lower()]
+        return SWITCH_WORDS[text.lower()]
     except KeyError:
         raise ValueError(text) from None
 
@@ -99,7 +99,7 @@ def _cores(text: str) -> tuple[int, ...]:
 SWITCH: Parser[bool] = Parser(
     "1 or 0 (also true/false, yes/no, on/off)",
     _switch,
-    lambda text: int(text) > 0,  # the original: a whole number, positive means on
+    lambda text: int(text) > 0,  # Horovod: a whole number, positive means on
 )
 BYTES: Parser[int] = _plain("a number of bytes, such as 524288, 512K or 64M (powers of 1024)", _bytes)
 TEXT: Parser[str] = _plain("text", str)

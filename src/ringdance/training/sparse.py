@@ -9,7 +9,7 @@ one small all-reduce, and so choose alike:
 
 So no rank ever holds more than about the table, or the rows of all ranks: never ranks times table. Both
 give the same: the rows that anybody has used, in ascending order, each once. While a rank has
-joined only all-reduces work, so the choice is "dense" then. The knob ``sparse`` forces one or the other.
+joined only all-reduces work, so the choice is "dense" then. The setting ``sparse`` forces one or the other.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ HOSTS = {
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 def test_two_runs_are_bit_equal_under_different_delays(hosts: tuple[str, ...]) -> None:
-    settings = Settings(deterministic=True, piece_bytes=16 << 10, small_bytes=2 << 10, cycle_time=0.5)
+    settings = Settings(deterministic=True, chunk_bytes=16 << 10, small_bytes=2 << 10, cycle_time=0.5)
     runs = []
     for delays in (1, 2):
 

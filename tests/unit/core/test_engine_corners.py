@@ -20,8 +20,8 @@ from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 Array = np.ndarray[Any, Any]
 
 
-def on_ranks(size: int, program: Callable[[Engine], Any], **knobs: Any) -> list[Any]:
-    settings = Settings(**knobs)
+def on_ranks(size: int, program: Callable[[Engine], Any], **values: Any) -> list[Any]:
+    settings = Settings(**values)
     room = vector_bytes(size, settings.cache_capacity)
     world = LoopbackWorld(size, area_bytes=area_bytes(settings), vector_bytes=room)
 
@@ -131,7 +131,7 @@ def test_pieces_smaller_than_a_share_for_each_member(piece: int) -> None:
         moved = Request(description, (view,), name="a", splits=splits)
         return scattered.tolist(), engine.submit(moved).wait()[0].tolist()
 
-    for rank, (scattered, moved) in enumerate(on_ranks(3, program, piece_bytes=piece, small_bytes=0)):
+    for rank, (scattered, moved) in enumerate(on_ranks(3, program, chunk_bytes=piece, small_bytes=0)):
         own = np.arange(10) + 10.0 * rank
         assert scattered == (3 * own + 3).tolist()
         assert moved == np.concatenate([own, own + 1, own + 2]).tolist()

@@ -24,9 +24,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SETTINGS = {
     "usual": Settings(),
-    "tiny": Settings(piece_bytes=4096, small_bytes=64),
+    "tiny": Settings(chunk_bytes=4096, small_bytes=64),
     "messages": Settings(window=False),
-    "apart": Settings(fusion_threshold=0, piece_bytes=1000, small_bytes=0, cycle_time=0.0),
+    "apart": Settings(fusion_threshold=0, chunk_bytes=1000, small_bytes=0, cycle_time=0.0),
 }
 
 
@@ -94,7 +94,7 @@ def test_all_ranks_have_the_same_bits(hosts: tuple[str, ...] | None) -> None:
             for dtype in ("float32", "float64", *HALVES)
         ]
 
-    results = job(4, program, Settings(piece_bytes=8192), hosts=hosts)
+    results = job(4, program, Settings(chunk_bytes=8192), hosts=hosts)
     assert all(found == results[0] for found in results)
 
 
@@ -190,7 +190,7 @@ def test_more_hosts_than_send_their_parts_to_all() -> None:
                     hvd.allreduce(inputs[engine.rank], name=f"{dtype} {length}"), reduced(inputs, "average")
                 )
 
-    job(size, program, Settings(piece_bytes=8192, small_bytes=64), hosts=tuple(f"h{n}" for n in range(size)))
+    job(size, program, Settings(chunk_bytes=8192, small_bytes=64), hosts=tuple(f"h{n}" for n in range(size)))
 
 
 def test_settings_of_one_rank_do_not_reach_another_world() -> None:
@@ -211,8 +211,8 @@ def test_settings_of_one_rank_do_not_reach_another_world() -> None:
 
 
 @pytest.mark.parametrize("window", [True, False])
-@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1001])
-def test_pieces_of_any_size(window: bool, piece_bytes: int) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 100, 1001])
+def test_pieces_of_any_size(window: bool, chunk_bytes: int) -> None:
     def program(engine: Engine) -> None:
         for dtype in ("float64", "float16", "uint8"):
             inputs = all_values(3, dtype, (501,))
@@ -226,5 +226,5 @@ def test_pieces_of_any_size(window: bool, piece_bytes: int) -> None:
             own = slice(167 * engine.rank, 167 * (engine.rank + 1))
             same(hvd.alltoall(inputs[engine.rank]), np.concatenate([part[own] for part in inputs]))
 
-    job(3, program, Settings(piece_bytes=piece_bytes, small_bytes=0, window=window))
-    job(3, program, Settings(piece_bytes=piece_bytes, small_bytes=0), hosts=("a", "a", "b"))
+    job(3, program, Settings(chunk_bytes=chunk_bytes, small_bytes=0, window=window))
+    job(3, program, Settings(chunk_bytes=chunk_bytes, small_bytes=0), hosts=("a", "a", "b"))

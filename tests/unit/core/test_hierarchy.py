@@ -17,7 +17,7 @@ from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport
 
 LAYOUTS = ("aabb", "aaabb", "abbb", "abab", "abbaacc", "bacccb")
-SMALL = Settings(piece_bytes=4096, small_bytes=64)
+SMALL = Settings(chunk_bytes=4096, small_bytes=64)
 LENGTH = 20_011
 
 
@@ -63,7 +63,7 @@ def test_bytes_that_leave_a_host(monkeypatch: pytest.MonkeyPatch, hosts: str, dt
     def program(engine: Engine) -> None:
         hvd.allreduce(inputs[engine.rank], op=hvd.Max)
 
-    job(len(hosts), program, Settings(piece_bytes=1 << 17), hosts=tuple(hosts))
+    job(len(hosts), program, Settings(chunk_bytes=1 << 17), hosts=tuple(hosts))
     count = len(set(hosts))
     least = 2 * inputs[0].nbytes * (count - 1) / count
     assert sorted(sent) == sorted(set(hosts))

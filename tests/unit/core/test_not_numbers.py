@@ -22,4 +22,4 @@ def test_max_min_and_sum(hosts: str, window: bool) -> None:
                 got = hvd.allreduce(inputs[engine.rank], op=OPS[operation])
             check(got, inputs, operation, f"{operation} of {inputs[0].size} {dtype}, NaN on rank {culprit}")
 
-    job(len(hosts), program, Settings(window=window, piece_bytes=1 << 16), hosts=tuple(hosts))
+    job(len(hosts), program, Settings(window=window, chunk_bytes=1 << 16), hosts=tuple(hosts))

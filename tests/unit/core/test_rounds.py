@@ -50,7 +50,7 @@ def test_no_call_moves_more_than_a_round(monkeypatch: pytest.MonkeyPatch) -> Non
         total = rows[0] + rows[1]
         same(hvd.reducescatter(own, op=hvd.Sum), total[: half + 1] if rank == 0 else total[half + 1 :])
 
-    job(2, program, Settings(window=False, piece_bytes=PIECE))
+    job(2, program, Settings(window=False, chunk_bytes=PIECE))
     assert max(calls) <= MOST
     assert sum(size > MOST // 4 for size in calls) >= 2 * 4 * (LENGTH // MOST)  # and not much less
 

@@ -28,15 +28,15 @@ class ClusterExchange(WireExchange):
         self,
         transport: Transport,
         hierarchy: Hierarchy,
-        piece_bytes: int,
+        chunk_bytes: int,
         small_bytes: int,
         progress: Progress,
     ) -> None:
-        super().__init__(transport, piece_bytes, small_bytes, progress)
+        super().__init__(transport, chunk_bytes, small_bytes, progress)
         self._small, self._sizes = small_bytes, hierarchy.host_sizes
         self._blocks = min(self._sizes)
         # The same on all hosts, however many members each has.
-        self._chunk = min(max(piece_bytes, LEAST_SHARE * max(self._sizes)), hierarchy.area_bytes)
+        self._chunk = min(max(chunk_bytes, LEAST_SHARE * max(self._sizes)), hierarchy.area_bytes)
         index, count = transport.host_group.index(transport.rank), len(transport.host_group)
         window = transport.window or _window_of_one(self._chunk)
         self._inside = WindowExchange(window, index, count, self._chunk, small_bytes, progress)

@@ -32,13 +32,13 @@ class WindowExchange(Exchange):
         window: Window,
         rank: int,
         size: int,
-        piece_bytes: int,
+        chunk_bytes: int,
         small_bytes: int,
         progress: Progress,
     ) -> None:
         super().__init__(rank, size, progress)
         self._window = window
-        self.piece_bytes = self._piece = min(max(piece_bytes, LEAST_SHARE * size), window.area_bytes)
+        self.chunk_bytes = self._piece = min(max(chunk_bytes, LEAST_SHARE * size), window.area_bytes)
         self._small = min(small_bytes, self._piece)
         self._typed: dict[int, list[list[Array]]] = {}
 

@@ -114,17 +114,17 @@ class Flights:
 
     Args:
         transport: of those who reduce.
-        piece_bytes: of the largest piece.
+        chunk_bytes: of the largest piece.
         small_bytes: of the largest that is worth one round only; negative: see ``_Flight``.
         progress: told of each piece that has arrived.
     """
 
-    def __init__(self, transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress) -> None:
+    def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, progress: Progress) -> None:
         self._progress = progress
-        room = piece_bytes + 16 * transport.size
+        room = chunk_bytes + 16 * transport.size
         self._flights = [
             _Flight(
-                transport, small_bytes, progress, np.empty(piece_bytes, np.uint8), np.empty(room, np.uint8)
+                transport, small_bytes, progress, np.empty(chunk_bytes, np.uint8), np.empty(room, np.uint8)
             )
             for _ in range(_IN_FLIGHT)
         ]
@@ -174,10 +174,10 @@ class Flights:
 class WireExchange(Exchange):
     """Exchange by non-blocking collectives on bounded chunks: MPI's counts do not grow with tensors."""
 
-    def __init__(self, transport: Transport, piece_bytes: int, small_bytes: int, progress: Progress) -> None:
+    def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, progress: Progress) -> None:
         super().__init__(transport.rank, transport.size, progress)
         self._transport = transport
-        self._piece = max(64, piece_bytes, small_bytes) // 64 * 64  # whole elements of any dtype
+        self._piece = max(64, chunk_bytes, small_bytes) // 64 * 64  # whole elements of any dtype
         self._round = min(_ROUND_BYTES, 32 * self._piece)
         self._flights = Flights(transport, self._piece, small_bytes, progress)
 

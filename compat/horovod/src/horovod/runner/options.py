@@ -12,7 +12,7 @@ from typing import Any
 import horovod
 from horovod.runner.common.util import config_parser
 from ringdance.launch.parser import Parser, rank_count
-from ringdance.settings import KNOBS
+from ringdance.settings import NO_EFFECT, SETTINGS
 
 __all__ = ["DEFAULTS", "parse_args"]
 
@@ -113,9 +113,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_knobs(parser: argparse.ArgumentParser) -> None:
-    docs = {
-        knob.legacy: knob.doc + (f" No effect: {knob.no_effect}." if knob.no_effect else "") for knob in KNOBS
-    }
+    docs = {setting.legacy: setting.doc for setting in SETTINGS}
+    docs |= {f"HOROVOD_{name}": f"no effect: {reason}" for name, (_, reason) in NO_EFFECT.items()}
     group = parser.add_argument_group("settings of the processes (HOROVOD_* variables)")
     for knob in config_parser.KNOBS:
         doc = docs[knob.variable].replace("%", "%%")

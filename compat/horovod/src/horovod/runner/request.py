@@ -16,7 +16,7 @@ from ringdance.launch.hosts import local_names
 from ringdance.launch.order import Order
 from ringdance.launch.output.stream import Style
 from ringdance.launch.ssh import Reach
-from ringdance.settings import TOLD, without_effect
+from ringdance.settings import WARNED, without_effect
 
 __all__ = ["order_of", "tell"]
 
@@ -43,7 +43,7 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> Order:
     if len(local_names(names)) == len(set(names)):  # other hosts' are looked at when they are asked
         _check_interfaces(args.nics or ())
     # The ranks need not tell again what `tell` says.
-    exports[TOLD] = ",".join(name for name, _, _ in without_effect({**os.environ, **exports}))
+    exports[WARNED] = ",".join(name for name, _, _ in without_effect({**os.environ, **exports}))
     return Order(
         command,
         ranks=ranks,

@@ -1,0 +1,182 @@
+"""The settings, each declared once: a field of :class:`Settings` with its default, unit and description.
+
+A field ``chunk_bytes`` is set by ``RINGDANCE_CHUNK_BYTES`` and, where Horovod has the setting, by its
+``legacy`` name. Names that have no effect: ``names.NO_EFFECT``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ringdance.settings.names import NO_EFFECT
+from ringdance.settings.parse import BYTES, CORES, SWITCH, TEXT, Parser, choice, integer, number
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known about one setting.
+
+    Attributes:
+        name: attribute of :class:`Settings`.
+        default: its value when nothing sets it.
+        parser: how text becomes a value.
+        doc: one sentence.
+        unit: of the value; empty for words and switches.
+        own: the ``RINGDANCE_*`` name.
+        legacy: the ``HOROVOD_*`` name, or empty.
+        unusable: the value that a legacy name has when its text cannot be used; None: the default.
+    """
+
+    name: str
+    default: Any
+    parser: Parser[Any]
+    doc: str
+    unit: str = ""
+    own: str = ""
+    legacy: str = ""
+    unusable: Any = None
+
+    @property
+    def no_effect(self) -> str:
+        """Why the setting changes nothing; empty if it works."""
+        return NO_EFFECT.get(self.name.upper(), ("", ""))[1]
+
+
+def _setting(default: T, parser: Parser[T], doc: str, **more: Any) -> T:
+    """Declare a field of Settings (``more``: see ``Setting``); its type is that of its default."""
+    return field(default=default, metadata={"parser": parser, "doc": doc, **more})
+
+
+def _switch(default: bool, doc: str, **more: Any) -> bool:
+    return _setting(default, SWITCH, doc, unusable=False, **more)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values of all settings, and where each came from. Made by ``load()``, or directly in tests."""
+
+    # Batches
+    fusion_threshold: int = _setting(
+        128 << 20, BYTES, "Most bytes of tensors exchanged as one batch; 0: one tensor at a time.",
+        unit="bytes", legacy="HOROVOD_FUSION_THRESHOLD",
+    )
+    cycle_time: float = _setting(
+        1.0, number(), "How long a submitted tensor may wait for others before a round starts.",
+        unit="ms", legacy="HOROVOD_CYCLE_TIME", unusable=0.0,
+    )
+    cache_capacity: int = _setting(
+        1024, integer(), "Tensors that a process set remembers, so that it agrees on them by one bit each.",
+        unit="tensors", legacy="HOROVOD_CACHE_CAPACITY", unusable=0,
+    )
+    deterministic: bool = _switch(
+        False, "Sum each element in one order, whatever is exchanged with it: two runs are bit-equal."
+    )
+    overlap: str = _setting(
+        "auto", choice("auto", "on", "off"),
+        "Exchange gradients on the engine's thread during backward; auto: if there are idle cores.",
+    )
+    sparse: str = _setting(
+        "auto", choice("auto", "rows", "dense"),
+        "How sparse gradients are exchanged: as rows or as dense tensors; auto: by the number of rows.",
+    )
+    jax_ffi: str = _setting(
+        "auto", choice("auto", "off"),
+        "Exchange compiled JAX programs' buffers without copies; off, or where that is not possible: copies.",
+    )
+
+    # Memory and exchange
+    chunk_bytes: int = _setting(
+        768 << 10, BYTES, "Size of the chunks in which a batch is exchanged; should fit the cores' caches.",
+        unit="bytes",
+    )
+    small_bytes: int = _setting(
+        16 << 10, BYTES, "Up to this size a batch is exchanged with the lowest latency.", unit="bytes"
+    )
+    window: bool = _switch(True, "Use shared memory between the ranks of a host.")
+    window_bytes: int = _setting(
+        0, BYTES, "Shared memory of each rank for exchange within its host; 0: chosen from chunk_bytes.",
+        unit="bytes",
+    )
+    spin_microseconds: int = _setting(
+        300, integer(), "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
+    )
+    thread_affinity: tuple[int, ...] = _setting(
+        (), CORES, "Core for the engine's thread of each local rank (Linux); empty: not pinned.",
+        legacy="HOROVOD_THREAD_AFFINITY",
+    )
+    mpi_threads_disable: bool = _switch(
+        False, "Ask MPI for its single-thread level; collectives then run only while the main thread waits.",
+        legacy="HOROVOD_MPI_THREADS_DISABLE",
+    )
+    init_timeout: float = _setting(
+        120.0, number(above=True), "How long init() waits for all ranks before it names the missing ones.",
+        unit="s",
+    )
+    elastic_timeout: float = _setting(
+        600.0, number(above=True), "How long ranks that start again after an error wait for one another.",
+        unit="s", legacy="HOROVOD_ELASTIC_TIMEOUT",
+    )
+
+    # Stalls and logs
+    stall_check_disable: bool = _switch(
+        False, "Do not look for tensors that some ranks submit and others do not.",
+        legacy="HOROVOD_STALL_CHECK_DISABLE",
+    )
+    stall_check_time: float = _setting(
+        4.0, number(above=True), "After this time a tensor that some ranks have not submitted is reported.",
+        unit="s", legacy="HOROVOD_STALL_CHECK_TIME_SECONDS",
+    )
+    stall_shutdown_time: float = _setting(
+        0.0, number(), "After this time such a tensor ends the job; 0: never.",
+        unit="s", legacy="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    )
+    deadlock_time: float = _setting(
+        30.0, number(), "After this time without a new call ranks that all wait for each other raise "
+        "DeadlockError; 0: never (as with Horovod's names).", unit="s",
+    )
+    log_level: str = _setting(
+        "warning", choice("trace", "debug", "info", "warning", "error", "fatal"),
+        "Least severity of the messages that are printed.", legacy="HOROVOD_LOG_LEVEL",
+    )
+    log_hide_time: bool = _switch(False, "Leave the time out of log lines.", legacy="HOROVOD_LOG_HIDE_TIME")
+    flight_recorder_dir: str = _setting(
+        "", TEXT, "Directory for the record of the last batches, written on a failure; empty: the system's "
+        "temporary directory.",
+    )
+    recorder_batches: int = _setting(
+        256, integer(), "Batches that the flight recorder keeps; 0: none.", unit="batches"
+    )
+    timeline: str = _setting(
+        "", TEXT, "File for a Chrome trace of all tensors, or DYNAMIC to wait for start_timeline().",
+        legacy="HOROVOD_TIMELINE",
+    )
+    elastic: bool = _switch(
+        False, "The job may lose and gain ranks.", legacy="HOROVOD_ELASTIC",
+    )
+
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def origin(self, name: str) -> str:
+        """Where the value of setting `name` came from: "default" or "environment variable NAME".
+
+        Raises:
+            KeyError: there is no setting of that name.
+        """
+        if name not in _NAMES:
+            raise KeyError(name)
+        return self.origins.get(name, "default")
+
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    Setting(item.name, item.default, own=f"RINGDANCE_{item.name.upper()}", **item.metadata)
+    for item in dataclasses.fields(Settings)
+    if item.metadata
+)
+"""All settings, in the order in which they are shown."""
+
+_NAMES = frozenset(setting.name for setting in SETTINGS)
