@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ringdance import session
-from ringdance.core.arithmetic import dtype_named
 from ringdance.core.engine import Engine
+from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.core.request import ReduceOp
 from ringdance.training import collectives
 

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ringdance.core.agreement import RUN, Entry, VectorLayout, set_bits
-from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import plan_batches
 from ringdance.core.encoding import decode_call, encode_call
 from ringdance.core.exchange import Exchange, Progress, Steps
+from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.execute import AgreedRequest, allreduce_flat, execute
 from ringdance.core.pending import PendingRequests
-from ringdance.core.recorder import Recorder
+from ringdance.core.reports.mismatch import mismatch_message
+from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, ReduceOp
-from ringdance.core.verdict import mismatch_message
 from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
 

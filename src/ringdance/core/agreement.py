@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.core.arithmetic import Reduction
+from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.request import Description
 
 __all__ = ["RIDER_SLOTS", "RUN", "Entry", "KnownTensors", "VectorLayout", "run_digest", "set_bits"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringdance.core.arithmetic import dtype_named
+from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.core.request import Collective, Description, ReduceOp
 
 __all__ = ["description_bytes", "plan_batches"]

@@ -15,13 +15,13 @@ from threading import get_ident
 from typing import Any
 
 from ringdance.core.agreement import VectorLayout
-from ringdance.core.driver import Driver
-from ringdance.core.ending import EngineEnd
 from ringdance.core.execute import execute_alone
 from ringdance.core.process_set import ProcessSetState
+from ringdance.core.progress import Driver
+from ringdance.core.reports.stalls import StallWatch
 from ringdance.core.request import Collective, Request, Work
 from ringdance.core.sets import area_bytes
-from ringdance.core.watch import StallWatch
+from ringdance.core.shutdown import EngineEnd
 from ringdance.errors import (
     ArgumentError,
     CollectiveError,
@@ -33,7 +33,7 @@ from ringdance.errors import (
 )
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
-from ringdance.transport.waiting import Doorbell
+from ringdance.transport.eventcount import Doorbell
 
 __all__ = ["Engine", "area_bytes", "vector_bytes"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.core.adasum import adasum
-from ringdance.core.arithmetic import Reduction, dtype_named, reduction
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
+from ringdance.core.exchange.adasum import adasum
+from ringdance.core.exchange.arithmetic import Reduction, dtype_named, reduction
 from ringdance.core.exchange.base import as_bytes
-from ringdance.core.pieces import even_rows
+from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import MismatchError
 

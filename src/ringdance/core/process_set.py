@@ -15,10 +15,10 @@ import numpy as np
 
 from ringdance.core.agreed import AgreedRequests
 from ringdance.core.agreement import CALM, GO, HEAD, RIDER_SLOTS, RUN, Entry, Rides, run_digest, set_bits
-from ringdance.core.arithmetic import Reduction, reduction
 from ringdance.core.batch import description_bytes
 from ringdance.core.encoding import decode_news, encode_news
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
+from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.request import Collective, Description, ReduceOp, Work
 from ringdance.transport.base import Transport
 from ringdance.transport.window import RIDER_BYTES, Window

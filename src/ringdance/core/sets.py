@@ -12,7 +12,7 @@ from typing import Any
 from ringdance.core.exchange import Progress, Steps, exchange_for
 from ringdance.core.execute import AgreedRequest
 from ringdance.core.process_set import ProcessSetState
-from ringdance.core.recorder import Recorder
+from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings

@@ -24,7 +24,7 @@ from ringdance.errors import ArgumentError
 if TYPE_CHECKING:
     import numpy as np
 
-    from ringdance.transport.waiting import Doorbell
+    from ringdance.transport.eventcount import Doorbell
     from ringdance.transport.window import Window
 
 __all__ = ["Buffer", "Hierarchy", "Identity", "Pending", "Transport"]

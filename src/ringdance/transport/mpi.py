@@ -16,9 +16,9 @@ import numpy as np
 
 from ringdance.errors import ArgumentError, RankLostError, SettingError
 from ringdance.transport.base import Hierarchy, Identity, Pending, Transport
+from ringdance.transport.eventcount import process_state
 from ringdance.transport.library import finalize, library_version, load_mpi
-from ringdance.transport.rollcall import tell, waiting_in_init
-from ringdance.transport.waiting import process_state
+from ringdance.transport.missing_ranks import tell, waiting_in_init
 from ringdance.transport.window import Window, window_size
 
 __all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "meet", "rank_list", "world_transport"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.transport.waiting import NEEDS_FENCE, Doorbell
+from ringdance.transport.eventcount import NEEDS_FENCE, Doorbell
 
 __all__ = ["RIDER_BYTES", "Window", "window_size"]
 

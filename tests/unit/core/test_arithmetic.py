@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from by_numpy import FLOATS, HALVES, INTEGERS, OPERATIONS, all_values, dtype_of, reduced, same
 
-from ringdance.core.arithmetic import dtype_named, reduction
+from ringdance.core.exchange.arithmetic import dtype_named, reduction
 from ringdance.core.request import ReduceOp
 
 
@@ -143,7 +143,7 @@ def test_infinities_are_results_and_no_warnings() -> None:
     """Also where the user's program turns warnings into errors, which would break the engine."""
     program = (
         "import numpy as np\n"
-        "from ringdance.core.arithmetic import reduction\n"
+        "from ringdance.core.exchange.arithmetic import reduction\n"
         "from ringdance.core.request import ReduceOp\n"
         "for dtype in ('float16', 'float32'):\n"
         "    parts = [np.array([6e4, sign * np.inf, np.nan, 1], dtype) for sign in (1, -1)]\n"

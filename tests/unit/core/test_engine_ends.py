@@ -17,7 +17,7 @@ from loopback_job import job, world_for
 import ringdance.numpy as hvd
 from ringdance import session
 from ringdance.core.engine import Engine
-from ringdance.core.recorder import Recorder
+from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
@@ -115,7 +115,7 @@ def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
 def test_an_exception_in_a_step_breaks_the_engine_everywhere(
     settings: Settings, kind: type[BaseException], name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ringdance.core.exchange.window import WindowExchange
+    from ringdance.core.exchange.shared_memory import WindowExchange
 
     arm = threading.Event()
     usual = WindowExchange.allreduce

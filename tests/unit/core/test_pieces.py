@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ringdance.core.batch import description_bytes, plan_batches
-from ringdance.core.pieces import even_rows, pieces, segments
+from ringdance.core.exchange.chunks import even_rows, pieces, segments
 from ringdance.core.request import Collective, Description, ReduceOp
 
 

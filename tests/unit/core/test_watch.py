@@ -14,9 +14,9 @@ import pytest
 from loopback_job import job
 
 from ringdance.core.engine import Engine
-from ringdance.core.procfs import describe_threads, sample_cpu
-from ringdance.core.stacks import thread_locations, user_frames
-from ringdance.core.stall_message import Stall, stall_message
+from ringdance.core.reports.procfs import describe_threads, sample_cpu
+from ringdance.core.reports.stacks import thread_locations, user_frames
+from ringdance.core.reports.stall_message import Stall, stall_message
 from ringdance.settings import Settings
 from ringdance.training import collectives
 from ringdance.transport.base import Identity

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from ringdance.transport.waiting import Doorbell, process_state
+from ringdance.transport.eventcount import Doorbell, process_state
 from ringdance.transport.window import Window, window_size
 
 

@@ -7,9 +7,9 @@ share, ``WireExchange`` through the transport's collectives. ``exchange_for`` ch
 from __future__ import annotations
 
 from ringdance.core.exchange.base import Exchange, Progress, Steps, aligned_empty
-from ringdance.core.exchange.cluster import ClusterExchange
-from ringdance.core.exchange.window import WindowExchange
-from ringdance.core.exchange.wire import WireExchange
+from ringdance.core.exchange.hierarchical import ClusterExchange
+from ringdance.core.exchange.mpi import WireExchange
+from ringdance.core.exchange.shared_memory import WindowExchange
 from ringdance.transport.base import Transport
 
 _LARGEST = 64 << 20  # bytes of a piece: what is summed at a time stays far below the 2^31 of MPI's counts

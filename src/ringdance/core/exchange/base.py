@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.core.arithmetic import Reduction
-from ringdance.core.pieces import segments
+from ringdance.core.exchange.arithmetic import Reduction
+from ringdance.core.exchange.chunks import segments
 
 __all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "as_bytes", "copy_range"]
 

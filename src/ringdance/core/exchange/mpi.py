@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from ringdance.core.arithmetic import Reduction
+from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, as_bytes, copy_range
-from ringdance.core.pieces import even_rows, pieces
+from ringdance.core.exchange.chunks import even_rows, pieces
 from ringdance.transport.base import Pending, Transport
 
 __all__ = ["WireExchange"]

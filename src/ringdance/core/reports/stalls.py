@@ -14,17 +14,19 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ringdance.core.deadlock import Submitters, deadlocked
-from ringdance.core.process_set import ProcessSetState
-from ringdance.core.procfs import CpuSample, describe_threads, sample_cpu
+from ringdance.core.reports.deadlock import Submitters, deadlocked
+from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
+from ringdance.core.reports.stacks import thread_locations
+from ringdance.core.reports.stall_message import MOST_NAMES_SENT, Stall, stall_message
 from ringdance.core.request import Work
-from ringdance.core.stacks import thread_locations
-from ringdance.core.stall_message import MOST_NAMES_SENT, Stall, stall_message
 from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
+
+if TYPE_CHECKING:
+    from ringdance.core.process_set import ProcessSetState
 
 __all__ = ["StallWatch"]
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ringdance.core.request import Work
-from ringdance.transport.waiting import Doorbell, yield_core
+from ringdance.transport.eventcount import Doorbell, yield_core
 
 __all__ = ["Driven", "Driver"]
 

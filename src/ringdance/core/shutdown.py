@@ -9,8 +9,8 @@ import os
 import time
 from typing import Any
 
-from ringdance.core.driver import Driver
-from ringdance.core.recorder import Recorder
+from ringdance.core.progress import Driver
+from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.sets import ProcessSets
 from ringdance.errors import (
@@ -23,7 +23,7 @@ from ringdance.errors import (
 )
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
-from ringdance.transport.waiting import Doorbell
+from ringdance.transport.eventcount import Doorbell
 
 __all__ = ["EngineEnd"]
 

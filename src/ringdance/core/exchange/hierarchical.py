@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringdance.core.arithmetic import Reduction, two_stages
+from ringdance.core.exchange.arithmetic import Reduction, two_stages
 from ringdance.core.exchange.base import Array, Progress, Steps
-from ringdance.core.exchange.window import LEAST_SHARE, WindowExchange
-from ringdance.core.exchange.wire import Flights, WireExchange
-from ringdance.core.pieces import pieces
+from ringdance.core.exchange.chunks import pieces
+from ringdance.core.exchange.mpi import Flights, WireExchange
+from ringdance.core.exchange.shared_memory import LEAST_SHARE, WindowExchange
 from ringdance.transport.base import Hierarchy, Transport
 from ringdance.transport.window import Window, window_size
 

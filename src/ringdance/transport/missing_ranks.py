@@ -16,7 +16,7 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ringdance.transport.waiting import process_state
+from ringdance.transport.eventcount import process_state
 
 __all__ = ["Absence", "look_around", "tell", "waiting_in_init"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.core.arithmetic import Reduction
+from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, copy_range
-from ringdance.core.pieces import Segment, pieces
+from ringdance.core.exchange.chunks import Segment, pieces
 from ringdance.transport.window import Window
 
 __all__ = ["LEAST_SHARE", "WindowExchange"]
