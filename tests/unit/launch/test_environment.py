@@ -6,7 +6,7 @@ import pytest
 
 from ringdance.errors import LaunchError
 from ringdance.launch.environment import forwarded, forwarding, is_secret, shown_text
-from ringdance.launch.mpi.mpirun import understand
+from ringdance.launch.mpi.mpirun import parse
 from ringdance.submit.kubernetes.manifest import JobRequest
 from ringdance.submit.sagemaker.request import mpi_options
 
@@ -45,7 +45,7 @@ def test_what_may_be_secret_is_shown_nowhere(name: str) -> None:
     assert is_secret(name)
     for text in (
         shown_text(f"mpirun -x {name}=hunter2 -np 2"),
-        *understand([f"--{name.upper()}=hunter2", "true"], {}).notes,
+        *parse([f"--{name.upper()}=hunter2", "true"], {}).notes,
         *mpi_options(f"--{name.upper()}=hunter2")[1],
     ):
         assert name.lower() in text.lower()

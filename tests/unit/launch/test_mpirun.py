@@ -1,4 +1,4 @@
-"""Lines of Open MPI 4's mpirun: what they ask for, and what the launcher is told."""
+"""Translation of Open MPI 4's mpirun command lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from ringdance import cli
 from ringdance.errors import LaunchError
 from ringdance.launch.mpi import Mpi, family_of, mpirun_cli
-from ringdance.launch.mpi.mpirun import Asked, counts, understand
+from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
 from ringdance.launch.mpi.mpirun_cli import install, order_of
 
 SAGEMAKER = """
@@ -24,17 +24,16 @@ SAGEMAKER = """
 COMMAND = ["python", "-m", "mpi4py", "train.py", "--epochs", "3", "-x", "-np"]
 
 
-def asked(line: str, **environ: str) -> Asked:
-    return understand([*line.split(), *COMMAND], environ)
+def parsed(line: str, **environ: str) -> MpirunLine:
+    return parse([*line.split(), *COMMAND], environ)
 
 
 def test_the_line_of_sagemakers_toolkit() -> None:
-    found = understand([*SAGEMAKER.split(), *COMMAND], {"PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]'})
+    found = parse([*SAGEMAKER.split(), *COMMAND], {"PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]'})
     assert found.command == COMMAND
     assert (found.ranks, found.hosts) == (4, [("algo-1", 2), ("algo-2", 2)])
     assert found.interfaces == ["eth0"]
-    assert found.tag
-    assert found.show
+    assert found.flags == {"tag", "display"}
     assert found.mpi == ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
     assert found.exports == {
         "NCCL_MIN_NRINGS": "4", "NCCL_SOCKET_IFNAME": "eth0", "LD_PRELOAD": "/x/gethostname.so",
@@ -62,17 +61,17 @@ def test_the_line_of_sagemakers_toolkit() -> None:
     ],
 )
 def test_where_ranks_go(line: str, hosts: list[tuple[str, int]], ranks: int) -> None:
-    found = asked(line)
+    found = parsed(line)
     assert found.hosts is not None
-    assert counts(found.hosts, found) == (hosts, ranks)
+    assert slots_of(found.hosts, found) == (hosts, ranks)
 
 
 def test_host_files(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a slots=4 max_slots=8\nb slots=2\n")
-    assert asked(f"-hostfile {file}").hosts == [("a", 4), ("b", 2)]
+    assert parsed(f"-hostfile {file}").hosts == [("a", 4), ("b", 2)]
     # Names chosen from a file keep its slots.
-    assert asked(f"--machinefile {file} -H b").hosts == [("b", 2)]
+    assert parsed(f"--machinefile {file} -H b").hosts == [("b", 2)]
 
 
 @pytest.mark.parametrize(
@@ -90,55 +89,55 @@ def test_host_files(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_mpi(line: str, options: list[str]) -> None:
-    assert asked(line).mpi == options
+    assert parsed(line).mpi == options
 
 
 def test_ssh_and_output_and_variables(tmp_path: Path) -> None:
-    found = asked("-x A=1=2 -x B -x NONE -wdir /w", B="b")
+    found = parsed("-x A=1=2 -x B -x NONE -wdir /w", B="b")
     assert found.exports == {"A": "1=2", "B": "b"}
     assert found.notes == ["-x NONE: that variable is not set here"]
     assert found.cwd == "/w"
     agent = ["-mca", "plm_rsh_agent", "/usr/bin/ssh -v"]
-    found = understand([*agent, "-mca", "plm_rsh_args", "-p 2222", "--output", "tag,dir=/logs", "x"], {})
+    found = parse([*agent, "-mca", "plm_rsh_args", "-p 2222", "--output", "tag,dir=/logs", "x"], {})
     assert found.ssh == ["-v", "-p", "2222"]
-    assert (found.tag, found.clock, found.folder) == (True, False, "/logs")
-    found = asked("-output-filename /logs:nojobid -timestamp-output")
-    assert (found.tag, found.clock, found.folder) == (False, True, "/logs")
+    assert (found.flags, found.output_dir) == ({"tag"}, "/logs")
+    found = parsed("-output-filename /logs:nojobid -timestamp-output")
+    assert (found.flags, found.output_dir) == ({"timestamp"}, "/logs")
 
 
 def test_a_variable_written_as_an_option() -> None:
-    found = asked("--NCCL_DEBUG=INFO")
+    found = parsed("--NCCL_DEBUG=INFO")
     assert found.exports == {"NCCL_DEBUG": "INFO"}
     assert "taken for -x NCCL_DEBUG=INFO" in found.notes[0]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        ("-frobnicate 3", "-frobnicate is no option"),
-        ("-np", "its value is missing"),
-        ("-np two", "it must be a number"),
+        ("-frobnicate 3", "unknown option -frobnicate"),
+        ("-np", "missing value"),
+        ("-np two", "must be a number"),
         ("-np 0", "1 or more"),
         ("-H a:x", "not HOST:SLOTS"),
         ("-H -oProxyCommand=x", "not HOST:SLOTS"),
-        ("--app file", "files of programs"),
-        ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "by ssh only"),
+        ("--app file", "unknown option --app"),
+        ("-mca plm_rsh_agent /etc/mpi/kubexec.sh", "only ssh"),
         ("-np 1 a : -np 1 b", "several programs"),
     ],
 )
-def test_what_cannot_be_done_is_an_error(line: str, said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
-        understand(line.split(), {})
+def test_unsupported_options_are_errors(line: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        parse(line.split(), {})
 
 
-def test_what_changes_nothing_is_said() -> None:
-    assert asked("--timeout 60").notes == ["--timeout: no effect, the job has no limit of time"]
+def test_options_without_effect_are_named() -> None:
+    assert parsed("--timeout 60").notes == ["--timeout: no effect, the job has no time limit"]
 
 
 def test_other_libraries_get_no_options_of_open_mpi(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = asked("-np 2 -H localhost:2 -mca btl self")
+    line = parsed("-np 2 -H localhost:2 -mca btl self")
     monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("mpich", "/x/mpiexec", "test"))
     assert order_of(line, ["/bin/true"]).mpi_args == []
     assert "no effect with mpich: --mca btl self" in capsys.readouterr().err
@@ -189,8 +188,8 @@ def test_a_map_shows_no_variables(
     assert "not-for-logs" not in shown
 
 
-def test_it_is_no_command_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["mpirun", "--help"]) == 0
     assert "--install-into DIR" in capsys.readouterr().out
     assert cli.main(["mpirun", "--frobnicate", "x"]) == 2
-    assert "ringdance mpirun: --frobnicate is no option" in capsys.readouterr().err
+    assert "ringdance mpirun: unknown option --frobnicate" in capsys.readouterr().err
