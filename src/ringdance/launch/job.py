@@ -18,7 +18,7 @@ from ringdance.launch.crew import Crew
 from ringdance.launch.deputies import Deputies, RankChannel
 from ringdance.launch.here import Here, door_script, write_private
 from ringdance.launch.hosts import Host
-from ringdance.launch.mpi.options import DOOR, MACHINES, machine_file, session_environment
+from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file, session_environment
 from ringdance.launch.output.stream import Banner
 from ringdance.launch.plan import Plan
 from ringdance.launch.remote import Remote, together
@@ -132,7 +132,7 @@ class Job:
             door = os.path.join(self._folder, "ssh")  # (the name is in session_environment too)
             hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
             script = door_script(self._here.socket_path)
-            files = {door: (script, 0o700), MACHINES.replace(DOOR, door): (hosts, 0o600)}
+            files = {door: (script, 0o700), MACHINE_FILE.replace(RSH_SHIM, door): (hosts, 0o600)}
             argv = self._plan.argv(self._bases, self.id, door)
             # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
             cwd = "/" if self._plan.differs else os.getcwd()

@@ -15,7 +15,7 @@ from ringdance.launch.elsewhere import rank_line
 from ringdance.launch.environment import ALL, forwarded, shown
 from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, addresses, meet, place
 from ringdance.launch.mpi import Mpi
-from ringdance.launch.mpi.options import DOOR, Given, label, options_of
+from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
 from ringdance.launch.system.linux import MARKER
 from ringdance.launch.wire import bare_command
 
@@ -92,11 +92,11 @@ class Plan:
 
     def host_of(self, called: str) -> Host | None:
         """The host that mpiexec calls so."""
-        return next((host for n, host in enumerate(self.hosts) if label(host, n) == called), None)
+        return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
-    def argv(self, bases: Sequence[str] = ("FOLDER",), job: str = "JOB", door: str = DOOR) -> list[str]:
+    def argv(self, bases: Sequence[str] = ("FOLDER",), job: str = "JOB", door: str = RSH_SHIM) -> list[str]:
         """The whole command line; what is in it of the running job is known only once that exists."""
-        mpiexec = [word.replace(DOOR, door) for word in self.mpiexec]
+        mpiexec = [word.replace(RSH_SHIM, door) for word in self.mpiexec]
         places = os.pathsep.join(bases)
         rank = rank_line(places, job) if self.differs else bare_command("rank", places, job)
         return [*mpiexec, *rank, *self.command]
@@ -241,8 +241,8 @@ def build_plan(
         variables["OMP_NUM_THREADS"] = str(threads)
     infiniband = any(found.infiniband for found in known.values())
     notes = _short_of_memory(placed, known, mpi)
-    given = Given(mpi, placed, root, binding, mpi_args, networks, infiniband, bool(notes))
-    options, extra = options_of(given)
+    request = MpiexecRequest(mpi, placed, root, binding, mpi_args, networks, infiniband, bool(notes))
+    options, extra = mpiexec_options(request)
     if wide and (names := _same_interfaces(placed)):
         extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
     variables |= {name: value for name, value in extra.items() if name not in environ}

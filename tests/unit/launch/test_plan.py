@@ -129,14 +129,14 @@ def test_several_hosts() -> None:
 @pytest.mark.parametrize(
     ("mpi", "words"),
     [
-        (OPENMPI, "--host a:2,me:1,b:1 --prtemca plm ssh --prtemca plm_ssh_agent /bin/sh DOOR"),
+        (OPENMPI, "--host a:2,me:1,b:1 --prtemca plm ssh --prtemca plm_ssh_agent /bin/sh RSH_SHIM"),
         (OPENMPI, "--prtemca prte_if_include eth0 -n 4"),
-        (Mpi("openmpi", "m", "test", 4), "--mca plm rsh --mca plm_rsh_agent /bin/sh DOOR"),
+        (Mpi("openmpi", "m", "test", 4), "--mca plm rsh --mca plm_rsh_agent /bin/sh RSH_SHIM"),
         (Mpi("openmpi", "m", "test", 4), "--mca oob_tcp_if_include eth0 -n 4"),
         (Mpi("openmpi", "m", "test", 4), "--map-by seq --oversubscribe"),
         (
             Mpi("openmpi", "m", "test", 4),
-            "--hostfile DOOR.machines --mca orte_default_hostfile DOOR.machines",
+            "--hostfile RSH_SHIM.machines --mca orte_default_hostfile RSH_SHIM.machines",
         ),
         (
             Mpi("mpich", "m", "test"),
@@ -144,7 +144,8 @@ def test_several_hosts() -> None:
         ),
         (
             Mpi("intel", "m", "test"),
-            "-bootstrap ssh -bootstrap-exec DOOR -genvnone -machinefile DOOR.machines -iface eth0 -n 4",
+            "-bootstrap ssh -bootstrap-exec RSH_SHIM -genvnone -machinefile RSH_SHIM.machines -iface eth0 "
+            "-n 4",
         ),
     ],
 )

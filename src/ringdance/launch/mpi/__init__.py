@@ -1,5 +1,5 @@
-"""The MPI library in use, its mpiexec and the options of that."""
+"""The MPI library in use, its mpiexec and mpiexec's options."""
 
-from ringdance.launch.mpi.library import FAMILIES, Mpi, family_of, find_mpi
+from ringdance.launch.mpi.library import Mpi, family_of, find_mpi
 
-__all__ = ["FAMILIES", "Mpi", "family_of", "find_mpi"]
+__all__ = ["Mpi", "family_of", "find_mpi"]

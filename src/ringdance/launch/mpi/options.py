@@ -1,4 +1,4 @@
-"""Options of each MPI library's mpiexec, and the variables that go with them: pure."""
+"""Build mpiexec's options and variables for each MPI library, without side effects."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ringdance.launch.hosts import Host, Networks
-from ringdance.launch.mpi import Mpi
+from ringdance.launch.mpi.library import Mpi
 
-DOOR = "DOOR"
-"""Stands for the program that mpiexec calls in place of ssh, whose path is known only once the job exists."""
+RSH_SHIM = "RSH_SHIM"
+"""Placeholder for the program that mpiexec runs as ssh; its path is known only once the job exists."""
 
-MACHINES = f"{DOOR}.machines"
-"""Stands for a file beside it, as :func:`machine_file` writes it."""
+MACHINE_FILE = f"{RSH_SHIM}.machines"
+"""Placeholder for a file beside it with the text of :func:`machine_file`."""
 
 _OTHER_SCHEDULERS = "^slurm,lsf,pbs,tm,gridengine"
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the options are made from.
+class MpiexecRequest:
+    """What mpiexec's options depend on.
 
     Attributes:
         mpi: the library.
         hosts: where the ranks go.
         root: whether the user is root.
-        binding: options in place of ours that bind ranks to no cores, or None.
-        more: more options; they win over ours.
-        networks: over which the hosts meet.
-        infiniband: whether any host has such devices.
-        cramped: whether any host lacks room for Open MPI's shared memory.
+        binding: options of the user's that replace the default of binding ranks to no cores, or None.
+        more: more options of the user's; they override the defaults.
+        networks: the networks that connect the hosts.
+        infiniband: whether any host has InfiniBand.
+        small_shm: whether any host's /dev/shm is too small for Open MPI.
     """
 
     mpi: Mpi
@@ -41,13 +41,13 @@ class Given:
     more: Sequence[str] = ()
     networks: Networks = field(default_factory=Networks)
     infiniband: bool = False
-    cramped: bool = False
+    small_shm: bool = False
 
     @property
     def include(self) -> str:
-        """The networks to use: by interface where that is called the same on all hosts, or as they are.
+        """Networks to use: interface names if they are the same on all hosts, otherwise addresses.
 
-        Open MPI reads no IPv6 networks, and must find these itself.
+        Open MPI reads no IPv6 networks, and must detect these itself.
         """
         names = {host.interfaces for host in self.hosts}
         if len(names) == 1 and all(names):
@@ -55,136 +55,136 @@ class Given:
         return "" if self.networks.ipv6 else ",".join(self.networks.include)
 
     @property
-    def wide(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether there are ranks on other hosts."""
         return not all(host.local for host in self.hosts)
 
 
-def label(host: Host, number: int) -> str:
-    """What a host is called towards mpiexec, which needs no address for it; an IPv6 address has colons."""
+def host_label(host: Host, number: int) -> str:
+    """Return the name of a host for mpiexec: any label without colons, unlike an IPv6 address."""
     return f"host{number}" if ":" in host.name else host.name
 
 
-def machines(hosts: Sequence[Host], between: str) -> str:
-    """The hosts as mpiexec calls them, each with its number of ranks: ``h1:2,h2:2``."""
-    return between.join(f"{label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
+def _host_list(hosts: Sequence[Host], separator: str) -> str:
+    """Return the labels of the hosts with their numbers of ranks: ``h1:2,h2:2``."""
+    return separator.join(f"{host_label(host, n)}:{len(host.ranks)}" for n, host in enumerate(hosts))
 
 
 def machine_file(hosts: Sequence[Host], family: str) -> str:
-    """What stands in it: a line for each host, for Intel MPI; for Open MPI 4 one for each rank."""
+    """Return the text of the machine file: a line per host for Intel MPI, per rank for Open MPI 4."""
     if family == "intel":
-        return machines(hosts, "\n") + "\n"
-    return "".join(f"{label(host, n)}\n" * len(host.ranks) for n, host in enumerate(hosts))
+        return _host_list(hosts, "\n") + "\n"
+    return "".join(f"{host_label(host, n)}\n" * len(host.ranks) for n, host in enumerate(hosts))
 
 
-def options_of(given: Given) -> tuple[list[str], dict[str, str]]:
-    """Options of mpiexec but the number of ranks, and variables for it and the ranks."""
-    family = given.mpi.family
-    replaceable, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(given)
-    own = [_spelt(word, family) for word in (*(given.binding or ()), *given.more)]
-    ours = (
-        []
-        if given.binding is not None
-        else [[name, *rest] for name, rest in replaceable.items() if name not in own]
-    )
-    # A parameter that the user gives as an option would else be given twice.
+def mpiexec_options(request: MpiexecRequest) -> tuple[list[str], dict[str, str]]:
+    """Return mpiexec's options without the number of ranks, and variables for it and the ranks."""
+    family = request.mpi.family
+    defaults, fixed, variables = (_openmpi if family == "openmpi" else _hydra)(request)
+    own = [_two_dashes(word, family) for word in (*(request.binding or ()), *request.more)]
+    if request.binding is None:
+        for name, *values in reversed(defaults):
+            if name not in own:
+                fixed[:0] = [name, *values]
+    # A parameter that the user gives as an option would otherwise be set twice.
     for name in [f"OMPI_MCA_{own[at + 1]}" for at, word in enumerate(own[:-1]) if word == "--mca"]:
         variables.pop(name, None)
-        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI takes one of the two only
+        if name == "OMPI_MCA_btl_tcp_if_exclude":  # Open MPI takes only one of the two
             variables.pop("OMPI_MCA_btl_tcp_if_include", None)
-    return [*(word for words in ours for word in words), *fixed, *own], variables
+    return [*fixed, *own], variables
 
 
-_Options = tuple[dict[str, list[str]], list[str], dict[str, str]]
+_Options = tuple[list[list[str]], list[str], dict[str, str]]
+"""Defaults that the user can replace, other options, variables."""
 
 
-def _openmpi(given: Given) -> _Options:
-    # --oversubscribe always: mpiexec counts physical cores (affinity masks and hyperthreads differ), and
-    # what it changes in the ranks is only to yield when idle, which is wanted anyway.
+def _openmpi(request: MpiexecRequest) -> _Options:
+    # Always --oversubscribe: mpiexec counts physical cores, whatever the affinity mask and hyperthreads. In
+    # the ranks it only makes idle ones yield, which is wanted anyway.
     fixed = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # The UCX window component prints an error when a shared window is made without its hardware.
     variables = {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
-    # On one machine only shared memory is needed; looking for network hardware takes MPI_Init a second.
-    # (Named by what is left out: Open MPI 4 calls the component for shared memory vader, later ones sm.)
-    if given.cramped and not given.wide:
+    # One machine needs only shared memory, and probing network hardware takes MPI_Init a second. (A list of
+    # exclusions, for the shared-memory component is vader in Open MPI 4 and sm in later versions.)
+    if request.small_shm and not request.multi_host:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
-    elif not given.wide:
+    elif not request.multi_host:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^tcp,openib,ofi,uct,usnic,ugni,portals4"}
     else:
-        fixed += _openmpi_launch(given)
+        fixed += _openmpi_launch(request)
         # One TCP connection does not send and receive at once.
         variables["OMPI_MCA_btl_tcp_links"] = "4"
-        left_out = ["sm", "vader"] if given.cramped else []
-        if not given.infiniband:
+        excluded = ["sm", "vader"] if request.small_shm else []
+        if not request.infiniband:
             variables["OMPI_MCA_pml"] = "ob1"
-            left_out += ["openib", "ofi", "uct", "usnic", "ugni", "portals4"]
-            if given.mpi.major >= 5:
-                # A connection that a dead rank has closed is an error of the call, not the end of the
-                # process: the engine raises RankLostError. (With ob1 only: it would replace UCX.)
+            excluded += ["openib", "ofi", "uct", "usnic", "ugni", "portals4"]
+            if request.mpi.major >= 5:
+                # A connection closed by a dead rank makes the call fail instead of ending the process: the
+                # engine raises RankLostError. (With ob1 only: it would replace UCX.)
                 variables["OMPI_MCA_mpi_ft_enable"] = "1"
-        if left_out:
-            variables["OMPI_MCA_btl"] = "^" + ",".join(left_out)
-        if given.include:
-            variables["OMPI_MCA_btl_tcp_if_include"] = given.include
-        elif given.networks.exclude:
-            variables["OMPI_MCA_btl_tcp_if_exclude"] = ",".join(["127.0.0.0/8", *given.networks.exclude])
-    if given.root:
+        if excluded:
+            variables["OMPI_MCA_btl"] = "^" + ",".join(excluded)
+        if request.include:
+            variables["OMPI_MCA_btl_tcp_if_include"] = request.include
+        elif request.networks.exclude:
+            variables["OMPI_MCA_btl_tcp_if_exclude"] = ",".join(["127.0.0.0/8", *request.networks.exclude])
+    if request.root:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    way = "seq" if given.wide and given.mpi.major == 4 else "slot"  # see _openmpi_launch
-    return {"--bind-to": ["none"], "--map-by": [way]}, fixed, variables
+    mapping = "seq" if request.multi_host and request.mpi.major == 4 else "slot"  # see _openmpi_launch
+    return [["--bind-to", "none"], ["--map-by", mapping]], fixed, variables
 
 
-def _openmpi_launch(given: Given) -> list[str]:
-    """How the daemons come to the other hosts: by our agents, and whatever a scheduler would have said."""
-    if given.mpi.major == 4:
+def _openmpi_launch(request: MpiexecRequest) -> list[str]:
+    """Return options that start the daemons through our agents, whatever the scheduler."""
+    if request.mpi.major == 4:
         option, remote, prefix, oob = "--mca", "rsh", "orte", "oob_tcp"
     else:
         option, remote, prefix, oob = "--prtemca", "ssh", "prte", "prte"
-    words = ["--host", machines(given.hosts, ",")]
-    if given.mpi.major == 4:
-        # It would begin with its own host, wherever that stands; so each rank has a line in a file. What
-        # places ranks by lines opens the default file too, which is not everywhere.
-        words = ["--hostfile", MACHINES, option, "orte_default_hostfile", MACHINES]
+    words = ["--host", _host_list(request.hosts, ",")]
+    if request.mpi.major == 4:
+        # It would begin with its own host, wherever that is in the list; so each rank has a line in a file.
+        # The mapper by lines opens the default host file too, which does not exist everywhere.
+        words = ["--hostfile", MACHINE_FILE, option, "orte_default_hostfile", MACHINE_FILE]
     for name, value in (
         ("plm", remote),
-        (f"plm_{remote}_agent", f"/bin/sh {DOOR}"),
+        (f"plm_{remote}_agent", f"/bin/sh {RSH_SHIM}"),
         (f"plm_{remote}_no_tree_spawn", "1"),
-        (f"plm_{remote}_num_concurrent", str(max(128, len(given.hosts)))),
+        (f"plm_{remote}_num_concurrent", str(max(128, len(request.hosts)))),
         ("ras", _OTHER_SCHEDULERS),
         (f"{prefix}_keep_fqdn_hostnames", "1"),
     ):
         words += [option, name, value]
-    if given.include:
-        words += [option, f"{oob}_if_include", given.include]
+    if request.include:
+        words += [option, f"{oob}_if_include", request.include]
     return words
 
 
-def _hydra(given: Given) -> _Options:
-    """MPICH and Intel MPI."""
-    intel = given.mpi.family == "intel"
-    variables = {"I_MPI_PIN": "0"} if intel and not given.binding else {}
-    binding = {} if intel else {"-bind-to": ["none"]}
-    way = "-bootstrap" if intel else "-launcher"
-    if not given.wide:
-        # Ranks listen at once, for others that never come.
-        return binding, [way, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
-    # Intel MPI takes no number of ranks in -hosts.
-    where = ["-machinefile", MACHINES] if intel else ["-hosts", machines(given.hosts, ",")]
-    # By a shell, for /tmp may be mounted noexec; the script's path is in session_environment. ("ssh" would
-    # get an -x first.)
-    door = ["ssh", f"{way}-exec", DOOR] if intel else ["rsh", f"{way}-exec", "/bin/sh"]
-    # Ranks have the environment of their host's daemon. Hydra would send its own as it is, and in clear.
-    fixed = [way, *door, "-genvnone", *where]
-    if intel and given.networks.ipv6:
-        fixed.append("-v6")
-    names = {interface for host in given.hosts for interface in host.interfaces}
-    if len(names) == 1:  # hydra takes one name, which has to be the same on all hosts
+def _hydra(request: MpiexecRequest) -> _Options:
+    """Return the options of MPICH and Intel MPI."""
+    intel = request.mpi.family == "intel"
+    variables = {"I_MPI_PIN": "0"} if intel and not request.binding else {}
+    defaults = [] if intel else [["-bind-to", "none"]]
+    launcher = "-bootstrap" if intel else "-launcher"
+    if not request.multi_host:
+        # Ranks listen on these at once, although no other host connects.
+        return defaults, [launcher, "fork"], variables | {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
+    # Ranks get the environment of their host's daemon: Hydra would send its own as it is, unencrypted.
+    if intel:  # takes no number of ranks in -hosts
+        fixed = [launcher, "ssh", f"{launcher}-exec", RSH_SHIM, "-genvnone", "-machinefile", MACHINE_FILE]
+        fixed += ["-v6"] if request.networks.ipv6 else []
+    else:
+        # By a shell, for /tmp may be mounted noexec; the script's path is in session_environment. ("ssh"
+        # would get an -x first.)
+        fixed = [launcher, "rsh", f"{launcher}-exec", "/bin/sh", "-genvnone"]
+        fixed += ["-hosts", _host_list(request.hosts, ",")]
+    names = {interface for host in request.hosts for interface in host.interfaces}
+    if len(names) == 1:  # Hydra takes one name, the same on all hosts
         (name,) = names
         fixed += ["-iface", name]
         variables["FI_TCP_IFACE"] = name
-    if not given.infiniband:
+    if not request.infiniband:
         variables["FI_PROVIDER"] = "tcp"
-    return binding, fixed, variables
+    return defaults, fixed, variables
 
 
 _LONG = re.compile(
@@ -194,22 +194,22 @@ _LONG = re.compile(
 )
 
 
-def _spelt(word: str, family: str) -> str:
-    """An option as Open MPI 5 wants it: older ones also took long options with one dash."""
+def _two_dashes(word: str, family: str) -> str:
+    """Return an option as Open MPI 5 takes it; older versions also took long options with one dash."""
     return f"-{word}" if family == "openmpi" and _LONG.fullmatch(word) else word
 
 
-def session_environment(family: str, folder: str, shared: str) -> dict[str, str]:
-    """Where the MPI library keeps its session files and its shared memory, so that both go with the job.
+def session_environment(family: str, directory: str, shared: str) -> dict[str, str]:
+    """Return variables that put the library's session files and shared memory into the job's directories.
 
     Args:
         family: of the MPI library.
-        folder: the job's folder.
-        shared: the job's folder in shared memory, or "" if there is none.
+        directory: the job's directory.
+        shared: the job's directory in shared memory, or "" if there is none.
     """
-    if family != "openmpi":  # the others' files have no settable place; sweep.py finds them
-        return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(folder, "ssh")} if family == "mpich" else {}
-    found = {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
+    if family != "openmpi":  # their files cannot be moved; cleanup.py finds them
+        return {"HYDRA_LAUNCHER_EXTRA_ARGS": os.path.join(directory, "ssh")} if family == "mpich" else {}
+    found = {"PRTE_MCA_prte_tmpdir_base": directory, "OMPI_MCA_orte_tmpdir_base": directory}
     if shared:
         for component in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
             found[f"OMPI_MCA_{component}_backing_directory"] = shared
