@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -51,11 +52,12 @@ def ringdance(*words: str) -> None:
     assert done.returncode == 0, f"ringdance {' '.join(words)}: {done.stderr}"
 
 
-def test_extras_in_the_readme_are_those_of_the_package():
+def test_extras_in_the_documentation_are_those_of_the_package():
     import tomllib
 
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    table = README.split("| extra |")[1].split("\n\n")[0]
+    page = (ROOT / "docs" / "howto" / "install.md").read_text()
+    table = page.split("| extra |")[1].split("\n\n")[0]
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == extras
     for used in re.findall(r"'\.\[([\w,]+)\]'", README):
@@ -63,6 +65,18 @@ def test_extras_in_the_readme_are_those_of_the_package():
 
 
 def test_links_lead_to_files():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
+    targets = re.findall(r"\]\(([^)]+)\)", README)
+    figures = re.findall(r'src(?:set)?="([^"]+)"', README)
+    assert figures
+    for target in [*targets, *figures]:
         if "://" not in target:
-            assert (ROOT / target).exists(), target
+            assert (ROOT / target.partition("#")[0]).exists(), target
+
+
+def test_figures_are_drawn_by_their_script():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures" / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, content in module.figures():
+        drawn = (ROOT / "docs" / "figures" / name).read_text()
+        assert drawn == content, f"{name}: run docs/figures/make.py"
