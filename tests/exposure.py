@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ringdance.launch.listening import device_of, listening_sockets
+from ringdance.launch.agent.loopback import device_of, listening_sockets
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/explanation/exposure.md"
 _NAMES = {"prterun": "mpiexec", "prted": "prted"}

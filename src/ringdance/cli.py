@@ -16,7 +16,7 @@ from ringdance import __version__
 from ringdance.launch.parser import Parser
 
 if TYPE_CHECKING:
-    from ringdance.launch.order import Ready
+    from ringdance.launch.spec import PreparedJob
 
 _EXAMPLES = """\
 examples:
@@ -78,7 +78,7 @@ def open_standard_streams() -> None:
             setattr(sys, name, open(descriptor, "w", closefd=False))  # noqa: SIM115
 
 
-def _look(ready: Ready, say: Callable[[str], None]) -> None:
+def _look(ready: PreparedJob, say: Callable[[str], None]) -> None:
     """What is wrong with the hosts of a job; only jobs over several hosts pay for the import."""
     from ringdance.doctor.preflight import look
 

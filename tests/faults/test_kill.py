@@ -79,12 +79,12 @@ def role(process: psutil.Process) -> str:
         return "guardian"
     parent = process.parent()
     above = parent.cmdline() if parent else []
-    if "launch.rank" in text:
+    if "launch.agent.rank" in text:
         return "supervisor" if above == line else "front"
     if "program.py" not in text:
         return "other"
     # mpiexec's own command line holds the wrapper's too.
-    return "rank" if "launch.rank" in " ".join(above[:5]) else "worker"
+    return "rank" if "launch.agent.rank" in " ".join(above[:5]) else "worker"
 
 
 def find(job: Job, wanted: str, seconds: float = 20.0) -> psutil.Process | None:

@@ -64,7 +64,8 @@ class Job:
 
 def kill_rank(job: Job) -> str:
     victim = job.find("h2", "work.py")
-    ranks = [pid for pid in job.find("h2", "work.py") if "launch.rank" not in job.hosts.processes("h2")[pid]]
+    lines = job.hosts.processes("h2")
+    ranks = [pid for pid in job.find("h2", "work.py") if "launch.agent.rank" not in lines[pid]]
     assert len(ranks) == 2, victim
     os.kill(ranks[0], signal.SIGKILL)
     return r"first failure: rank"
@@ -78,7 +79,7 @@ def kill_daemon(job: Job) -> str:
 
 
 def kill_agent(job: Job) -> str:
-    os.kill(min(job.find("h2", "launch.agent")), signal.SIGKILL)
+    os.kill(min(job.find("h2", "launch.agent.main")), signal.SIGKILL)
     return "host h2 (ranks 2-3): it is gone"
 
 

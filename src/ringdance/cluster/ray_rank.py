@@ -50,7 +50,7 @@ def _exactly(sock: socket.socket, length: int) -> bytes:
 
 def main() -> None:
     """Serve calls until the actor closes the connection, in a child whose end this process reports."""
-    from ringdance.launch.rank import place
+    from ringdance.launch.agent.rank import place
     from ringdance.launch.system.linux import die_with_parent
 
     die_with_parent()

@@ -15,7 +15,7 @@ from ringdance.doctor.registry import SEVERITIES, Wanted, all_checks
 from ringdance.doctor.waiting import Waiting
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser
-from ringdance.launch.ssh import add_ssh_options, reach_of
+from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
 
 _EPILOG = """\
 examples:
@@ -92,7 +92,7 @@ def _main(arguments: argparse.Namespace) -> int:
             wanted,
             probes,
             arguments.seconds,
-            reach_of(arguments),
+            remote_shell_of(arguments),
             arguments.check or None,
             30.0 if measured else 0.0,
             waiting,

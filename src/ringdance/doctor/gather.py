@@ -17,7 +17,7 @@ from typing import Any
 from ringdance.doctor.probe import MARK, request
 from ringdance.doctor.registry import Facts, Wanted
 from ringdance.errors import LaunchError
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
 
 _SPARE_S = 30.0  # for ssh and for starting Python, beyond the time that the probes have
 
@@ -45,7 +45,7 @@ def python_line(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", f"ringdance.doctor.{module}"]
 
 
-def command(host: str, module: str, local: Collection[str], reach: Reach) -> list[str]:
+def command(host: str, module: str, local: Collection[str], reach: RemoteShell) -> list[str]:
     """The command line that runs a module of ours on `host`."""
     line = python_line(module)
     return line if host in local else reach.command(host, line)
@@ -56,7 +56,7 @@ def gather(
     probes: Collection[str],
     wanted: Wanted,
     seconds: float,
-    reach: Reach,
+    reach: RemoteShell,
     local: Collection[str],
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Facts]:
@@ -116,7 +116,7 @@ def _marks(folders: Iterable[str]) -> Iterator[tuple[str, ...]]:
                 pass
 
 
-def _ask(host: str, asked: bytes, seconds: float, reach: Reach, local: Collection[str]) -> Facts:
+def _ask(host: str, asked: bytes, seconds: float, reach: RemoteShell, local: Collection[str]) -> Facts:
     sent = time.time()
     try:
         line = command(host, "probe", local, reach)

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from ringdance.launch.tcp import answer, connect, listen
+from ringdance.launch.remote.tcp import answer, connect, listen
 
 MARK = "::ringdance-link::"
 _PINGS = 40

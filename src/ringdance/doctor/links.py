@@ -20,7 +20,7 @@ from ringdance.doctor.link import MARK
 from ringdance.doctor.registry import Facts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import LOCAL_NAMES
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
 
 _START_S, _ANSWER_S = 20.0, 15.0
 _PAIR_S = 0.3
@@ -29,7 +29,7 @@ _PAIR_S = 0.3
 class _End:
     """A running end of links on a host."""
 
-    def __init__(self, host: str, reach: Reach, local: Collection[str]) -> None:
+    def __init__(self, host: str, reach: RemoteShell, local: Collection[str]) -> None:
         self.host, self.port = host, 0
         self._process = subprocess.Popen(
             command(host, "link", local, reach), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -82,7 +82,7 @@ def turns(hosts: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def measure(
-    facts: Mapping[str, Facts], reach: Reach, local: Collection[str], seconds: float
+    facts: Mapping[str, Facts], reach: RemoteShell, local: Collection[str], seconds: float
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """For each host, by the other one's name: ``error``, or ``latency`` (s) and ``bandwidth`` (bytes/s).
 

@@ -18,11 +18,11 @@ from ringdance.doctor.probe import QUICK
 from ringdance.doctor.registry import ERROR, WARNING, Facts, Result, Wanted, examine
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system.machine import in_home
 
 if TYPE_CHECKING:
-    from ringdance.launch.order import Ready
+    from ringdance.launch.spec import PreparedJob
 
 MINUTES = 10.0
 _LINKS_S = 5.0
@@ -47,7 +47,7 @@ _MOST_NAMED = 6
 
 
 def look(
-    ready: Ready, say: Callable[[str], None], *, hinders: bool = True, minutes: float = MINUTES
+    ready: PreparedJob, say: Callable[[str], None], *, hinders: bool = True, minutes: float = MINUTES
 ) -> None:
     """Look at the hosts of a job that is about to start; warnings are said in one line.
 
@@ -64,7 +64,7 @@ def look(
     slots = {host.name: len(host.ranks) for host in ready.plan.hosts}
     try:
         wrong = preflight(
-            slots, reach=order.reach, folders=[order.folder] if order.folder else (), minutes=minutes
+            slots, reach=order.shell, folders=[order.folder] if order.folder else (), minutes=minutes
         )
         lines = [
             f"{_where(result)}{result.text}\n    mend: {result.mend}"
@@ -103,7 +103,7 @@ def _weighed(result: Result) -> Result:
 def preflight(
     slots: Mapping[str, int],
     *,
-    reach: Reach | None = None,
+    reach: RemoteShell | None = None,
     folders: Iterable[str] = (),
     minutes: float = MINUTES,
     seconds: float = 30.0,
@@ -119,7 +119,7 @@ def preflight(
         minutes: for which an outcome holds; 0 asks anew.
         seconds: time for looking.
     """
-    reach = reach or Reach()
+    reach = reach or RemoteShell()
     wanted = Wanted(
         dict(slots), tuple(os.path.abspath(folder) for folder in folders), tuple(slots), os.getcwd()
     )
@@ -140,7 +140,7 @@ def examined(
     wanted: Wanted,
     probes: Collection[str],
     seconds: float,
-    reach: Reach,
+    reach: RemoteShell,
     names: Iterable[str] | None = None,
     links_seconds: float = _LINKS_S,
     report: Callable[[str], None] = lambda text: None,
@@ -167,7 +167,7 @@ def examined(
     return facts, examine(facts, wanted, names)
 
 
-def _place(wanted: Wanted, reach: Reach) -> Path | None:
+def _place(wanted: Wanted, reach: RemoteShell) -> Path | None:
     """The file for an outcome: its name says for what; None if no home directory is known."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or in_home("~/.cache")

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ringdance.hosts.talk import Talk
 from ringdance.launch.hosts import HostFacts, meet
-from ringdance.launch.remote import Remote
+from ringdance.launch.remote.connect import Remote
 
 
 def chained(

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ringdance.hosts import deeds
 from ringdance.hosts.members import Members, add_arguments, members_of
-from ringdance.launch.order import as_program
 from ringdance.launch.parser import Parser
+from ringdance.launch.spec import as_program
 
 _EPILOG = """\
 examples:

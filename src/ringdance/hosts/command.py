@@ -13,8 +13,8 @@ from typing import Any
 
 from ringdance.hosts.members import Members
 from ringdance.hosts.talk import Talk
+from ringdance.launch.directories import OWN_FOLDER, bases
 from ringdance.launch.output.stream import Lines
-from ringdance.launch.wire import OWN_FOLDER, bases
 
 TIMED_OUT, NOT_REACHED = 124, 255
 

@@ -177,7 +177,7 @@ class Copy:
 
     def _arrange(self, hosts: Sequence[str]) -> list[list[str]]:
         """Rows of hosts, each of which passes on to the next in its row; this machine alone."""
-        here = [host for host in hosts if host in self._members.reach.here]
+        here = [host for host in hosts if host in self._members.reach.local]
         others = [host for host in hosts if host not in here and self._states[host].open]
         if self._direct or len(others) < 2:
             rows = [[host] for host in others]

@@ -18,9 +18,9 @@ from ringdance.hosts.bar import Bar
 from ringdance.hosts.copy import Copy, Outcome
 from ringdance.hosts.members import Members
 from ringdance.hosts.talk import Talk
+from ringdance.launch.directories import bases
 from ringdance.launch.output.merge import spans
 from ringdance.launch.plan import table
-from ringdance.launch.wire import bases
 
 
 def list_(arguments: argparse.Namespace, members: Members) -> int:
@@ -239,7 +239,7 @@ def _room(room: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 def learn(arguments: argparse.Namespace, members: Members) -> int:
     """Keys of hosts that are not known yet."""
-    hosts = [host for host in members.names if host not in members.reach.here]
+    hosts = [host for host in members.names if host not in members.reach.local]
     found = trust.look(hosts, members.reach, arguments.connect_timeout)
     for keys in found:
         for kind in keys.known:

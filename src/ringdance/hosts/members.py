@@ -12,8 +12,8 @@ from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import NAME, HostList, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.remote import Remote, attempt
-from ringdance.launch.ssh import Reach, add_ssh_options, reach_of
+from ringdance.launch.remote.connect import Remote, attempt
+from ringdance.launch.remote.shell import RemoteShell, add_ssh_options, remote_shell_of
 
 # A host that falls silent ends its ssh within 20 s, whatever the agent there does.
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
@@ -33,7 +33,7 @@ class Members:
 
     slots: dict[str, int]
     source: str
-    reach: Reach
+    reach: RemoteShell
     remotes: dict[str, Remote] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ def members_of(arguments: argparse.Namespace) -> Members:
     """
     if not arguments.connect_timeout > 0:
         raise LaunchError(f"--connect-timeout {arguments.connect_timeout:g}: it must be more than 0 seconds")
-    reach = reach_of(arguments, _KEEP_ALIVE)
+    reach = remote_shell_of(arguments, _KEEP_ALIVE)
     hosts: HostList
     if arguments.hosts:
         hosts, source = names_or_slots(arguments.hosts), "-H"
@@ -105,9 +105,9 @@ def members_of(arguments: argparse.Namespace) -> Members:
         hosts, source = given.hosts, given.source
         reach = replace(
             reach,
-            way=given.method,
+            method=given.method,
             arguments=(*reach.arguments, *given.ssh_arguments),
-            patience=given.start_timeout,
+            start_timeout=given.start_timeout,
         )
     local = local_names(name for name, _ in hosts)
     slots: dict[str, int] = {}
@@ -115,7 +115,7 @@ def members_of(arguments: argparse.Namespace) -> Members:
     for name, count in hosts:  # all names of this machine are one host
         name = own if name in local else name
         slots[name] = slots.get(name, 0) + count
-    return Members(slots, source, replace(reach, here=frozenset(local)))
+    return Members(slots, source, replace(reach, local=frozenset(local)))
 
 
 def names_or_slots(text: str) -> Sequence[tuple[str, int]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ringdance.launch.remote import Remote
+from ringdance.launch.remote.connect import Remote
 
 Event = tuple[str, dict[str, Any] | None, bytes]
 """A host, what its agent has sent (None: it is lost), and the bytes that came with it."""

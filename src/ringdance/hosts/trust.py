@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ringdance.cluster.hostfile import NAME
 from ringdance.errors import LaunchError
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system.machine import in_home
 
 _ORDER = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
@@ -46,7 +46,7 @@ class Keys:
     problem: str = ""
 
 
-def look(hosts: Sequence[str], reach: Reach, timeout: float) -> list[Keys]:
+def look(hosts: Sequence[str], reach: RemoteShell, timeout: float) -> list[Keys]:
     """The keys of hosts, all asked at once.
 
     Raises:
@@ -71,7 +71,7 @@ def look(hosts: Sequence[str], reach: Reach, timeout: float) -> list[Keys]:
     return list(found.values())
 
 
-def _look(keys: Keys, reach: Reach, timeout: float) -> None:
+def _look(keys: Keys, reach: RemoteShell, timeout: float) -> None:
     line = ["ssh", "-G", *reach.arguments, *(["-p", str(reach.port)] if reach.port else []), "--", keys.host]
     settings: dict[str, str] = {}
     for text in _output(line, 10.0).splitlines():

@@ -12,9 +12,9 @@ from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
-from ringdance.launch.order import Order
 from ringdance.launch.output.results import Results
 from ringdance.launch.output.stream import Sink, Style
+from ringdance.launch.spec import JobSpec
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
     Raises:
         LaunchError: the ranks could not be started, or one failed: with the first failing rank's traceback.
     """
-    order = Order(
+    order = JobSpec(
         command_of_call(),
         ranks=np,
         hosts=parse_hosts(hosts) if hosts else None,
@@ -70,7 +70,7 @@ def command_of_call(executable: str | None = None) -> list[str]:
 
 
 def call(
-    order: Order, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    order: JobSpec, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on the ranks of `order`; what it returned, by rank.
 

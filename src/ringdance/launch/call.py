@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 
-from ringdance.launch.rank import FOLDER
+from ringdance.launch.agent.rank import FOLDER
 
 
 def main() -> None:

@@ -12,17 +12,17 @@ from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.environment import forwarding
-from ringdance.launch.order import (
-    Order,
-    Ready,
+from ringdance.launch.output.stream import Style
+from ringdance.launch.parser import Parser, rank_count
+from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
+from ringdance.launch.spec import (
+    JobSpec,
+    PreparedJob,
     as_program,
     parse_exports,
     resolve_command,
     run_in_terminal,
 )
-from ringdance.launch.output.stream import Style
-from ringdance.launch.parser import Parser, rank_count
-from ringdance.launch.ssh import add_ssh_options, reach_of
 
 _EPILOG = """\
 examples:
@@ -47,7 +47,7 @@ Under mpiexec or srun run the script directly: it needs no `ringdance run`.
 """
 
 
-Look = Callable[[Ready, Callable[[str], None]], None]
+Look = Callable[[PreparedJob, Callable[[str], None]], None]
 """Is given what would be started, and how to say something; raises a LaunchError if it must not start."""
 
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
-    _add_reach(parser)
+    _add_other_hosts(parser)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
     add(
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_reach(parser: argparse.ArgumentParser) -> None:
+def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("other hosts")
     add_ssh_options(group)
     add = group.add_argument
@@ -140,7 +140,7 @@ def main(argv: Sequence[str], look: Look | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace, look: Look | None) -> int:
-    def checked(ready: Ready, say: Callable[[str], None]) -> None:
+    def checked(ready: PreparedJob, say: Callable[[str], None]) -> None:
         if look and ready.plan.wide and not arguments.no_check:
             look(ready, say)
 
@@ -170,7 +170,7 @@ def _style(arguments: argparse.Namespace) -> Style | None:
     return None if arguments.prefix else Style("", clock=arguments.timestamps)
 
 
-def _order(arguments: argparse.Namespace) -> Order:
+def _order(arguments: argparse.Namespace) -> JobSpec:
     hosts, source = None, ""
     if arguments.hosts:
         hosts, source = parse_hosts(arguments.hosts), "-H"
@@ -178,12 +178,12 @@ def _order(arguments: argparse.Namespace) -> Order:
         hosts, source = parse_hostfile(arguments.hostfile), f"--hostfile {arguments.hostfile}"
     if not arguments.host_timeout > 0:
         raise LaunchError(f"--host-timeout {arguments.host_timeout:g}: it must be more than 0 seconds")
-    return Order(
+    return JobSpec(
         resolve_command(arguments.command),
         ranks=arguments.num_proc,
         hosts=hosts,
         source=source,
-        reach=reach_of(arguments),
+        shell=remote_shell_of(arguments),
         chdir=arguments.chdir,
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
         check=not (arguments.dry_run and arguments.no_check),

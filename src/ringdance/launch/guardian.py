@@ -21,10 +21,10 @@ import socket
 import time
 from typing import Any
 
-from .listening import restrict
+from .agent.loopback import restrict
+from .messages import Channel, Frames
 from .system import linux
 from .system.cleanup import Sweep, make_folders
-from .wire import Channel, Frames
 
 _PING_S = 0.5
 _PING = Frames.pack({"ping": True})

@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ringdance.launch.agent.paths import bare_command
+from ringdance.launch.messages import Channel, Frames
 from ringdance.launch.system.cleanup import Sweep
-from ringdance.launch.wire import Channel, Frames, bare_command
 
 
 class Events(Protocol):
@@ -245,7 +246,7 @@ def _answer(channel: Channel, message: dict[str, Any]) -> None:
 
 def door_script(socket_path: str) -> str:
     """A script that mpiexec takes for ssh; see door.py."""
-    return f'#!/bin/sh\nexec {shlex.join(bare_command("door", socket_path))} "$@"\n'
+    return f'#!/bin/sh\nexec {shlex.join(bare_command("agent.rsh", socket_path))} "$@"\n'
 
 
 def write_private(path: str, data: bytes, mode: int = 0o600) -> None:

@@ -12,20 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch import elsewhere
+from ringdance.launch.agent import paths
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
-from ringdance.launch.crew import Crew
-from ringdance.launch.deputies import Deputies, RankChannel
+from ringdance.launch.directories import OWN_FOLDER, SHARED, host_folder, host_shared
 from ringdance.launch.here import Here, door_script, write_private
 from ringdance.launch.hosts import Host
+from ringdance.launch.messages import Channel
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file, session_environment
 from ringdance.launch.output.stream import Banner
 from ringdance.launch.plan import Plan
-from ringdance.launch.remote import Remote, together
+from ringdance.launch.ranks import RankTable
+from ringdance.launch.remote.agents import Agents, RankChannel
+from ringdance.launch.remote.connect import Remote, together
 from ringdance.launch.running import Options, Rank, conclude, show_held, usable_bases
 from ringdance.launch.system import linux, machine
 from ringdance.launch.system.signals import PASSED_ON, Signals
-from ringdance.launch.wire import OWN_FOLDER, SHARED, Channel, host_folder, host_shared
 
 _SEE_S = 1.0  # after the first failure the other ranks may say what they see
 # (a rank that has told of a failure of its own gets as much again: its exit code becomes the job's)
@@ -55,8 +56,8 @@ class Job:
         self._began = time.time()
         self._bases, self._folder, self._shared = list[str](), "", host_shared(self.id)
         self._selector = selectors.DefaultSelector()
-        self._deputies = Deputies(remotes, self._selector, self, options.silence)
-        self._crew = Crew(plan, options, self._selector, self._deputies)
+        self._agents = Agents(remotes, self._selector, self, options.silence)
+        self._table = RankTable(plan, options, self._selector, self._agents)
         self._outside: list[Cause] = []
         self._deadlines: dict[str, float] = {}
         self._mpiexec: tuple[int, int | None] = (0, None)  # pid, how it ended
@@ -82,8 +83,8 @@ class Job:
             for note in self._plan.notes:
                 self._options.err(f"ringdance: {note}\n".encode())
             self._here = Here(self.id, folders, self._began, self._selector, self, self._environment())
-            self._here.keep_alive(self._deputies.frames)
-            self._deputies.begin(self._order(), self._options.files)
+            self._here.keep_alive(self._agents.frames)
+            self._agents.begin(self._order(), self._options.files)
             self._deadlines["start"] = time.monotonic() + self._options.start_timeout
             while not self._done:
                 self._step()
@@ -98,7 +99,7 @@ class Job:
     def _environment(self) -> dict[str, str]:
         own = self._plan.environ(os.environ)
         session = session_environment(self._plan.mpi.family, self._folder, SHARED if self._shared else "")
-        place = elsewhere.variables(os.getcwd()) if self._plan.differs else {}
+        place = paths.variables(os.getcwd()) if self._plan.differs else {}
         # Open MPI does not start without HOME.
         return {"HOME": machine.home(), **own, **session, **place, linux.MARKER: self.id}
 
@@ -109,7 +110,7 @@ class Job:
             "job": self.id,
             "bases": self._bases,
             "cwd": self._plan.chdir or os.getcwd(),
-            "launcher": elsewhere.launchers_place() if self._plan.differs else None,
+            "launcher": paths.launchers_place() if self._plan.differs else None,
             "needed": self._options.needed,
             "environ": {**self._plan.forwarded(os.environ), **session},
         }
@@ -126,9 +127,9 @@ class Job:
 
     def agents_ready(self) -> None:
         """Everybody listens: mpiexec may start."""
-        if self._deputies.ready and self._deputies.problems:
-            raise LaunchError(together(self._deputies.problems))
-        if self._here and self._here_ready and self._deputies.ready and not self._cleaning:
+        if self._agents.ready and self._agents.problems:
+            raise LaunchError(together(self._agents.problems))
+        if self._here and self._here_ready and self._agents.ready and not self._cleaning:
             door = os.path.join(self._folder, "ssh")  # (the name is in session_environment too)
             hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
             script = door_script(self._here.socket_path)
@@ -145,7 +146,7 @@ class Job:
         # would at times have the same process id, and so the same files: each takes its own host's.
         command = command.replace(self._folder, OWN_FOLDER)
         self._daemons_wanted = True
-        if found is None or not self._deputies.spawn(found.name, command, done):
+        if found is None or not self._agents.spawn(found.name, command, done):
             self._fail_outside(f"mpiexec wants to start something on {host}, which is no host of this job", 1)
             done(255)
 
@@ -154,10 +155,10 @@ class Job:
     def _step(self) -> None:
         now = time.monotonic()
         holds = not self._deadlines and not self._cleaning
-        waiting = [*self._deadlines.values(), *self._crew.fold_until()]
-        waiting += self._crew.held_until() if holds else ()
+        waiting = [*self._deadlines.values(), *self._table.fold_until()]
+        waiting += self._table.held_until() if holds else ()
         if self._plan.wide and not self._swept:
-            waiting.append(now + self._deputies.look())
+            waiting.append(now + self._agents.look())
         timeout = max(0.0, min(waiting) - now) if waiting else None
         for key, _ in self._selector.select(timeout):
             # What came before in this round may have closed it.
@@ -165,8 +166,8 @@ class Job:
                 key.data()
         now = time.monotonic()
         if not self._deadlines:
-            self._crew.release_held()
-        self._crew.unfold()
+            self._table.release_held()
+        self._table.unfold()
         for name in [name for name, at in self._deadlines.items() if at <= now]:
             if self._deadlines.pop(name, None) is not None:  # one may have called off another
                 getattr(self, f"_on_{name}")()
@@ -180,9 +181,9 @@ class Job:
     def supervisor_said(
         self, channel: Channel | RankChannel, message: dict[str, Any], descriptors: Sequence[int] = ()
     ) -> None:
-        rank = self._crew.of(channel)
+        rank = self._table.of(channel)
         if "rank" in message:
-            wrong = self._crew.welcome(channel, message, descriptors)
+            wrong = self._table.welcome(channel, message, descriptors)
             if wrong:
                 self._fail_outside(f"{self._plan.mpi.mpiexec} {wrong}", 1)
         elif rank and "pid" in message:
@@ -195,21 +196,21 @@ class Job:
     rank_said = supervisor_said
 
     def supervisor_gone(self, channel: Channel | RankChannel) -> None:
-        rank = self._crew.of(channel)
+        rank = self._table.of(channel)
         if rank and not rank.ended:
             self._ended(rank, None, time.time())
 
     rank_gone = supervisor_gone
 
     def rank_wrote(self, channel: RankChannel, which: int, data: bytes) -> None:
-        self._crew.wrote(channel, which, data)
+        self._table.wrote(channel, which, data)
 
     def _started(self, rank: Rank, pid: int) -> None:
         rank.pid = pid
         if self._here and not isinstance(rank.channel, RankChannel):
             self._here.note(pid)
         self._say(f"rank {rank.rank} runs on {rank.host}, pid {pid}")
-        if self._crew.started:
+        if self._table.started:
             self._deadlines.pop("start", None)
 
     def _stopped(self, rank: Rank, number: int) -> None:
@@ -236,9 +237,9 @@ class Job:
         self._say(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
             self._expect("see", _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
-        if self._crew.over:
-            self._crew.release()
-            soon = self._crew.failed or self._ending or self._mpiexec[1] is not None
+        if self._table.over:
+            self._table.release()
+            soon = self._table.failed or self._ending or self._mpiexec[1] is not None
             self._expect("clean", 0.05 if soon else _EXIT_S)
 
     def mpiexec_ended(self, code: int) -> None:
@@ -255,19 +256,19 @@ class Job:
                 f"mpiexec (pid {self._mpiexec[0]}) was killed by {name} (signal {-code})", 128 - code
             )
         # Reports may still lie in the sockets.
-        self._expect("clean", 0.0 if self._crew.over else 0.3)
+        self._expect("clean", 0.0 if self._table.over else 0.3)
 
     def _start_failed(self, code: int) -> bool:
         """Whether mpiexec has ended with an error between wanting its daemons and starting any rank."""
         well = not (self._ending or self._cleaning or self._outside)
-        return well and code > 0 and self._daemons_wanted and not self._crew.come
+        return well and code > 0 and self._daemons_wanted and not self._table.come
 
     def guardian_lost(self, pid: int, code: int) -> None:
         if not self._cleaning:
             self._fail_outside(f"the job's guardian (pid {pid}) was killed: {code}", 128 + abs(code))
         assert self._here
         self._here.sweep()
-        self._deputies.give_up()
+        self._agents.give_up()
         self._done = True
 
     def host_failed(self, host: str, message: str, lost: bool) -> None:
@@ -276,16 +277,16 @@ class Job:
             if lost and self._results_wanted:
                 why = f"{message}, before all that its ranks returned had come"
                 self._fail_outside(f"{self._named(host)}: {why}", 1)
-            if lost and self._deputies.gone:
+            if lost and self._agents.gone:
                 self.agents_clean()
         elif not self._ending or lost:
             self._fail_outside(f"{self._named(host)}: {message}", 1)
 
     def daemon_ended(self, host: str, code: int, when: float) -> None:
         # Open MPI's own does so only after its ranks, or in consequence of a failure that came before.
-        running = self._crew.come and not self._crew.completed and not self._ending
+        running = self._table.come and not self._table.completed and not self._ending
         if code and running and self._plan.mpi.family == "openmpi":
-            before = self._crew.ended_by_mpiexec(self._placed(host).ranks)  # by this daemon
+            before = self._table.ended_by_mpiexec(self._placed(host).ranks)  # by this daemon
             why = f"mpiexec's daemon (prted) ended with code {code} while ranks ran. Was it killed?"
             self._fail_outside(f"{self._named(host)}: {why}", 1, "daemon", min([when, *before]))
 
@@ -308,13 +309,13 @@ class Job:
 
     def _on_start(self) -> None:
         self._fail_outside(
-            f"only {self._crew.come} of {self._plan.ranks} ranks started within "
+            f"only {self._table.come} of {self._plan.ranks} ranks started within "
             f"{self._options.start_timeout:g} s (--start-timeout)",
             1,
         )
 
     def _on_see(self) -> None:
-        if self._crew.own_failure_told() and not self._waited:
+        if self._table.own_failure_told() and not self._waited:
             self._waited = True
             self._expect("see", _SEE_S)
         elif self._cause_is_awaited():
@@ -326,9 +327,9 @@ class Job:
         """Whether another host may still report why ranks have failed: what is known only follows from it."""
         if self._outside or self._signal or not self._plan.wide:
             return False
-        if self._deputies.pending:  # a silent host may be the cause
+        if self._agents.pending:  # a silent host may be the cause
             return True
-        verdict, _ = conclude(self._crew.everyone(), (), None)
+        verdict, _ = conclude(self._table.everyone(), (), None)
         if verdict is None or not verdict.follows:
             return False
         self._cause_until = self._cause_until or time.monotonic() + _CAUSE_S
@@ -337,29 +338,29 @@ class Job:
     def _terminate(self, seconds: float) -> None:
         if not self._ending:
             self._ending = self._banner.quiet = True
-            self._crew.signal(int(signal.SIGTERM))
-            self._expect("clean", 0.0 if self._crew.idle else seconds)
+            self._table.signal(int(signal.SIGTERM))
+            self._expect("clean", 0.0 if self._table.idle else seconds)
 
     def _on_clean(self) -> None:
         """The end: nothing of the job may be left, on the other hosts first, which report to here."""
-        if not self._crew.completed and self._cause_is_awaited():
+        if not self._table.completed and self._cause_is_awaited():
             self._expect("clean", 0.05)
             return
         self._deadlines.clear()
         self._cleaning = self._ending = self._banner.quiet = True
         self._deadlines = {"agents": time.monotonic() + _AGENTS_S, "stuck": time.monotonic() + _CLEAN_S}
-        self._deputies.clean(not self._crew.completed)
+        self._agents.clean(not self._table.completed)
 
     def agents_clean(self) -> None:
         if self._cleaning and self._here and not self._swept:
             self._swept = True
             if self._options.results and self._results_wanted:
                 self._options.results.keep(self._folder)
-            self._here.clean(not self._crew.completed)
+            self._here.clean(not self._table.completed)
 
     @property
     def _results_wanted(self) -> bool:
-        well = self._crew.completed and not self._outside and not self._signal
+        well = self._table.completed and not self._outside and not self._signal
         return well and self._options.results is not None
 
     def file_came(self, name: str, data: bytes, last: bool) -> None:
@@ -377,7 +378,7 @@ class Job:
             now = time.monotonic()
             self._deadlines |= {"agents": now + _AGENTS_S, "stuck": now + _CLEAN_S}
             return
-        self._deputies.give_up()
+        self._agents.give_up()
         self.agents_clean()
 
     def _on_stuck(self) -> None:
@@ -387,11 +388,11 @@ class Job:
     def _obey_signals(self) -> None:
         for number in self._signals.take():
             if number == signal.SIGTSTP:
-                self._deputies.pause(True)
+                self._agents.pause(True)
                 os.kill(os.getpid(), signal.SIGSTOP)
-                self._deputies.pause(False)
+                self._agents.pause(False)
             elif number in PASSED_ON:
-                self._crew.signal(number)
+                self._table.signal(number)
             elif self._signal:
                 self._expect("clean", 0.0)
             else:
@@ -403,7 +404,7 @@ class Job:
 
     def _result(self) -> Verdict | int:
         """All processes are gone: show the rest of the output, then judge."""
-        ranks = self._crew.everyone()
+        ranks = self._table.everyone()
         for rank in ranks:
             rank.finish()
         self._options.screen.freeze()
@@ -419,7 +420,7 @@ class Job:
             )
             verdict, _ = conclude(ranks, self._outside, code)
         show_held(ranks, verdict)
-        self._crew.unfold(everything=True)
+        self._table.unfold(everything=True)
         unfinished = self._options.results is not None and not self._options.results.kept
         if self._signal and (verdict or unfinished):
             return 128 + self._signal
@@ -427,7 +428,7 @@ class Job:
 
     def _close(self) -> None:
         """Close everything: a notebook may run many jobs."""
-        self._deputies.close()
+        self._agents.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
-from ringdance.launch.elsewhere import rank_line
+from ringdance.launch.agent.paths import bare_command, rank_line
 from ringdance.launch.environment import ALL, forwarded, shown
 from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, addresses, meet, place
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
 from ringdance.launch.system.linux import MARKER
-from ringdance.launch.wire import bare_command
 
 _OF_A_RANK = (
     "OMPI_COMM_WORLD_",
@@ -50,7 +49,7 @@ class Plan:
         ranks: number of ranks.
         hosts: where they go; host-major, as in Horovod.
         source: who said which hosts, for people.
-        way: how other hosts are reached.
+        method: how other hosts are reached.
         command: the user's command, the program's path resolved.
         environment: variables that are set for the ranks beyond the launcher's own (these win).
         removed: names of variables of the launcher's that the ranks do not get.
@@ -67,7 +66,7 @@ class Plan:
     ranks: int
     hosts: tuple[Host, ...]
     source: str
-    way: str
+    method: str
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     removed: tuple[str, ...]
@@ -98,7 +97,7 @@ class Plan:
         """The whole command line; what is in it of the running job is known only once that exists."""
         mpiexec = [word.replace(RSH_SHIM, door) for word in self.mpiexec]
         places = os.pathsep.join(bases)
-        rank = rank_line(places, job) if self.differs else bare_command("rank", places, job)
+        rank = rank_line(places, job) if self.differs else bare_command("agent.rank", places, job)
         return [*mpiexec, *rank, *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
@@ -128,7 +127,7 @@ class Plan:
         lines = [f"ranks:       {self.ranks}", f"hosts:       from {self.source}"]
         lines += ["             " + line for line in table(rows)]
         if self.wide:
-            lines += [f"reached by:  {self.way}"]
+            lines += [f"reached by:  {self.method}"]
             lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"] * self.differs
             lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
         lines += [f"threads:     {threads} for each rank"]
@@ -176,7 +175,7 @@ def build_plan(
     environ: Mapping[str, str],
     hosts: HostList | None = None,
     source: str = "-np",
-    way: str = "ssh",
+    method: str = "ssh",
     facts: Mapping[str, HostFacts] | None = None,
     interfaces: Collection[str] = (),
     exports: Mapping[str, str] | None = None,
@@ -198,7 +197,7 @@ def build_plan(
         environ: the launcher's environment.
         hosts: names and slots, None for this machine with `ranks` slots.
         source: where the hosts come from, for people.
-        way: how other hosts are reached.
+        method: how other hosts are reached.
         facts: what is known of hosts, by name.
         interfaces: names of the network interfaces to use, if the user says.
         exports: variables to set for the ranks.
@@ -250,7 +249,7 @@ def build_plan(
         ranks=ranks,
         hosts=placed,
         source=source,
-        way=way,
+        method=method,
         command=tuple(command),
         environment=tuple({**variables, **exports}.items()),
         # Started inside another MPI job, mpiexec must not take itself for one of its ranks.

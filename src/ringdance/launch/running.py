@@ -10,11 +10,12 @@ from pathlib import Path
 
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
-from ringdance.launch.deputies import RankChannel
+from ringdance.launch.directories import bases, usable
+from ringdance.launch.messages import Channel
 from ringdance.launch.output.results import Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import WITH_RANK, Sink, Stream, Style, open_files
-from ringdance.launch.wire import Channel, bases, usable
+from ringdance.launch.remote.agents import RankChannel
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.order import as_program
 from ringdance.launch.parser import Parser
+from ringdance.launch.spec import as_program
 
 _DESCRIPTION = "Running EC2 instances with a tag, as a host file of their private addresses."
 _EXAMPLES = """\

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ringdance.errors import LaunchError
-from ringdance.launch.order import as_program
 from ringdance.launch.parser import Parser
+from ringdance.launch.spec import as_program
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

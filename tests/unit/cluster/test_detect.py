@@ -11,8 +11,8 @@ from ringdance.cluster.allocation import Allocation
 from ringdance.cluster.detect import detect
 from ringdance.cluster.slurm import counts, expand
 from ringdance.errors import LaunchError
-from ringdance.launch.order import Order
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.spec import JobSpec
 
 
 @pytest.mark.parametrize(
@@ -155,16 +155,16 @@ def test_hosts_picked_from_a_job_are_reached_as_the_job_s(
     (tmp_path / "hostfile").write_text("w1 slots=2\nw2 slots=2\n")
     monkeypatch.setenv("OMPI_MCA_orte_default_hostfile", str(tmp_path / "hostfile"))
     monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-p 2222")
-    picked = Order(["x"], hosts=[("w2", 1)]).found()
+    picked = JobSpec(["x"], hosts=[("w2", 1)]).resolved()
     assert (picked.hosts, picked.ranks) == ([("w2", 1)], 1)
-    assert list(picked.reach.arguments) == ["-p", "2222"]
-    assert picked.reach.patience > 0
-    others = Order(["x"], hosts=[("w2", 1), ("elsewhere", 1)]).found()
-    assert (list(others.reach.arguments), others.reach.patience) == ([], 0.0)
+    assert list(picked.shell.arguments) == ["-p", "2222"]
+    assert picked.shell.start_timeout > 0
+    others = JobSpec(["x"], hosts=[("w2", 1), ("elsewhere", 1)]).resolved()
+    assert (list(others.shell.arguments), others.shell.start_timeout) == ([], 0.0)
     monkeypatch.delenv("OMPI_MCA_orte_default_hostfile")
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     for name, value in {**SLURM, "PATH": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    assert Order(["x"], hosts=[("n2", 1)]).found().reach.way == "srun"
-    assert Order(["x"], hosts=[("n2", 1)], reach=Reach(port=22)).found().reach.way == "ssh"
+    assert JobSpec(["x"], hosts=[("n2", 1)]).resolved().shell.method == "srun"
+    assert JobSpec(["x"], hosts=[("n2", 1)], shell=RemoteShell(port=22)).resolved().shell.method == "ssh"

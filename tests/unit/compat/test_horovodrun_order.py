@@ -15,11 +15,11 @@ from horovod.runner.common.util.hosts import HostInfo, SlotInfo
 from horovod.runner.launch import parse_args
 from horovod.runner.request import order_of, tell
 from ringdance.errors import LaunchError
-from ringdance.launch.order import Order
+from ringdance.launch.spec import JobSpec
 from ringdance.settings import NO_EFFECT, SETTINGS, WARNED, load, without_effect
 
 
-def order(*words: str) -> Order:
+def order(*words: str) -> JobSpec:
     return order_of(parse_args([*words, "python", "train.py"]), ["python", "train.py"])
 
 

@@ -19,7 +19,7 @@ from test_checks_installed import SMI, SOUND
 
 from ringdance.doctor.gather import gather
 from ringdance.doctor.registry import Facts, Result, Wanted, all_checks, examine
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
 
 HOSTS = ("one", "two", "three")
 
@@ -44,7 +44,7 @@ class Cluster:
 
     def facts(self, check: str, wanted: Wanted = OTHER) -> dict[str, Facts]:
         probes = [probe for probe in all_checks()[check].needs if probe not in ("reach", "links")]
-        return gather(HOSTS, probes, wanted, 60.0, Reach(), ())
+        return gather(HOSTS, probes, wanted, 60.0, RemoteShell(), ())
 
     def wrong(self, check: str, wanted: Wanted = OTHER) -> list[Result]:
         found = examine(self.facts(check, wanted), wanted, [check])
@@ -110,16 +110,17 @@ def test_a_real_sshd(sshd: tuple[int, Path], tmp_path: Path) -> None:
     port, key = sshd
     own = ("-F", "none", "-o", f"UserKnownHostsFile={tmp_path}/known", "-o", "ConnectionAttempts=5")
 
-    def severities(reach: Reach) -> dict[str, str]:
+    def severities(reach: RemoteShell) -> dict[str, str]:
         facts = gather(["127.0.0.1"], ["machine"], Wanted(), 60.0, reach, ())
         results = examine(facts, Wanted(), ["ssh-answers", "ssh-without-password"])
         return {result.check: result.severity for result in results}
 
-    assert severities(Reach(port=port, identity=str(key), arguments=own)) == {"ssh-answers": "ok"}
+    assert severities(RemoteShell(port=port, identity=str(key), arguments=own)) == {"ssh-answers": "ok"}
     wrong = (*own, "-o", "IdentitiesOnly=yes")
     other = str(tmp_path / "host")
-    assert severities(Reach(port=port, identity=other, arguments=wrong)) == {"ssh-without-password": "error"}
-    assert severities(Reach(port=1, identity=str(key), arguments=own)) == {"ssh-answers": "error"}
+    refused = severities(RemoteShell(port=port, identity=other, arguments=wrong))
+    assert refused == {"ssh-without-password": "error"}
+    assert severities(RemoteShell(port=1, identity=str(key), arguments=own)) == {"ssh-answers": "error"}
 
 
 @breaks("remote-python")

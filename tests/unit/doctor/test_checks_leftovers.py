@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from breaking import Machine, breaks, expect, wrong
 
+from ringdance.launch.directories import host_folder
 from ringdance.launch.system import linux
 from ringdance.launch.system.cleanup import make_folders
-from ringdance.launch.wire import host_folder
 
 HOUR_AGO = time.time() - 7200
 

@@ -14,7 +14,7 @@ from breaking import breaks, need_namespaces, program
 from ringdance.doctor import links
 from ringdance.doctor.gather import gather
 from ringdance.doctor.registry import Result, Wanted, examine
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
 
 HOSTS = ("10.99.0.1", "10.99.0.2")
 
@@ -32,10 +32,10 @@ class Pair:
         )
 
     def results(self, check: str) -> list[Result]:
-        facts = gather(HOSTS, ["network"], Wanted(hosts=HOSTS), 30.0, Reach(), ())
+        facts = gather(HOSTS, ["network"], Wanted(hosts=HOSTS), 30.0, RemoteShell(), ())
         assert not any(found["reach"]["error"] for found in facts.values()), facts
         if check in ("hosts-connect", "link-bandwidth", "link-latency"):
-            for host, found in links.measure(facts, Reach(), (), 20.0).items():
+            for host, found in links.measure(facts, RemoteShell(), (), 20.0).items():
                 facts[host] = {**facts[host], "links": found}
         return examine(facts, Wanted(hosts=HOSTS), [check])
 

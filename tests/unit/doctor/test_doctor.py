@@ -20,8 +20,8 @@ from ringdance.doctor.registry import Result, Wanted, all_checks
 from ringdance.doctor.report import as_text
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import Host
-from ringdance.launch.order import Order
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.spec import JobSpec
 
 NOISY = {"OMP_NUM_THREADS": "9999"}
 
@@ -134,7 +134,7 @@ def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pyte
     assert preflight({"localhost": 2}) == outcomes[0]
     assert len(asked) == 1
     preflight({"localhost": 3})
-    preflight({"localhost": 2}, reach=Reach(port=2222))
+    preflight({"localhost": 2}, reach=RemoteShell(port=2222))
     assert len(asked) == 3
     (folder,) = (tmp_path / "cache").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -152,7 +152,7 @@ class _Ready:
 
     def __init__(self) -> None:
         self.closed = False
-        self.order = Order(["x"], reach=Reach(port=2222), folder="logs")
+        self.order = JobSpec(["x"], shell=RemoteShell(port=2222), folder="logs")
         hosts = (Host("a", 4, (0, 1)), Host("b", 4, (2,)))
         self.plan = SimpleNamespace(hosts=hosts)
 
@@ -171,7 +171,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
         assert hosts == ("a", "b")
         assert wanted.slots == {"a": 2, "b": 1}
         assert wanted.folders == (os.path.abspath("logs"),)
-        assert Reach(port=2222) in more
+        assert RemoteShell(port=2222) in more
         return {}, results
 
     monkeypatch.setattr(module, "examined", examined)

@@ -19,10 +19,10 @@ from ringdance.hosts.bar import Bar
 from ringdance.hosts.chain import addresses
 from ringdance.hosts.command import Ran, exit_code, grouped, shell_line
 from ringdance.hosts.members import names_or_slots
-from ringdance.launch import tcp
-from ringdance.launch.copy.target import DONE, Target, partials_in
+from ringdance.launch.copy.target import DONE, ReceivedFile, partials_in
 from ringdance.launch.hosts import HostFacts
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote import tcp
+from ringdance.launch.remote.shell import RemoteShell
 
 # --- what is copied ----------------------------------------------------------------------------
 
@@ -59,8 +59,8 @@ DATA = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(DATA).hexdigest()
 
 
-def target(folder: Path) -> Target:
-    return Target(str(folder / "file"), len(DATA), 0o640, 1_700_000_000_123_456_789)
+def target(folder: Path) -> ReceivedFile:
+    return ReceivedFile(str(folder / "file"), len(DATA), 0o640, 1_700_000_000_123_456_789)
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_is_not_what_was_sent_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_another_state_of_the_file_is_removed(tmp_path: Path) -> None:
-    old = Target(str(tmp_path / "file"), 10**6, 0o600, 5)
+    old = ReceivedFile(str(tmp_path / "file"), 10**6, 0o600, 5)
     old.look(set())
     old.write(0, b"x" * 1000)
     busy = target(tmp_path)
@@ -277,10 +277,10 @@ def test_hosts_with_and_without_slots() -> None:
 
 
 def test_this_machine_needs_no_ssh() -> None:
-    assert Reach(here={"me"}).command("me", ["x", "y z"]) == ["x", "y z"]
-    assert Reach(here={"me"}).command("you", ["x"])[0] == "ssh"
+    assert RemoteShell(local={"me"}).command("me", ["x", "y z"]) == ["x", "y z"]
+    assert RemoteShell(local={"me"}).command("you", ["x"])[0] == "ssh"
     with pytest.raises(LaunchError):
-        Reach(here={"-oX"}).command("-oX", ["x"])
+        RemoteShell(local={"-oX"}).command("-oX", ["x"])
 
 
 # --- what is shown -----------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ringdance.launch.directories import host_folder
 from ringdance.launch.system.cleanup import make_folders
-from ringdance.launch.wire import host_folder
 
 GUARD = """
 import sys

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch.ssh import Reach
-from ringdance.launch.wire import Frames
+from ringdance.launch.messages import Frames
+from ringdance.launch.remote.shell import RemoteShell
 
 
 def pair(after: bytes = b"") -> tuple[Frames, Frames]:
@@ -91,7 +91,7 @@ def test_the_end_and_rubbish_are_seen() -> None:
 
 
 def test_ssh_never_asks_and_never_trusts_a_changed_key() -> None:
-    line = Reach().command("node1", ["true"])
+    line = RemoteShell().command("node1", ["true"])
     assert line[-3:] == ["--", "node1", "true"]
     text = " ".join(line)
     assert "-o BatchMode=yes" in text
@@ -99,7 +99,7 @@ def test_ssh_never_asks_and_never_trusts_a_changed_key() -> None:
 
 
 def test_the_users_own_options_of_ssh_come_first() -> None:
-    line = Reach(port=2222, identity="/k y", arguments=["-o", "StrictHostKeyChecking=yes"]).command(
+    line = RemoteShell(port=2222, identity="/k y", arguments=["-o", "StrictHostKeyChecking=yes"]).command(
         "n", ["true"]
     )
     assert line.index("StrictHostKeyChecking=yes") < line.index("StrictHostKeyChecking=accept-new")
@@ -109,7 +109,7 @@ def test_the_users_own_options_of_ssh_come_first() -> None:
 
 def test_the_shell_over_there_gets_the_words_as_they_are() -> None:
     words = ["/a b/python", "-c", "import sys;print('$HOME `id` \"x\"')", "*", "", "-x", "a\nb"]
-    assert shlex.split(Reach().command("n", words)[-1]) == words
+    assert shlex.split(RemoteShell().command("n", words)[-1]) == words
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_shell_over_there_gets_the_words_as_they_are() -> None:
 def test_names_that_are_no_hosts(name: str) -> None:
     for way in ("ssh", "srun"):
         with pytest.raises(LaunchError, match="not the name of a host"):
-            Reach(way=way).command(name, ["true"])
+            RemoteShell(method=way).command(name, ["true"])
 
 
 def test_a_payload_of_any_size_comes_whole() -> None:

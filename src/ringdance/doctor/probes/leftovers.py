@@ -11,8 +11,8 @@ from typing import Any
 
 from ringdance.doctor.probes import files
 from ringdance.doctor.registry import Wanted
+from ringdance.launch.directories import bases
 from ringdance.launch.system import cleanup, linux
-from ringdance.launch.wire import bases
 
 _SHARED = re.compile(
     r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_"

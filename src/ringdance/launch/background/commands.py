@@ -14,10 +14,10 @@ from dataclasses import asdict
 
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
-from ringdance.launch.order import as_program
 from ringdance.launch.output.stream import write_all
 from ringdance.launch.parser import Parser
 from ringdance.launch.plan import table
+from ringdance.launch.spec import as_program
 from ringdance.launch.system import linux
 
 _LOOK_S = 0.1

@@ -18,7 +18,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
-from ringdance.launch.order import Order, Ready
+from ringdance.launch.spec import JobSpec, PreparedJob
 
 GRACE_S = 3600.0
 """How long ranks may take to end after they were asked to; whoever stops the job may end it before."""
@@ -26,7 +26,7 @@ GRACE_S = 3600.0
 _Say = Callable[[str], None]
 
 
-def start(order: Order, look: Callable[[Ready, _Say], None], say: _Say) -> int:
+def start(order: JobSpec, look: Callable[[PreparedJob, _Say], None], say: _Say) -> int:
     """Start a job and leave it alone; the exit code. Its name goes to stdout.
 
     Args:
@@ -65,7 +65,7 @@ def start(order: Order, look: Callable[[Ready, _Say], None], say: _Say) -> int:
     return 0
 
 
-def _background(order: Order, look: Callable[[Ready, _Say], None], pipe: int) -> int:
+def _background(order: JobSpec, look: Callable[[PreparedJob, _Say], None], pipe: int) -> int:
     """In the child: the whole job; its exit code."""
     os.setsid()
     _redirect(os.devnull)
@@ -104,7 +104,7 @@ def _background(order: Order, look: Callable[[Ready, _Say], None], pipe: int) ->
     return code
 
 
-def _run(job: Job, ready: Ready, err: Callable[[bytes], None]) -> int:
+def _run(job: Job, ready: PreparedJob, err: Callable[[bytes], None]) -> int:
     try:
         outcome = job.run()
     except LaunchError as error:

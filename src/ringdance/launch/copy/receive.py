@@ -25,10 +25,10 @@ import socket
 import time
 from typing import Any
 
+from ..messages import Frames
+from ..remote.tcp import accept, connect, listen
 from ..system.machine import in_home
-from ..tcp import accept, connect, listen
-from ..wire import Frames
-from .target import DONE, Target, partials_in
+from .target import DONE, ReceivedFile, partials_in
 
 _FULL = 8 << 20  # bytes that wait for the next host, beyond which no more are read
 _TELL_S = 0.2
@@ -45,7 +45,7 @@ class Receiver:
     def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
         self._launcher, self._selector = launcher, selector
         self._root = "/"
-        self._targets: list[Target] = []
+        self._targets: list[ReceivedFile] = []
         self._folders: list[tuple[str, int, int]] = []
         self._known: dict[str, set[str]] = {}  # folder -> names of what earlier copies have left there
         self._checksum = False
@@ -100,7 +100,7 @@ class Receiver:
                 folder = os.path.dirname(place)
                 if folder not in self._known:
                     self._known[folder] = partials_in(folder)
-                target = Target(place, size, mode, changed)
+                target = ReceivedFile(place, size, mode, changed)
                 have.append(target.look(self._known[folder], text if self._checksum else ""))
                 self._targets.append(target)
         return {"have": have, "free": shutil.disk_usage(self._root).free}

@@ -18,7 +18,7 @@ _READ = 1 << 20
 _CLOSE_NS = 1_000_000  # some file systems keep times less exactly than others
 
 
-class Target:
+class ReceivedFile:
     """A file of the copy.
 
     What has come so far lies beside its place, under a name with this host's name (other hosts may share the

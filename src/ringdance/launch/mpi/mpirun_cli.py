@@ -15,9 +15,9 @@ from ringdance.errors import LaunchError
 from ringdance.launch.cli import Look
 from ringdance.launch.mpi.library import find_mpi
 from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
-from ringdance.launch.order import CommandError, Order, as_program, resolve_command, run_in_terminal
 from ringdance.launch.output.stream import Style
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.spec import CommandError, JobSpec, as_program, resolve_command, run_in_terminal
 from ringdance.launch.system.linux import usable_cores
 
 _NAME = "ringdance mpirun"
@@ -86,7 +86,7 @@ def _main(words: list[str], look: Look | None) -> int:
     return run_in_terminal(ready)
 
 
-def order_of(line: MpirunLine, command: Sequence[str]) -> Order:
+def order_of(line: MpirunLine, command: Sequence[str]) -> JobSpec:
     """Build the job that a line asks for.
 
     Raises:
@@ -106,12 +106,12 @@ def order_of(line: MpirunLine, command: Sequence[str]) -> Order:
         options = []
     # Open MPI 4's form: job, rank and stream; without -tag-output, nothing.
     prefix = "[1,{rank}]<{stream}>:" if "tag" in line.flags else ""
-    return Order(
+    return JobSpec(
         command,
         ranks=ranks,
         hosts=hosts,
         source=source,
-        reach=Reach(arguments=tuple(line.ssh)),
+        shell=RemoteShell(arguments=tuple(line.ssh)),
         interfaces=line.interfaces,
         exports=line.exports,
         style=Style(prefix, clock="timestamp" in line.flags, closes=False),

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from ..wire import host_folder
+from ..directories import host_folder
 from . import linux
 
 _SHM = "/dev/shm"

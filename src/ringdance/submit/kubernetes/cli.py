@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.order import CommandError, as_program, parse_exports
 from ringdance.launch.parser import Parser
+from ringdance.launch.spec import CommandError, as_program, parse_exports
 from ringdance.submit.kubernetes.convert import convert
 from ringdance.submit.kubernetes.kubectl import Kubectl, delete, logs, submit
 from ringdance.submit.kubernetes.manifest import (

@@ -12,8 +12,8 @@ from typing import Any
 
 from ringdance.errors import ArgumentError
 from ringdance.launch.environment import shown, shown_text
-from ringdance.launch.order import CommandError, as_program, parse_exports
 from ringdance.launch.parser import Parser
+from ringdance.launch.spec import CommandError, as_program, parse_exports
 from ringdance.submit.sagemaker import Estimator
 from ringdance.submit.sagemaker.request import Input
 

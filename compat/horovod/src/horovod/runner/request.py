@@ -13,9 +13,9 @@ from horovod.runner.common.util import config_parser
 from ringdance.cluster.hostfile import HostList, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.order import Order
 from ringdance.launch.output.stream import Style
-from ringdance.launch.ssh import Reach
+from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.spec import JobSpec
 from ringdance.settings import WARNED, without_effect
 
 __all__ = ["order_of", "tell"]
@@ -27,7 +27,7 @@ _GONE = {
 _ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script", "reset_limit", "cooldown_range")
 
 
-def order_of(args: argparse.Namespace, command: Sequence[str]) -> Order:
+def order_of(args: argparse.Namespace, command: Sequence[str]) -> JobSpec:
     """The order for parsed arguments; the options of single processes become variables for the ranks.
 
     Raises:
@@ -44,12 +44,12 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> Order:
         _check_interfaces(args.nics or ())
     # The ranks need not tell again what `tell` says.
     exports[WARNED] = ",".join(name for name, _, _ in without_effect({**os.environ, **exports}))
-    return Order(
+    return JobSpec(
         command,
         ranks=ranks,
         hosts=hosts,
         source=_source(args) if hosts else "",
-        reach=Reach(port=args.ssh_port or 0, identity=args.ssh_identity_file or ""),
+        shell=RemoteShell(port=args.ssh_port or 0, identity=args.ssh_identity_file or ""),
         interfaces=sorted(args.nics or ()),
         exports=exports,
         style=Style("[{rank}]<{stream}>:", clock=args.prefix_output_with_timestamp, closes=False),
@@ -127,13 +127,13 @@ def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str,
     return list(found.items())
 
 
-def tell(args: argparse.Namespace, order: Order, say: Callable[[str], None]) -> None:
+def tell(args: argparse.Namespace, order: JobSpec, say: Callable[[str], None]) -> None:
     """Say, a line for each reason, which of the given things will change nothing."""
     for line in _lines(args, order):
         say(line)
 
 
-def _lines(args: argparse.Namespace, order: Order) -> Iterator[str]:
+def _lines(args: argparse.Namespace, order: JobSpec) -> Iterator[str]:
     yield from (line for dest, line in _GONE.items() if getattr(args, dest))
     given = [_option(dest) for dest in _ELASTIC if getattr(args, dest) is not None]
     if given:

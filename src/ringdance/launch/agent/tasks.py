@@ -12,10 +12,11 @@ import selectors
 import time
 from typing import Any
 
-from .copy.receive import Receiver
-from .system import linux
-from .system.cleanup import Sweep, job_of
-from .wire import Frames, bases, host_folder, host_shared
+from ..copy.receive import Receiver
+from ..directories import bases, host_folder, host_shared
+from ..messages import Frames
+from ..system import linux
+from ..system.cleanup import Sweep, job_of
 
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
 

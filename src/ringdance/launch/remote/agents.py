@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ringdance.launch.cause import signal_name
-from ringdance.launch.remote import Remote
-from ringdance.launch.wire import Frames
+from ringdance.launch.messages import Frames
+from ringdance.launch.remote.connect import Remote
 
 _PING_S = 0.5
 _LATE_S = 1.5  # a host that has not answered for so long may be gone: worth waiting to know
 
 
 class RankChannel:
-    """To the supervisor of a rank on another host; as :class:`ringdance.launch.wire.Channel`."""
+    """To the supervisor of a rank on another host; as :class:`ringdance.launch.messages.Channel`."""
 
     def __init__(self, remote: Remote, number: int) -> None:
         self.remote, self.number = remote, number
@@ -72,7 +72,7 @@ class _Agent:
         return not (self.lost or self.clean)
 
 
-class Deputies:
+class Agents:
     """All agents of a job.
 
     Args:

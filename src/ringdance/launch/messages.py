@@ -1,7 +1,7 @@
-"""How the launcher's processes talk; standard library only.
+"""Messages between the processes of a job; standard library only.
 
 On one host: JSON objects, one a line, over unix sockets (:class:`Channel`), which can carry descriptors.
-Between hosts: JSON objects with a payload of bytes, over any two byte streams (:class:`Frames`).
+Between launcher and agents: JSON objects with a payload of bytes, over byte streams (:class:`Frames`).
 """
 
 from __future__ import annotations
@@ -12,97 +12,11 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 """What an agent writes before its first message."""
-
-BOOT = "import sys;sys.path.append(sys.argv[1]);from launch.{0} import main;main(sys.argv[2:])"
-
-
-def package_folder() -> str:
-    """Where this package lies."""
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def bare_command(module: str, *arguments: str) -> list[str]:
-    """Command line that runs ``launch.<module>.main`` without ``site``, the package or PYTHON* settings.
-
-    Starts in some 20 ms instead of the time that all imports of the package and its ``.pth`` files take.
-    """
-    return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_folder(), *arguments]
-
-
-_ROOM, _FILES = 1 << 20, 100  # what sockets and MPI's own files need at least
-_LONGEST = 59  # bytes of a folder's path that leave room for a socket's address in a job's folder there
-
-
-def bases(environ: Mapping[str, str]) -> list[str]:
-    """Where a job's folder may be made, the best first: as `tempfile` has it, save the working directory."""
-    named = [environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
-    return list(dict.fromkeys([*named, "/tmp", "/var/tmp"]))
-
-
-def usable(places: Iterable[str]) -> tuple[list[str], str]:
-    """Those of `places` in which a job's folder can be made, and in words why not in the others."""
-    wrong = {place: _unusable(place) for place in places}
-    told = "; ".join(f"{place}: {why}" for place, why in wrong.items() if why)
-    return [place for place, why in wrong.items() if not why], told
-
-
-def _unusable(base: str) -> str:
-    if not os.path.isabs(base) or os.pathsep in base:
-        return f"it is relative, or has a {os.pathsep!r} in it"
-    if len(base.encode()) > _LONGEST:
-        return f"its path is longer than {_LONGEST} bytes"
-    if not os.path.isdir(base):
-        return "there is no such directory"
-    if not os.access(base, os.W_OK | os.X_OK):
-        return "it cannot be written"
-    room = os.statvfs(base)
-    full = room.f_bavail * room.f_frsize < _ROOM or (room.f_files and room.f_favail < _FILES)
-    return f"it has no room for {_ROOM >> 20} MiB in {_FILES} files" if full else ""
-
-
-def free_port() -> tuple[socket.socket | None, int]:
-    """A port of this host for MASTER_PORT, and what keeps it from others; 0 if there is none.
-
-    While the socket is bound with SO_REUSEADDR the kernel gives the port to nobody who takes any; a program
-    that asks for it by number, with SO_REUSEADDR too as torch's TCPStore does, gets it.
-    """
-    try:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("", 0))
-    except OSError:
-        return None, 0
-    port: int = sock.getsockname()[1]
-    if not sys.platform.startswith("linux"):  # elsewhere the second bind fails
-        sock.close()
-    return sock, port
-
-
-def host_folder(base: str, job: str) -> str:
-    """A job's folder on this host. Hosts may share `base`, so their names are part of it.
-
-    The path leaves room in a socket's address (108 bytes; macOS 104) if `base` is :func:`usable`.
-    """
-    return os.path.join(base, f"ringdance-{job[:12]}-{os.uname().nodename[-20:]}")
-
-
-OWN_FOLDER = "{folder}"
-"""Stands for :func:`host_folder` of the host in what its agent is told."""
-
-SHARED = "{shared}"
-"""Stands in a variable's value for :func:`host_shared` of the host where a rank runs."""
-
-
-def host_shared(job: str) -> str:
-    """A job's folder in this host's shared memory; "" if there is none."""
-    return host_folder("/dev/shm", job) if os.access("/dev/shm", os.W_OK) else ""
 
 
 class Channel:

@@ -21,9 +21,9 @@ from ringdance.launch.mpi import find_mpi
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Sink, Style, guarded, write_all
 from ringdance.launch.plan import Plan, build_plan
-from ringdance.launch.remote import Remote, connect
+from ringdance.launch.remote.connect import Remote, connect
+from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.running import Options
-from ringdance.launch.ssh import Reach
 from ringdance.launch.system import machine
 from ringdance.launch.system.linux import usable_cores
 
@@ -39,7 +39,7 @@ class CommandError(LaunchError):
 
 
 @dataclass(frozen=True)
-class Order:
+class JobSpec:
     """A job to be run from here, now.
 
     Attributes:
@@ -47,7 +47,7 @@ class Order:
         ranks: how many; None for all slots of `hosts`.
         hosts: names and slots, or None: those that a scheduler has given, else this machine.
         source: where `hosts` come from, for people.
-        reach: how other hosts are reached, where no scheduler says.
+        shell: how other hosts are reached, where no scheduler says.
         interfaces: names of the network interfaces to use; empty for those that lead to all hosts.
         chdir: directory of the ranks on other hosts, "" for one that is called as the launcher's.
         check: whether other hosts are asked before a plan is made; they always are before a start.
@@ -69,7 +69,7 @@ class Order:
     ranks: int | None = None
     hosts: HostList | None = None
     source: str = ""
-    reach: Reach = field(default_factory=Reach)
+    shell: RemoteShell = field(default_factory=RemoteShell)
     interfaces: Collection[str] = ()
     chdir: str = ""
     check: bool = True
@@ -86,7 +86,7 @@ class Order:
     binding: Sequence[str] | None = None
     mpi_args: Sequence[str] = ()
 
-    def found(self) -> Order:
+    def resolved(self) -> JobSpec:
         """The same with its hosts and ranks decided: what a scheduler has given, where nothing is said.
 
         Raises:
@@ -98,20 +98,20 @@ class Order:
         # On a single machine more ranks than a scheduler has counted tasks are nobody else's business.
         alone = order.ranks is not None and set(names) == local_names(names)
         # Hosts that the user picks from a job's are reached as these, unless it is said how.
-        told = order.reach.port or order.reach.identity or order.reach.arguments
+        told = order.shell.port or order.shell.identity or order.shell.arguments
         picked = {name for name, _ in order.hosts or ()} <= set(names)
         if given and not alone and picked and (order.hosts is None or given.method == "ssh" or not told):
-            reach = replace(
-                order.reach,
-                way=given.method,
-                arguments=(*order.reach.arguments, *given.ssh_arguments),
-                patience=given.start_timeout,
+            shell = replace(
+                order.shell,
+                method=given.method,
+                arguments=(*order.shell.arguments, *given.ssh_arguments),
+                start_timeout=given.start_timeout,
             )
             order = replace(
                 order,
                 hosts=order.hosts or given.hosts,
                 source=order.source or given.source,
-                reach=reach,
+                shell=shell,
             )
         if order.ranks is None:
             if not order.hosts:
@@ -121,21 +121,21 @@ class Order:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
         return order
 
-    def prepare(self, say: Callable[[str], None] = lambda text: None) -> Ready:
+    def prepare(self, say: Callable[[str], None] = lambda text: None) -> PreparedJob:
         """What would be started, with an agent on each other host; the command must have been resolved.
 
         Raises:
             LaunchError: it cannot be done; nothing has been started.
         """
         check_machine()
-        order = self.found()
+        order = self.resolved()
         assert order.ranks is not None
         hosts = order.hosts or [("localhost", order.ranks)]
         local = local_names(name for name, _ in hosts)
         place(order.ranks, hosts)  # too few slots are told before anybody is asked
         others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
         mpi = find_mpi()
-        remotes = connect(others, order.reach, order.start_timeout, say) if others and order.check else []
+        remotes = connect(others, order.shell, order.start_timeout, say) if others and order.check else []
         facts = {remote.host: remote.facts for remote in remotes}
         here = facts_from(machine.facts())
         facts |= {name: here for name, _ in hosts if name in local}
@@ -151,14 +151,14 @@ class Order:
                 environ=os.environ,
                 hosts=hosts,
                 source=order.source or ("-np" if order.hosts is None else "-H"),
-                way=order.reach.way,
+                method=order.shell.method,
                 facts=facts,
                 interfaces=order.interfaces,
                 exports=exports,
                 forward=order.forward,
                 local=local,
                 root=os.getuid() == 0,
-                python=order.reach.python,
+                python=order.shell.python,
                 chdir=order.chdir,
                 binding=order.binding,
                 mpi_args=order.mpi_args,
@@ -171,7 +171,7 @@ class Order:
         for remote in remotes:
             if remote.host not in wanted:  # more slots than ranks
                 remote.close()
-        return Ready(order, plan, [remote for remote in remotes if remote.host in wanted])
+        return PreparedJob(order, plan, [remote for remote in remotes if remote.host in wanted])
 
     def make_folder(self) -> Path | None:
         """The folder for the ranks' output, made if it is not there.
@@ -189,7 +189,7 @@ class Order:
 
 
 @dataclass
-class Ready:
+class PreparedJob:
     """An order with its plan, and with its agents waiting on the other hosts.
 
     Attributes:
@@ -198,7 +198,7 @@ class Ready:
         remotes: the agents.
     """
 
-    order: Order
+    order: JobSpec
     plan: Plan
     remotes: list[Remote]
 
@@ -242,7 +242,7 @@ def _needed(command: Sequence[str]) -> list[str]:
     return [command[0], *([script] if script else [])]
 
 
-def run_in_terminal(ready: Ready) -> int:
+def run_in_terminal(ready: PreparedJob) -> int:
     """Run it with the output on this process's stdout and stderr; the exit code.
 
     Raises:

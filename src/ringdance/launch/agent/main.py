@@ -5,7 +5,7 @@ on what they report and what the ranks write, starts what mpiexec wants started 
 ends every process of the job and removes its files: when told, when the connection is gone, or when the
 launcher has been silent for too long. Standard library only.
 
-Over stdin and stdout go the messages of :class:`launch.wire.Frames`. Launcher to agent: ``{"job", ...}``
+Over stdin and stdout go the messages of :class:`launch.messages.Frames`. Launcher to agent: ``{"job", ...}``
 once, ``{"put": name}`` with a file's bytes, ``{"spawn": n, "command"}``, ``{"to": rank's connection,
 "message"}``, ``{"stdin": connection}`` with bytes, ``{"ping"}``, ``{"pause": bool}``, ``{"clean",
 "failed"}``, and what chores.py does. Agent to launcher: ``{"facts"}``, ``{"ready", "problem"}``,
@@ -28,19 +28,11 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from . import elsewhere
-from .system import linux, machine
-from .system.cleanup import Sweep, make_folders
-from .wire import (
-    AGENT_SPEAKS,
-    OWN_FOLDER,
-    Channel,
-    Frames,
-    bases,
-    host_folder,
-    host_shared,
-    usable,
-)
+from ..directories import OWN_FOLDER, bases, host_folder, host_shared, usable
+from ..messages import AGENT_SPEAKS, Channel, Frames
+from ..system import linux, machine
+from ..system.cleanup import Sweep, make_folders
+from . import paths
 
 _FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' output is left in its pipes
 _DRAIN_S = 3.0
@@ -156,7 +148,7 @@ class _Agent:
 
     def _do(self, message: dict[str, Any], payload: bytes) -> None:
         if self._chores is None:
-            from .chores import Chores  # a job's start does not wait for its imports
+            from .tasks import Chores  # a job's start does not wait for its imports
 
             self._chores = Chores(self._launcher, self._selector)
         self._chores.take(message, payload)
@@ -195,7 +187,7 @@ class _Agent:
         given = {name: self._folder if text == OWN_FOLDER else text for name, text in given.items()}
         self._place = message.get("launcher")
         if self._place:
-            given = elsewhere.translated(given, self._place) | elsewhere.variables(self._cwd, self._place)
+            given = paths.translated(given, self._place) | paths.variables(self._cwd, self._place)
         self._environ = {**os.environ, **given, linux.MARKER: message["job"]}
         return ""
 
@@ -208,7 +200,7 @@ class _Agent:
         """Start what mpiexec would have started through ssh: by the user's shell, in a session of its own."""
         command = command.replace(OWN_FOLDER, self._folder)
         if self._place:
-            command = elsewhere.translated_command(command, self._place)
+            command = paths.translated_command(command, self._place)
         process = subprocess.Popen(
             ["/bin/sh", "-c", command],
             stdin=subprocess.DEVNULL,

@@ -9,31 +9,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.deputies import Deputies, RankChannel
+from ringdance.launch.directories import free_port
 from ringdance.launch.hosts import rank_places
+from ringdance.launch.messages import Channel
 from ringdance.launch.output.merge import Fold
 from ringdance.launch.output.stream import HELD_S
 from ringdance.launch.plan import Plan
+from ringdance.launch.remote.agents import Agents, RankChannel
 from ringdance.launch.running import Options, Rank, make_streams
-from ringdance.launch.wire import Channel, free_port
 
 AnyChannel = Channel | RankChannel
 
 
-class Crew:
+class RankTable:
     """All ranks of a job, by number once they have come.
 
     Args:
         plan: who shall come, and where.
         options: where their output goes.
         selector: the job's loop.
-        deputies: the agents on other hosts.
+        agents: the agents on other hosts.
     """
 
     def __init__(
-        self, plan: Plan, options: Options, selector: selectors.BaseSelector, deputies: Deputies
+        self, plan: Plan, options: Options, selector: selectors.BaseSelector, agents: Agents
     ) -> None:
-        self._plan, self._options, self._selector, self._deputies = plan, options, selector, deputies
+        self._plan, self._options, self._selector, self._agents = plan, options, selector, agents
         self._places = rank_places(plan.hosts)
         self._ranks: dict[int, Rank] = {}
         # Where rank 0 is to run here, ranks need not wait for it: its wrapper may have been killed.
@@ -101,7 +102,7 @@ class Crew:
         if isinstance(rank.channel, RankChannel):
             rank.channel.send({**go, "stdin": own})
             if own:
-                self._deputies.feed(rank.channel, self._options.stdin)
+                self._agents.feed(rank.channel, self._options.stdin)
             return
         stdin = os.dup(self._options.stdin) if own else os.open(os.devnull, os.O_RDONLY)
         try:

@@ -24,9 +24,10 @@ import sys
 import time
 from collections.abc import Mapping
 
-from . import elsewhere
-from .system import linux
-from .wire import SHARED, Channel, bases, free_port, host_folder, host_shared
+from ..directories import SHARED, bases, free_port, host_folder, host_shared
+from ..messages import Channel
+from ..system import linux
+from . import paths
 
 _VARIABLES = (
     (
@@ -234,7 +235,7 @@ def main(arguments: list[str]) -> None:
     if os.getppid() == 1:  # mpiexec died before we could ask to die with it
         os._exit(1)
     try:
-        command = elsewhere.enter(os.environ, command)
+        command = paths.enter(os.environ, command)
     except OSError as error:
         sys.exit(f"ringdance: {error.filename} on {os.uname().nodename}: {error.strerror}")
     # Hosts need not have it in the same place: it is where this host's launcher or agent has made it.

@@ -15,25 +15,25 @@ from ringdance.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Reach:
+class RemoteShell:
     """How other hosts are reached.
 
     Attributes:
-        way: "ssh", or "srun" for the hosts of a Slurm allocation.
+        method: "ssh", or "srun" for the hosts of a Slurm allocation.
         port: of ssh; 0 for what ssh's own settings say.
         identity: file with the key for ssh, or "".
         arguments: more arguments of ssh; they win over ours.
-        patience: seconds in which hosts may still be starting (pods of a job).
-        here: names of this machine, where a program is started without any of that.
+        start_timeout: seconds in which hosts may still be starting (pods of a job).
+        local: names of this machine, where a program is started without any of that.
         python: the interpreter there, if it is not where this one is.
     """
 
-    way: str = "ssh"
+    method: str = "ssh"
     port: int = 0
     identity: str = ""
     arguments: Sequence[str] = ()
-    patience: float = 0.0
-    here: Collection[str] = ()
+    start_timeout: float = 0.0
+    local: Collection[str] = ()
     python: str = ""
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
@@ -44,11 +44,11 @@ class Reach:
         """
         if not NAME.fullmatch(host):
             raise LaunchError(f"{host!r} is not the name of a host: letters, digits, dots and dashes")
-        if host in self.here:
+        if host in self.local:
             return list(program)
         if self.python and program[0] == sys.executable:
             program = [self.python, *program[1:]]
-        if self.way == "srun":
+        if self.method == "srun":
             return [
                 "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none",
                 "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--quiet", *program,
@@ -69,7 +69,7 @@ class Reach:
 
 # A parser, or a group in one: argparse has no public name for what they have in common.
 def add_ssh_options(parser: Any) -> None:
-    """The options that say how ssh reaches hosts; `reach_of` reads them.
+    """The options that say how ssh reaches hosts; `remote_shell_of` reads them.
 
     Args:
         parser: an ``argparse.ArgumentParser``, or one of its groups.
@@ -81,7 +81,7 @@ def add_ssh_options(parser: Any) -> None:
     add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
 
 
-def reach_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Reach:
+def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RemoteShell:
     """What the options of `add_ssh_options` say.
 
     Args:
@@ -97,7 +97,7 @@ def reach_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Reach:
         raise LaunchError(f"--ssh-args={arguments.ssh_args!r} cannot be split into words: {error}") from None
     if arguments.python and not os.path.isabs(arguments.python):
         raise LaunchError(f"--python {arguments.python}: give the whole path, as in /opt/env/bin/python")
-    return Reach(
+    return RemoteShell(
         port=arguments.ssh_port,
         identity=arguments.ssh_identity_file,
         arguments=(*words, *more),

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 
-from .wire import Channel
+from ..messages import Channel
 
 _WITH_VALUE = ("-p", "-i", "-l", "-o", "-F", "-J")
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ringdance.errors import LaunchError
-from ringdance.launch.elsewhere import module_line
+from ringdance.launch.agent.paths import bare_command, module_line, package_folder
 from ringdance.launch.hosts import HostFacts, facts_from
-from ringdance.launch.ssh import Reach
+from ringdance.launch.messages import AGENT_SPEAKS, Frames
+from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
-from ringdance.launch.wire import AGENT_SPEAKS, Frames, bare_command, package_folder
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
 _TOLD_S = 5.0
@@ -70,13 +70,13 @@ class _Problem(Exception):
 
 
 def connect(
-    hosts: Iterable[str], reach: Reach, timeout: float, say: Callable[[str], None] = lambda text: None
+    hosts: Iterable[str], shell: RemoteShell, timeout: float, say: Callable[[str], None] = lambda text: None
 ) -> list[Remote]:
     """Start an agent on each of `hosts`, all at once.
 
     Args:
         hosts: their names.
-        reach: how to get there.
+        shell: how to get there.
         timeout: seconds for a host to answer.
         say: told, now and then, which hosts are still waited for.
 
@@ -84,7 +84,7 @@ def connect(
         LaunchError: a host cannot be used; names each with what is wrong. No agent is left.
     """
     hosts = list(hosts)
-    found, problems = attempt(hosts, reach, timeout, say)
+    found, problems = attempt(hosts, shell, timeout, say)
     if problems:
         for remote in found.values():
             remote.close()
@@ -93,20 +93,20 @@ def connect(
 
 
 def attempt(
-    hosts: Sequence[str], reach: Reach, timeout: float, say: Callable[[str], None] = lambda text: None
+    hosts: Sequence[str], shell: RemoteShell, timeout: float, say: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, str]]:
     """The same, also if some cannot be used: the agents, and what is wrong where; arguments as above."""
     found: dict[str, Remote] = {}
     problems: dict[str, str] = {}
-    until = time.monotonic() + max(timeout, reach.patience)
+    until = time.monotonic() + max(timeout, shell.start_timeout)
 
     def one(host: str) -> None:
         while True:
             try:
-                found[host] = _connect(host, reach, min(timeout, max(1.0, until - time.monotonic())))
+                found[host] = _connect(host, shell, min(timeout, max(1.0, until - time.monotonic())))
                 return
             except _Problem as problem:
-                if not problem.temporary or time.monotonic() + _AGAIN_S > until or not reach.patience:
+                if not problem.temporary or time.monotonic() + _AGAIN_S > until or not shell.start_timeout:
                     problems[host] = str(problem)
                     return
             except LaunchError as error:
@@ -119,7 +119,7 @@ def attempt(
         thread.start()
     _join(threads, hosts, found, problems, until, say)
     # In the order given: of two names of one machine the later is the wrong one.
-    problems |= _unfit(found[host] for host in hosts if host in found and host not in reach.here)
+    problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
     return found, problems
 
 
@@ -145,9 +145,9 @@ def _join(
                 say(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
 
 
-def _connect(host: str, reach: Reach, timeout: float) -> Remote:
-    python = "" if host in reach.here else reach.python
-    command = reach.command(host, module_line(python, "agent") if python else bare_command("agent"))
+def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
+    python = "" if host in shell.local else shell.python
+    command = shell.command(host, module_line(python, "agent.main") if python else bare_command("agent.main"))
     try:
         process = subprocess.Popen(
             command,

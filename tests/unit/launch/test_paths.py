@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from ringdance.launch import elsewhere
-from ringdance.launch.wire import package_folder
+from ringdance.launch.agent import paths
+from ringdance.launch.agent.paths import package_folder
 
 THERE = {"python": "/far/env/bin/python", "prefix": "/far/env", "package": "/far/src/ringdance"}
 
@@ -15,7 +15,7 @@ THERE = {"python": "/far/env/bin/python", "prefix": "/far/env", "package": "/far
 def test_paths_of_the_launchers_environment_become_those_of_this_one() -> None:
     site = "/far/src/ringdance/launch/site"
     given = {"PATH": "/far/env/bin:/bin:/far/environment", "PYTHONPATH": site, "A": "/far/env"}
-    assert elsewhere.translated(given, THERE) == {
+    assert paths.translated(given, THERE) == {
         "PATH": f"{sys.prefix}/bin:/bin:/far/environment",
         "PYTHONPATH": f"{package_folder()}/launch/site",
         "A": "/far/env",
@@ -26,16 +26,16 @@ def test_mpis_daemon_is_that_of_this_environment_if_it_has_one() -> None:
     here = f"/bin/{os.path.basename(sys.executable)}"
     line = f"PATH=/far/env/bin:$PATH ; /far/env{here} --a=/far/env/no-such-file"
     expected = f"PATH={sys.prefix}/bin:$PATH ; {sys.prefix}{here} --a=/far/env/no-such-file"
-    assert elsewhere.translated_command(line, THERE) == expected
+    assert paths.translated_command(line, THERE) == expected
 
 
 def test_a_ranks_wrapper_goes_to_its_directory_and_runs_its_interpreter(tmp_path: Path) -> None:
     former = os.getcwd()
-    environ = elsewhere.variables(str(tmp_path), THERE) | {"OTHER": "1"}
+    environ = paths.variables(str(tmp_path), THERE) | {"OTHER": "1"}
     try:
-        assert elsewhere.enter(environ, ["/far/env/bin/python", "train.py"]) == [sys.executable, "train.py"]
+        assert paths.enter(environ, ["/far/env/bin/python", "train.py"]) == [sys.executable, "train.py"]
         assert os.getcwd() == str(tmp_path)
     finally:
         os.chdir(former)
     assert environ == {"OTHER": "1"}
-    assert elsewhere.enter(elsewhere.variables(former), ["/bin/true"]) == ["/bin/true"]
+    assert paths.enter(paths.variables(former), ["/bin/true"]) == ["/bin/true"]

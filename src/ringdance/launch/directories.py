@@ -1,0 +1,76 @@
+"""A job's directories on a host, and a port for its ranks; standard library only."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+
+_ROOM, _FILES = 1 << 20, 100  # what sockets and MPI's own files need at least
+_LONGEST = 59  # bytes of a folder's path that leave room for a socket's address in a job's folder there
+
+
+def bases(environ: Mapping[str, str]) -> list[str]:
+    """Where a job's folder may be made, the best first: as `tempfile` has it, save the working directory."""
+    named = [environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
+    return list(dict.fromkeys([*named, "/tmp", "/var/tmp"]))
+
+
+def usable(places: Iterable[str]) -> tuple[list[str], str]:
+    """Those of `places` in which a job's folder can be made, and in words why not in the others."""
+    wrong = {place: _unusable(place) for place in places}
+    told = "; ".join(f"{place}: {why}" for place, why in wrong.items() if why)
+    return [place for place, why in wrong.items() if not why], told
+
+
+def _unusable(base: str) -> str:
+    if not os.path.isabs(base) or os.pathsep in base:
+        return f"it is relative, or has a {os.pathsep!r} in it"
+    if len(base.encode()) > _LONGEST:
+        return f"its path is longer than {_LONGEST} bytes"
+    if not os.path.isdir(base):
+        return "there is no such directory"
+    if not os.access(base, os.W_OK | os.X_OK):
+        return "it cannot be written"
+    room = os.statvfs(base)
+    full = room.f_bavail * room.f_frsize < _ROOM or (room.f_files and room.f_favail < _FILES)
+    return f"it has no room for {_ROOM >> 20} MiB in {_FILES} files" if full else ""
+
+
+def free_port() -> tuple[socket.socket | None, int]:
+    """A port of this host for MASTER_PORT, and what keeps it from others; 0 if there is none.
+
+    While the socket is bound with SO_REUSEADDR the kernel gives the port to nobody who takes any; a program
+    that asks for it by number, with SO_REUSEADDR too as torch's TCPStore does, gets it.
+    """
+    try:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("", 0))
+    except OSError:
+        return None, 0
+    port: int = sock.getsockname()[1]
+    if not sys.platform.startswith("linux"):  # elsewhere the second bind fails
+        sock.close()
+    return sock, port
+
+
+def host_folder(base: str, job: str) -> str:
+    """A job's folder on this host. Hosts may share `base`, so their names are part of it.
+
+    The path leaves room in a socket's address (108 bytes; macOS 104) if `base` is :func:`usable`.
+    """
+    return os.path.join(base, f"ringdance-{job[:12]}-{os.uname().nodename[-20:]}")
+
+
+OWN_FOLDER = "{folder}"
+"""Stands for :func:`host_folder` of the host in what its agent is told."""
+
+SHARED = "{shared}"
+"""Stands in a variable's value for :func:`host_shared` of the host where a rank runs."""
+
+
+def host_shared(job: str) -> str:
+    """A job's folder in this host's shared memory; "" if there is none."""
+    return host_folder("/dev/shm", job) if os.access("/dev/shm", os.W_OK) else ""
