@@ -80,7 +80,7 @@ def job(ringdance: Ringdance, tmp_path: Path) -> Callable[..., str]:
         assert done.returncode == 0, done.stderr
         name = done.stdout.strip()
         assert f"ringdance attach {name}" in done.stderr
-        output = next((tmp_path / "state").glob(f"ringdance/jobs/{name}*/output"))
+        output = next((tmp_path / "state").glob(f"ringdance/jobs/{name}*/log"))
         assert wait_until(lambda: output.read_text().count("err") == 2, 60.0) is not None
         return name
 
@@ -141,18 +141,18 @@ def test_interrupting_attach_leaves_it_running(
     following.send_signal(signal.SIGINT)
     _, err = following.communicate(timeout=30)
     assert following.returncode == 130
-    assert f"job {name} goes on" in err
+    assert f"job {name} is still running" in err
     assert state(ringdance, name)["state"] == "running"
-    assert ringdance("stop", name).stdout == f"job {name}: has ended\n"
+    assert ringdance("stop", name).stdout == f"job {name} has ended\n"
     assert {path.name for path in tmp_path.glob("saved.*")} == {"saved.0", "saved.1"}
-    assert ringdance("stop", name).stdout == f"job {name} was over already\n"
+    assert ringdance("stop", name).stdout == f"job {name} had ended before\n"
     assert wait_until(lambda: not living(tmp_path), 10.0) is not None
 
 
 def test_stop_is_orderly_then_hard(job: Callable[..., str], ringdance: Ringdance, tmp_path: Path) -> None:
     name = job("stubborn")
     done = ringdance("stop", name, "--grace", "1")
-    assert done.stdout == f"job {name}: was killed after 1 s\n"
+    assert done.stdout == f"job {name} was killed after 1 s\n"
     assert wait_until(lambda: not living(tmp_path), 10.0) is not None
     assert "asked to end" in ringdance("attach", name).stdout
     assert state(ringdance, name)["code"] == 128 + signal.SIGTERM
@@ -208,8 +208,8 @@ def test_its_records_are_private(
     name = job()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     record = records.find(name)
-    assert record.place.stat().st_mode & 0o777 == 0o700
-    assert {path.name: path.stat().st_mode & 0o777 for path in record.place.iterdir()} == dict.fromkeys(
-        ("job.json", "output", "streams"), 0o600
+    assert record.directory.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in record.directory.iterdir()} == dict.fromkeys(
+        ("job.json", "log"), 0o600
     )
     assert ringdance("stop", name).returncode == 0

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,22 +21,32 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
+@pytest.fixture(autouse=True)
+def _own_streams() -> Iterator[None]:
+    """Keep stdout and stderr, which a record's creation redirects."""
+    kept = os.dup(1), os.dup(2)
+    yield
+    for descriptor, copy in enumerate(kept, 1):
+        os.dup2(copy, descriptor)
+        os.close(copy)
+
+
 def made(job: str, **changes: object) -> records.Record:
-    record = records.own(job * 8, ["python", "x.py"], [("a", 2), ("b", 1)])
+    record = records.create(job * 8, ["python", "x.py"], {"a": 2, "b": 1})
     changed = replace(record, **changes)  # type: ignore[arg-type]
     changed.write()
     return changed
 
 
-def test_a_record_says_what_the_job_is_doing() -> None:
+def test_the_state_of_a_job() -> None:
     running = made("0000")
-    assert records.every() == [running]
+    assert records.load_all() == [running]
     assert (running.state, running.ranks, running.short) == ("running", 3, "00000000")
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert made("1111", pid=ended.pid).state == "lost"
-    assert made("2222", mark="another process of that number").state == "lost"
-    assert made("3333", machine=("other", "other boot")).state == "elsewhere"
+    assert made("2222", pid_start="another process of that number").state == "lost"
+    assert made("3333", machine="other boot").state == "elsewhere"
     assert made("4444", ended=5.0, code=3).state == "ended"
     # It ended between a look at its file and a look at its process.
     assert replace(made("5555", ended=5.0, code=3), ended=None, pid=ended.pid).state == "ended"
@@ -61,7 +72,7 @@ def test_old_records_go_and_running_jobs_stay() -> None:
     made("ffff", began=0.0)
     for number in range(60):
         made(f"{number:04x}", began=float(number + 1), ended=1.0, code=0)
-    kept = [record.job[:4] for record in records.every()]
+    kept = [record.job[:4] for record in records.load_all()]
     assert kept[0] == "ffff"
     assert len(kept) == 1 + 50 + 1  # the last was not over when its record was made
     assert kept[-1] == f"{59:04x}"
@@ -69,24 +80,22 @@ def test_old_records_go_and_running_jobs_stay() -> None:
 
 def test_output_is_read_by_stream() -> None:
     record = made("0000")
-    output = records.Output()
-    descriptor = output.open(record.place)
-    out, err = output.sink(1), output.sink(2)
-    reader = records.Reader(record)
-    assert reader.read() == []
+    out, err = records.log_sink(1), records.log_sink(2)
+    reader = records.LogReader(record)
+    assert list(reader.read()) == []
     out(b"one\n")
-    out(b"two\n")
-    err(b"three\n")
-    assert reader.read() == [(1, b"one\ntwo\n"), (2, b"three\n")]
-    later = records.Reader(record, start=False)
+    out("tw\u00f6\n".encode()[:3])  # cut within a character
+    err(b"\xff three\n")
+    assert list(reader.read()) == [(1, b"one\n"), (1, "tw\u00f6\n".encode()[:3]), (2, b"\xff three\n")]
+    later = records.LogReader(record, start=False)
     out(b"four\n")
-    os.write(descriptor, b"a crash\n")
-    assert reader.read() == [(1, b"four\n")]
-    assert reader.read(all_=True) == [(2, b"a crash\n")]
-    assert later.read(all_=True) == [(1, b"four\n"), (2, b"a crash\n")]
-    assert {path.stat().st_mode & 0o777 for path in record.place.iterdir()} == {0o600}
-    reader.close()
-    later.close()
+    os.write(2, b"a crash")
+    assert list(reader.read()) == [(1, b"four\n")]
+    os.write(2, b" of the launcher\n[1]")
+    assert list(reader.read()) == [(2, b"a crash of the launcher\n")]
+    assert list(reader.read(ended=True)) == [(2, b"[1]")]
+    assert list(later.read(ended=True)) == [(1, b"four\n"), (2, b"a crash of the launcher\n"), (2, b"[1]")]
+    assert {path.stat().st_mode & 0o777 for path in record.directory.iterdir()} == {0o600}
 
 
 NOBODY = ("unshare", "--user", "--map-user=4194999")
@@ -95,7 +104,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.system.machine import in_home
 from ringdance.doctor.preflight import preflight
-for action in (lambda: records.own("0" * 32, ["true"], []), lambda: in_home("~/data")):
+for action in (lambda: records.create("0" * 32, ["true"], {}), lambda: in_home("~/data")):
     try:
         print("made", action())
     except (LaunchError, FileNotFoundError) as error:

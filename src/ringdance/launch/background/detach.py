@@ -1,6 +1,6 @@
-"""``ringdance run --detach``: the launcher in the background, out of the reach of the terminal it came from.
+"""Run the launcher in the background, in a session of its own (``ringdance run --detach``).
 
-What is wrong with the hosts or the command is still told there; then only the job's name is.
+The terminal still shows what is wrong with the hosts or the command, then only the job's name.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
+from ringdance.launch.output.stream import Sink
 from ringdance.launch.spec import JobSpec, PreparedJob
 
 GRACE_S = 3600.0
-"""How long ranks may take to end after they were asked to; whoever stops the job may end it before."""
+"""How long ranks may take to end after SIGTERM; ``ringdance stop`` ends them earlier."""
 
 _Say = Callable[[str], None]
+_Look = Callable[[PreparedJob, _Say], None]
 
 
-def start(order: JobSpec, look: Callable[[PreparedJob, _Say], None], say: _Say) -> int:
-    """Start a job and leave it alone; the exit code. Its name goes to stdout.
+def start(spec: JobSpec, look: _Look, say: _Say) -> int:
+    """Start a job in the background, print its name, and return the exit code.
 
     Args:
-        order: the job.
-        look: looks for what is wrong with its hosts.
-        say: shows a line to the person.
+        spec: the job.
+        look: checks its hosts.
+        say: shows a line to the user.
 
     Raises:
         LaunchError: nothing was started.
@@ -42,82 +43,74 @@ def start(order: JobSpec, look: Callable[[PreparedJob, _Say], None], say: _Say) 
     child = os.fork()
     if child == 0:
         os.close(read)
-        os._exit(_background(order, look, write))
+        os._exit(_background(spec, look, write))
     os.close(write)
     job = ""
     try:
-        with open(read, "rb") as told:
-            for line in told:
-                message = json.loads(line)
-                if "say" in message:
-                    say(message["say"])
-                elif "problem" in message:
-                    raise LaunchError(message["problem"])
-                job = message.get("job", job)
+        with open(read, "rb") as messages:
+            for line in messages:
+                kind, text = json.loads(line)
+                if kind == "problem":
+                    raise LaunchError(text)
+                if kind == "say":
+                    say(text)
+                else:
+                    job = text[:8]
     except KeyboardInterrupt:
         os.kill(child, signal.SIGTERM)
         raise
     if not job:
-        raise LaunchError("the process in the background has ended without a word")
-    print(job[:8])
-    sys.stdout.flush()
-    say(f"follow it: ringdance attach {job[:8]}; end it: ringdance stop {job[:8]}")
+        raise LaunchError("the background process ended unexpectedly")
+    print(job, flush=True)
+    say(f"follow it: ringdance attach {job}; end it: ringdance stop {job}")
     return 0
 
 
-def _background(order: JobSpec, look: Callable[[PreparedJob, _Say], None], pipe: int) -> int:
-    """In the child: the whole job; its exit code."""
+def _background(spec: JobSpec, look: _Look, pipe: int) -> int:
+    """Run the job in the child and return its exit code."""
     os.setsid()
-    _redirect(os.devnull)
+    records.redirect(os.devnull, os.O_RDWR, 0, 1, 2)
 
-    def tell(**message: Any) -> None:
+    def send(kind: str, text: str) -> None:
         try:
-            os.write(pipe, json.dumps(message).encode() + b"\n")
-        except OSError:  # whoever waited is gone; the job is not for that
+            os.write(pipe, json.dumps([kind, text]).encode() + b"\n")
+        except OSError:  # the parent has ended; the job goes on
             pass
 
+    def send_line(text: str) -> None:
+        send("say", text)
+
     try:
-        ready = order.prepare(lambda text: tell(say=text))
+        prepared = spec.prepare(send_line)
         try:
-            look(ready, lambda text: tell(say=text))
-            output = records.Output()
-            options = ready.options(out=output.sink(1), err=output.sink(2), grace=GRACE_S)
-            job = Job(ready.plan, options, ready.remotes)
-            hosts = [(host.name, len(host.ranks)) for host in ready.plan.hosts]
-            record = records.own(job.id, list(ready.plan.command), hosts)
-            descriptor = output.open(record.place)
+            look(prepared, send_line)
+            options = prepared.options(records.log_sink(1), records.log_sink(2), grace=GRACE_S)
+            job = Job(prepared.plan, options, prepared.remotes)
+            hosts = {host.name: len(host.ranks) for host in prepared.plan.hosts}
+            record = records.create(job.id, list(prepared.plan.command), hosts)
         except BaseException:
-            ready.close()
+            prepared.close()
             raise
     except LaunchError as error:
-        tell(problem=str(error))
+        send("problem", str(error))
         return 2
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    tell(job=job.id)
+    send("job", job.id)
     os.close(pipe)
     code = 1
     try:
-        code = _run(job, ready, options.err)
+        code = _run(job, prepared, options.err)
     finally:
         replace(record, ended=time.time(), code=code).write()
     return code
 
 
-def _run(job: Job, ready: PreparedJob, err: Callable[[bytes], None]) -> int:
+def _run(job: Job, prepared: PreparedJob, err: Sink) -> int:
     try:
         outcome = job.run()
     except LaunchError as error:
         err(f"ringdance run: {error}\n".encode())
         return 2
     if isinstance(outcome, Verdict):
-        err(render(outcome, ready.plan.ranks, ready.order.folder).encode() + b"\n")
+        err(render(outcome, prepared.plan.ranks, prepared.order.folder).encode() + b"\n")
         return outcome.code
     return outcome
-
-
-def _redirect(path: str) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)

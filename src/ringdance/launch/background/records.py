@@ -1,7 +1,7 @@
-"""What is known of jobs that run in the background: a private folder for each, with its output.
+"""Keep records of jobs that run in the background: a private directory for each.
 
-``job.json`` says what it is and how it ended; ``output`` holds what it wrote, as a terminal would have shown
-it; ``streams`` tells which parts of that were stdout (1) and which stderr (2), as lines ``STREAM BYTES``.
+``job.json`` holds the :class:`Record`, ``log`` the job's output: a line of JSON ``[STREAM, TEXT]`` for each
+write, STREAM being 1 for stdout and 2 for stderr.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ringdance.errors import LaunchError
+from ringdance.launch.output.stream import Sink, write_all
 from ringdance.launch.system import linux
 from ringdance.launch.system.machine import identity, in_home
 
-_KEPT = 50  # records of jobs that are over
-_LEAST = 4  # digits by which a job may be called
+_KEPT = 50  # records of jobs that have ended
+_SHORTEST = 4  # digits of a job's id that a user may give
 
 
 @dataclass(frozen=True)
@@ -29,218 +30,176 @@ class Record:
     Attributes:
         job: its id.
         command: program and arguments.
-        hosts: names, with their numbers of ranks.
-        folder: in which it was started.
-        machine: of its launcher: name and identity.
-        pid, mark: of its launcher; the mark tells it from a later process with that pid.
+        hosts: their numbers of ranks, by name.
+        cwd: directory in which it was started.
+        launcher_host, machine: name and identity of the launcher's machine.
+        pid, pid_start: of its launcher; the start time distinguishes it from a later process with that pid.
         began: seconds since the epoch.
         ended: the same, or None.
         code: its exit code, or None.
     """
 
     job: str
-    command: tuple[str, ...]
-    hosts: tuple[tuple[str, int], ...]
-    folder: str
-    machine: tuple[str, str]
+    command: list[str]
+    hosts: dict[str, int]
+    cwd: str
+    launcher_host: str
+    machine: str
     pid: int
-    mark: str
+    pid_start: str
     began: float
     ended: float | None = None
     code: int | None = None
 
     @property
     def short(self) -> str:
-        """What a person calls it."""
+        """The beginning of its id, for users."""
         return self.job[:8]
 
     @property
     def ranks(self) -> int:
-        """How many it has."""
-        return sum(count for _, count in self.hosts)
-
-    @property
-    def here(self) -> bool:
-        """Whether its launcher is, or was, on this machine: others may share the folder."""
-        return self.machine[1] == identity()
+        """Number of ranks."""
+        return sum(self.hosts.values())
 
     @property
     def state(self) -> str:
-        """As it is now: running, ended, lost (its launcher was killed), or elsewhere (on another machine)."""
+        """Its current state: running, ended, lost (launcher killed), or elsewhere (on another machine)."""
         if self.ended is not None:
             return "ended"
-        if not self.here:
+        if self.machine != identity():  # machines may share the directory
             return "elsewhere"
-        if linux.start_of(self.pid) == self.mark:
+        if linux.start_of(self.pid) == self.pid_start:
             return "running"
-        return "ended" if self.fresh().ended is not None else "lost"
-
-    def fresh(self) -> Record:
-        """The same as it is kept now."""
-        try:
-            return _parse((self.place / "job.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError, KeyError):
-            return self
+        return "ended" if self.reload().ended is not None else "lost"
 
     @property
-    def place(self) -> Path:
-        """Its folder."""
+    def directory(self) -> Path:
+        """Its directory."""
         return base() / self.job
 
+    def reload(self) -> Record:
+        """Read the record again."""
+        return _load(self.directory) or self
+
     def write(self) -> None:
-        """Keep it: whole, or as it was."""
-        draft = self.place / f"job.json.{os.getpid()}"
+        """Write it, atomically."""
+        draft = self.directory / f"job.json.{os.getpid()}"
         with os.fdopen(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
             json.dump(asdict(self), file)
-        draft.replace(self.place / "job.json")
+        draft.replace(self.directory / "job.json")
+
+
+def _load(directory: Path) -> Record | None:
+    """Read a record; None if it is being removed, or of another version."""
+    try:
+        return Record(**json.loads((directory / "job.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def base() -> Path:
-    """Where the jobs' folders are.
+    """Return the directory of all jobs' directories.
 
     Raises:
         LaunchError: no home directory is known.
     """
     try:
-        given = os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state")
+        state = os.environ.get("XDG_STATE_HOME") or in_home("~/.local/state")
     except FileNotFoundError as error:
         raise LaunchError(f"{error.filename}: {error.strerror} or XDG_STATE_HOME") from None
-    return Path(given) / "ringdance" / "jobs"
+    return Path(state) / "ringdance" / "jobs"
 
 
-def own(job: str, command: list[str], hosts: list[tuple[str, int]]) -> Record:
-    """The record of a job that this process runs, kept from now on.
+def create(job: str, command: list[str], hosts: dict[str, int]) -> Record:
+    """Create the record of a job that this process runs; its stdout and stderr are the job's log from now on.
 
     Raises:
-        LaunchError: its folder cannot be made, or no home directory is known.
+        LaunchError: its directory cannot be made, or no home directory is known.
     """
-    record = Record(
-        job, tuple(command), tuple(hosts), os.getcwd(), (os.uname().nodename, identity()), os.getpid(),
-        linux.start_of(os.getpid()), time.time(),
-    )  # fmt: skip
+    pid, machine = os.getpid(), (os.uname().nodename, identity())
+    record = Record(job, command, hosts, os.getcwd(), *machine, pid, linux.start_of(pid), time.time())
     try:
         base().mkdir(mode=0o700, parents=True, exist_ok=True)
-        record.place.mkdir(mode=0o700)
+        record.directory.mkdir(mode=0o700)
         record.write()
+        redirect(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 1, 2)
     except OSError as error:
-        raise LaunchError(f"{record.place} cannot be made: {error.strerror}") from None
-    for old in [known for known in every() if known.state == "ended"][:-_KEPT]:
-        shutil.rmtree(old.place, ignore_errors=True)
+        raise LaunchError(f"cannot make {record.directory}: {error.strerror}") from None
+    for old in [known for known in load_all() if known.state == "ended"][:-_KEPT]:
+        shutil.rmtree(old.directory, ignore_errors=True)
     return record
 
 
-def every() -> list[Record]:
-    """All that are known, the oldest first."""
-    found = []
-    for path in base().glob("*/job.json"):
-        try:
-            found.append(_parse(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue  # being removed just now, or of another version
-    return sorted(found, key=lambda record: record.began)
-
-
-def _parse(text: str) -> Record:
-    values = json.loads(text)
-    record = Record(**{field.name: values[field.name] for field in fields(Record)})
-    return replace(
-        record,
-        command=tuple(record.command),
-        hosts=tuple((name, count) for name, count in record.hosts),
-        machine=(record.machine[0], record.machine[1]),
-    )
+def load_all() -> list[Record]:
+    """Return all records, the oldest first."""
+    records = [_load(path.parent) for path in base().glob("*/job.json")]
+    return sorted((record for record in records if record), key=lambda record: record.began)
 
 
 def find(name: str = "") -> Record:
-    """The job whose id begins so; without a name the newest that runs, else the newest.
+    """Return the job whose id begins with `name`; by default the newest that runs, or else the newest.
 
     Raises:
         LaunchError: there is none, or more than one.
     """
-    known = every()
+    known = load_all()
     if not name:
-        running = [record for record in known if record.state == "running"]
         if not known:
             raise LaunchError("no job has been started with `ringdance run --detach`")
-        return (running or known)[-1]
-    meant = [record for record in known if record.job.startswith(name)] if len(name) >= _LEAST else []
-    if len(meant) == 1:
-        return meant[0]
-    if meant:
-        raise LaunchError(f"{name} could be {' or '.join(r.short for r in meant)}: give more digits")
-    raise LaunchError(f"there is no job {name}; `ringdance status` shows all")
+        return ([record for record in known if record.state == "running"] or known)[-1]
+    found = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
+    if len(found) > 1:
+        raise LaunchError(f"{name} could be {' or '.join(r.short for r in found)}: give more digits")
+    if not found:
+        raise LaunchError(f"there is no job {name}; `ringdance status` shows all")
+    return found[0]
 
 
-class Output:
-    """What a job writes, kept in its folder; nothing before :meth:`open`."""
-
-    def __init__(self) -> None:
-        self._files: tuple[int, int] | None = None
-
-    def open(self, place: Path) -> int:
-        """Make the files; the descriptor of the output itself.
-
-        Raises:
-            LaunchError: they cannot be made.
-        """
-        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
-        try:
-            output, streams = (os.open(place / name, flags, 0o600) for name in ("output", "streams"))
-        except OSError as error:
-            raise LaunchError(f"{place}: {error.strerror}") from None
-        self._files = output, streams
-        return output
-
-    def sink(self, stream: int) -> Callable[[bytes], None]:
-        """Takes what goes to stdout (1) or stderr (2)."""
-
-        def write(data: bytes) -> None:
-            assert self._files
-            view = memoryview(data)
-            while view:  # what is in the output but in no line of streams counts as stderr
-                count = os.write(self._files[0], view)
-                os.write(self._files[1], b"%d %d\n" % (stream, count))
-                view = view[count:]
-
-        return write
+def redirect(path: str | Path, flags: int, *descriptors: int) -> None:
+    """Open a file, private if it is new, on these descriptors."""
+    opened = os.open(path, flags, 0o600)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
 
 
-class Reader:
-    """Follows a job's output.
+def log_sink(stream: int) -> Sink:
+    """Return a sink for stdout (1) or stderr (2) that writes to the log; after :func:`create`."""
+    write = write_all(1)
+
+    def log(data: bytes) -> None:
+        text = json.dumps([stream, data.decode(errors="surrogateescape")], ensure_ascii=False)
+        write(text.encode(errors="surrogateescape") + b"\n")
+
+    return log
+
+
+class LogReader:
+    """Follow a job's log.
 
     Args:
         record: the job.
-        start: whether from the beginning, else from now.
+        start: whether to read from the beginning instead of from now.
     """
 
     def __init__(self, record: Record, start: bool = True) -> None:
-        self._output = open(record.place / "output", "rb", buffering=0)  # noqa: SIM115
-        self._streams = open(record.place / "streams", "rb", buffering=0)  # noqa: SIM115
-        self._held = b""
-        self._skip = 0 if start else os.fstat(self._output.fileno()).st_size
+        self._file = open(record.directory / "log", "rb")  # noqa: SIM115
+        self._file.seek(0, os.SEEK_SET if start else os.SEEK_END)
+        self._rest = b""
 
-    def read(self, all_: bool = False) -> list[tuple[int, bytes]]:
-        """What has come since the last call, as streams and their bytes; `all_`: the job is over."""
-        found: list[tuple[int, bytes]] = []
-        *lines, self._held = (self._held + self._streams.read()).split(b"\n")
-        for line in lines:
-            stream, count = line.split()
-            self._take(found, int(stream), int(count))
-        if all_:
-            self._take(found, 2, os.fstat(self._output.fileno()).st_size - self._output.tell())
-        return found
+    def read(self, ended: bool = False) -> Iterator[tuple[int, bytes]]:
+        """Yield streams and bytes written since the last call; `ended`: the job writes no more."""
+        for line in self._file:
+            self._rest += line
+            if line.endswith(b"\n"):
+                yield self._parse()
+        if ended and self._rest:
+            yield self._parse()
 
-    def _take(self, found: list[tuple[int, bytes]], stream: int, count: int) -> None:
-        skipped = min(self._skip, count)
-        self._skip -= skipped
-        self._output.seek(skipped, os.SEEK_CUR)
-        data = self._output.read(count - skipped)
-        if data and found and found[-1][0] == stream and len(found[-1][1]) < 1 << 20:
-            found[-1] = stream, found[-1][1] + data
-        elif data:
-            found.append((stream, data))
-
-    def close(self) -> None:
-        """Close the files."""
-        self._output.close()
-        self._streams.close()
+    def _parse(self) -> tuple[int, bytes]:
+        line, self._rest = self._rest, b""
+        try:
+            stream, text = json.loads(line.decode(errors="surrogateescape"))
+            return int(stream), text.encode(errors="surrogateescape")
+        except (ValueError, TypeError, AttributeError):  # the launcher's own words, as in a crash
+            return 2, line
