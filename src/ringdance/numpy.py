@@ -29,7 +29,7 @@ from ringdance.training.basics import (
     shutdown,
     size,
 )
-from ringdance.training.collectives import pick_operation
+from ringdance.training.collectives import movement, reduction
 from ringdance.training.objects import allgather_object, broadcast_object
 from ringdance.training.process_sets import (
     ProcessSet,
@@ -89,17 +89,23 @@ def _all(work: Work) -> Any:
     return tuple(work.result)
 
 
-@collectives.refusing(Collective.ALLREDUCE)
+def _submit(call: collectives.Call, arrays: Arrays, in_place: bool, wake: bool, splits: Any = None) -> Work:
+    engine = session.engine()
+    try:
+        views = _views(arrays, in_place)
+        rows = None if splits is None else (np.asarray(splits),)
+    except (ArgumentError, TypeError, ValueError) as error:
+        call.refuse(engine, error)
+        raise
+    return call.submit(engine, views, views if in_place else None, rows, wake)
+
+
 def _allreduce(
     arrays: Arrays, in_place: bool, name: str | None, op: int | None, prescale: float, postscale: float,
     process_set: ProcessSet, grouped: bool, wake: bool,
 ) -> Work:
-    views = _views(arrays, in_place)
-    return collectives.allreduce(
-        session.engine(), views, views if in_place else None, name=name,
-        operation=pick_operation(None, op), prescale=prescale, postscale=postscale,
-        set_id=set_id(process_set), grouped=grouped, wake=wake,
-    )
+    call = reduction(Collective.ALLREDUCE, name, None, op, prescale, postscale, process_set, grouped)
+    return _submit(call, arrays, in_place, wake)
 
 
 def allreduce(
@@ -190,13 +196,10 @@ def grouped_allreduce_async_(
     return handles.hold(work, lambda _: tuple(arrays))
 
 
-@collectives.refusing(Collective.ALLGATHER)
 def _allgather(
     arrays: Arrays, name: str | None, process_set: ProcessSet, grouped: bool, wake: bool
 ) -> Work:
-    return collectives.allgather(
-        session.engine(), _views(arrays), name=name, set_id=set_id(process_set), grouped=grouped, wake=wake
-    )
+    return _submit(movement(Collective.ALLGATHER, name, process_set, grouped), arrays, False, wake)
 
 
 def allgather(
@@ -228,16 +231,12 @@ def grouped_allgather_async(
     return handles.hold(_allgather(arrays, name, process_set, True, True), _all)
 
 
-@collectives.refusing(Collective.BROADCAST)
 def _broadcast(
     array: npt.ArrayLike, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet,
     wake: bool,
 ) -> Work:
-    views = _views((array,), in_place)
-    return collectives.broadcast(
-        session.engine(), views, views if in_place else None, root_rank, name=name,
-        set_id=set_id(process_set), wake=wake,
-    )
+    call = movement(Collective.BROADCAST, name, process_set, root=root_rank)
+    return _submit(call, (array,), in_place, wake)
 
 
 def broadcast(
@@ -272,14 +271,10 @@ def broadcast_async_(
     return handles.hold(_broadcast(array, True, root_rank, name, process_set, True), lambda _: array)
 
 
-@collectives.refusing(Collective.ALLTOALL)
 def _alltoall(
     array: npt.ArrayLike, splits: npt.ArrayLike | None, name: str | None, process_set: ProcessSet, wake: bool
 ) -> Work:
-    rows = None if splits is None else np.asarray(splits)
-    return collectives.alltoall(
-        session.engine(), (_view(array),), (rows,), name=name, set_id=set_id(process_set), wake=wake
-    )
+    return _submit(movement(Collective.ALLTOALL, name, process_set), (array,), False, wake, splits)
 
 
 def _exchanged(work: Work) -> tuple[Array, Array]:
@@ -315,15 +310,12 @@ def alltoall_async(
     return handles.hold(_alltoall(array, splits, name, process_set, True), _exchanged)
 
 
-@collectives.refusing(Collective.REDUCESCATTER)
 def _reducescatter(
     arrays: Arrays, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet,
     grouped: bool, wake: bool,
 ) -> Work:
-    return collectives.reducescatter(
-        session.engine(), _views(arrays), name=name, operation=pick_operation(None, op), prescale=prescale,
-        postscale=postscale, set_id=set_id(process_set), grouped=grouped, wake=wake,
-    )
+    call = reduction(Collective.REDUCESCATTER, name, None, op, prescale, postscale, process_set, grouped)
+    return _submit(call, arrays, False, wake)
 
 
 def reducescatter(

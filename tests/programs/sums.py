@@ -17,8 +17,8 @@ import numpy as np
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.exchange.arithmetic import dtype_named
-from ringdance.core.request import ReduceOp
-from ringdance.training import collectives
+from ringdance.core.request import Collective, ReduceOp
+from ringdance.training.collectives import Call
 
 __all__ = ["digest"]
 
@@ -57,12 +57,10 @@ def digest(engine: Engine, seed: int, delays: int, steps: int = 3) -> str:
             view = (_values(f"{seed} {step} {name} {engine.rank}", size, dtype),)
             wake = chance.random() < 0.7
             if rows and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
-                work = collectives.reducescatter(engine, view, name=name, operation=operation, wake=wake)
+                call = Call(Collective.REDUCESCATTER, name, operation)
             else:
-                work = collectives.allreduce(
-                    engine, view, None, name=name, operation=operation, prescale=scale, wake=wake
-                )
-            works[name] = work
+                call = Call(Collective.ALLREDUCE, name, operation, scale)
+            works[name] = call.submit(engine, view, wake=wake)
             if chance.random() < 0.5:
                 time.sleep(chance.choice((0.0, 0.0005, 0.003)))
         names = sorted(works)

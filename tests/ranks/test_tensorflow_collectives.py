@@ -87,9 +87,9 @@ def test_allreduce_of_what_is_no_tensor_yet(way: Any) -> None:
 
 def test_average_and_op_arguments() -> None:
     ones = tf.ones(2)
-    with pytest.warns(DeprecationWarning, match="average= is old"):
+    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         assert hvd.allreduce(ones, average=False).numpy().tolist() == [SIZE, SIZE]
-    with pytest.warns(DeprecationWarning, match="average= is old"):
+    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         assert hvd.allreduce(ones, average=True).numpy().tolist() == [1, 1]
     for kind in (hvd.allreduce, lambda x, **how: hvd.grouped_allreduce([x], **how)):
         with pytest.raises(ValueError, match="not both"):

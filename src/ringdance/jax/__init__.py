@@ -9,7 +9,7 @@ One process for each rank, each with devices of its own. The collectives work on
 """
 
 from ringdance.errors import CollectiveError
-from ringdance.jax.compression import Compression, Compressor
+from ringdance.jax.compression import Compression
 from ringdance.jax.operations import (
     Adasum,
     Average,
@@ -45,6 +45,7 @@ from ringdance.training.basics import (
     start_timeline,
     stop_timeline,
 )
+from ringdance.training.compression import Compressor
 from ringdance.training.objects import allgather_object, broadcast_object
 from ringdance.training.process_sets import (
     ProcessSet,

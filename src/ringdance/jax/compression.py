@@ -1,4 +1,4 @@
-"""Compression of gradients on their way: cast to 16 bits. Contract 2.1.4."""
+"""Compression of gradients for the exchange: casts to 16 bits."""
 
 from __future__ import annotations
 
@@ -6,37 +6,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ringdance.training.compression import CastCompressor, Compressor, NoneCompressor
+from ringdance.training.compression import compression_for
 
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
-
-
-class _Cast(CastCompressor):
-    @classmethod
-    def former(cls, tensor: Any) -> Any:
-        floating = jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype != cls.dtype
-        return tensor.dtype if floating else None
-
-    @staticmethod
-    def cast(tensor: Any, dtype: Any) -> Any:
-        return tensor.astype(dtype)
+__all__ = ["Compression"]
 
 
-class FP16Compressor(_Cast):
-    """Casts floating tensors to float16. Values above 65,504 become infinite; scale the loss, or use bf16."""
-
-    dtype = jnp.float16
-
-
-class BF16Compressor(_Cast):
-    """Casts floating tensors to bfloat16: the range of float32 with 8 bits of precision."""
-
-    dtype = jnp.bfloat16
+def _floating_dtype(tensor: Any) -> Any:
+    """Return the tensor's data type if it is floating, else None."""
+    return tensor.dtype if jnp.issubdtype(tensor.dtype, jnp.floating) else None
 
 
-class Compression:
-    """The compressions to choose from."""
-
-    none = NoneCompressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
+Compression = compression_for(
+    __name__, jnp.float16, jnp.bfloat16, _floating_dtype, lambda tensor, dtype: tensor.astype(dtype)
+)

@@ -30,8 +30,7 @@ from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import ffi
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import EFFECT, by_address, settle, start_quickly
-from ringdance.training import collectives
-from ringdance.training.calls import Call
+from ringdance.training.collectives import Call
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -133,7 +132,7 @@ def _allgather_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -
     """The gradient is averaged; this rank's rows are its part."""
     averaged = _average(engine, what, inputs)
     counts = np.array([what.rows], np.int64)
-    gathered = collectives.allgather(engine, (counts,), set_id=what.call.set_id, wake=False).wait()[0]
+    gathered = Call(Collective.ALLGATHER, set_id=what.call.set_id).submit(engine, (counts,)).wait()[0]
     before = gathered[: engine.members(what.call.set_id).index(engine.rank)].sum(axis=0)
     rows = zip(averaged, before, counts[0], strict=True)
     return [one[start : start + count] for one, start, count in rows]

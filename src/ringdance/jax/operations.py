@@ -25,8 +25,8 @@ from ringdance.jax.compression import Compression
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
-from ringdance.training.calls import Call
-from ringdance.training.collectives import pick_operation
+from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import Call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -127,10 +127,10 @@ def _group(values: Values) -> list[Any]:
     return group
 
 
-def _with_rows(kind: str, values: Values) -> tuple[int, ...]:
+def _with_rows(verb: str, values: Values) -> tuple[int, ...]:
     for value in values:
         if not value.ndim:
-            raise ArgumentError(f"{kind} needs arrays with at least one dimension; use x.reshape(1).")
+            raise ArgumentError(f"{verb} needs arrays with at least one dimension; use x.reshape(1).")
     return tuple([value.shape[0] for value in values])
 
 

@@ -12,7 +12,7 @@ from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.jax.compression import Compression
 from ringdance.jax.operations import Average, grouped_allreduce
-from ringdance.training.collectives import pick_operation
+from ringdance.training.checks import pick_operation
 from ringdance.training.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 

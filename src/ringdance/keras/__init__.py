@@ -18,7 +18,7 @@
 from ringdance.errors import CollectiveError
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
-from ringdance.keras.compression import Compression, Compressor
+from ringdance.keras.compression import Compression
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.threads import init
 from ringdance.keras.values import (
@@ -54,6 +54,7 @@ from ringdance.training.basics import (
     start_timeline,
     stop_timeline,
 )
+from ringdance.training.compression import Compressor
 from ringdance.training.objects import allgather_object, broadcast_object
 from ringdance.training.process_sets import (
     ProcessSet,

@@ -19,7 +19,7 @@ from ringdance.keras.compression import Compression
 from ringdance.keras.distributed import is_distributed
 from ringdance.keras.library import KERAS2, keras, optimizer_types
 from ringdance.keras.reduction import Reduction, binding
-from ringdance.training.collectives import pick_operation
+from ringdance.training.checks import pick_operation
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "load_model"]

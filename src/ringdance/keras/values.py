@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance import session
-from ringdance.core.request import ReduceOp
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.keras.compression import Compression
 from ringdance.keras.library import ops, read
 from ringdance.keras.reduction import binding
-from ringdance.training import collectives
-from ringdance.training.collectives import pick_operation
+from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import movement
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -82,10 +82,8 @@ def broadcast_variables(
     if not chosen or len(engine.members(set_id(process_set))) == 1:
         return
     arrays = tuple([read(one) for one in chosen])
-    collectives.broadcast(
-        engine, arrays, arrays, root_rank, name="broadcast_variables", set_id=set_id(process_set),
-        grouped=True, wake=False,
-    ).wait()
+    call = movement(Collective.BROADCAST, "broadcast_variables", process_set, True, root_rank)
+    call.submit(engine, arrays, arrays).wait()
     if engine.rank != root_rank:
         for one, array in zip(chosen, arrays, strict=True):
             one.assign(array)

@@ -6,7 +6,7 @@ Names, signatures and results are those of Horovod's tensorflow module; see the 
 from ringdance.errors import CollectiveError
 from ringdance.tensorflow import elastic as elastic
 from ringdance.tensorflow.batch_norm import SyncBatchNormalization
-from ringdance.tensorflow.compression import Compression, Compressor
+from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.operations import (
     Adasum,
     Average,
@@ -65,6 +65,7 @@ from ringdance.training.basics import (
     start_timeline,
     stop_timeline,
 )
+from ringdance.training.compression import Compressor
 from ringdance.training.process_sets import (
     ProcessSet,
     add_process_set,

@@ -1,4 +1,4 @@
-"""Compression of gradients on their way: cast to 16 bits. Contract 2.1.4 and 2.2.4."""
+"""Compression of gradients for the exchange: casts to 16 bits."""
 
 from __future__ import annotations
 
@@ -6,36 +6,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.training.compression import CastCompressor, Compressor, NoneCompressor
+from ringdance.training.compression import compression_for
 
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
-
-
-class _Cast(CastCompressor):
-    @classmethod
-    def former(cls, tensor: Any) -> Any:
-        return tensor.dtype if tensor.dtype.is_floating and tensor.dtype != cls.dtype else None
-
-    @staticmethod
-    def cast(tensor: Any, dtype: Any) -> Any:
-        return tf.cast(tensor, dtype)
+__all__ = ["Compression"]
 
 
-class FP16Compressor(_Cast):
-    """Casts floating tensors to float16. Values above 65,504 become infinite; scale the loss, or use bf16."""
-
-    dtype = tf.float16
-
-
-class BF16Compressor(_Cast):
-    """Casts floating tensors to bfloat16: the range of float32 with 8 bits of precision."""
-
-    dtype = tf.bfloat16
+def _floating_dtype(tensor: Any) -> Any:
+    """Return the tensor's data type if it is floating, else None."""
+    return tensor.dtype if tensor.dtype.is_floating else None
 
 
-class Compression:
-    """The compressions to choose from."""
-
-    none = NoneCompressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
+Compression = compression_for(__name__, tf.float16, tf.bfloat16, _floating_dtype, tf.cast)

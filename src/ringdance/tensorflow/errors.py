@@ -22,7 +22,7 @@ from ringdance.errors import (
     ProcessSetRemovedError,
     RingdanceError,
 )
-from ringdance.training.collectives import UnsupportedOperationError
+from ringdance.training.checks import UnsupportedOperationError
 
 __all__ = ["as_tensorflow", "code_of", "origin_of", "remember"]
 

@@ -24,7 +24,8 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow import kernels
 from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.memory import tensor_of, view_of
-from ringdance.training.calls import Call
+from ringdance.training.collectives import Call
+from ringdance.training.sparse import submit
 
 __all__ = ["number", "perform", "perform_all", "plain"]
 
@@ -91,7 +92,7 @@ def _at_once(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         assert work.received_splits is not None
         return [result, tf.constant(work.received_splits[0], tf.int32)]
     views = tuple([view_of(tensor) for tensor in tensors])
-    return [tensor_of(array) for array in call.submit(engine, views).wait()]
+    return [tensor_of(array) for array in submit(call, engine, views).wait()]
 
 
 def _in_session(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -307,6 +308,6 @@ def _of_reducescatter(call: Call, op: Any, gradients: list[Tensor]) -> list[Tens
 
 _GRADIENTS = {
     Collective.ALLREDUCE: _of_allreduce, Collective.ALLGATHER: _of_allgather,
-    Collective.BROADCAST: _of_broadcast,
-    Collective.ALLTOALL: _of_alltoall, Collective.REDUCESCATTER: _of_reducescatter,
+    Collective.BROADCAST: _of_broadcast, Collective.ALLTOALL: _of_alltoall,
+    Collective.REDUCESCATTER: _of_reducescatter,
 }  # fmt: skip

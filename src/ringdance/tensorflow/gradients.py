@@ -21,8 +21,8 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import perform, perform_all, plain
 from ringdance.tensorflow.sparse import reduce_rows
-from ringdance.training.calls import Call
-from ringdance.training.collectives import pick_operation
+from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import Call
 from ringdance.training.options import check_groups, parts_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 

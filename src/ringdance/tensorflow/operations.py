@@ -22,8 +22,8 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, plain
 from ringdance.tensorflow.sparse import reduce_rows
-from ringdance.training.calls import Call
-from ringdance.training.collectives import pick_operation
+from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import Call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -48,8 +48,8 @@ def _run(
     """Run a call under its name: as given, or in a graph that of the operation."""
     if tf.executing_eagerly():
         return perform(call.but(name=name), tensors)
-    kind = ("Grouped" if call.grouped else "") + call.kind.name.title()
-    plain_name = name or f"Horovod{kind}_{_label(tensors[0])}"
+    verb = ("Grouped" if call.grouped else "") + call.kind.name.title()
+    plain_name = name or f"Horovod{verb}_{_label(tensors[0])}"
     graph = tf.compat.v1.get_default_graph()
     key = plain_name if ignore_name_scope else graph.unique_name(plain_name, mark_as_used=False)
     return perform(call.but(name=key), tensors, plain_name)
@@ -130,8 +130,8 @@ def _allreduce_sparse(
 ) -> Any:
     # Integers are divided as TensorFlow does it, into fractions.
     fractions = operation is ReduceOp.AVERAGE and slices.dtype.is_integer
-    reduce_op = ReduceOp.SUM if fractions else operation
-    call = Call(Collective.ALLREDUCE, None, reduce_op, set_id=set_id(process_set))
+    operation = ReduceOp.SUM if fractions else operation
+    call = Call(Collective.ALLREDUCE, None, operation, set_id=set_id(process_set))
     label = name or ("IndexedSlices" if tf.executing_eagerly() else slices.values.op.name)
     (result,) = reduce_rows(
         call, [slices], [label], lambda call, tensors: _run(call, tensors, name, ignore_name_scope)

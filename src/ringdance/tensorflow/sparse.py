@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance.tensorflow.exchange import perform
-from ringdance.training.calls import Call
+from ringdance.training.collectives import Call
 
 __all__ = ["reduce_rows"]
 

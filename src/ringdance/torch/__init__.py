@@ -3,80 +3,18 @@
 Names, signatures and results are those of Horovod's torch module; see the functions.
 """
 
-from ringdance.errors import CollectiveError
+from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+
 from ringdance.torch import elastic as elastic
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
-from ringdance.torch.compression import Compression, Compressor
-from ringdance.torch.operations import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
+from ringdance.torch.memory import Compression
+from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
 from ringdance.training import objects
-from ringdance.training.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from ringdance.training.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from ringdance.training.compression import Compressor
 from ringdance.training.sparse import sparse_routes
 
 HorovodInternalError = CollectiveError

@@ -13,6 +13,7 @@ from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.wrapped import Wrapped
+from ringdance.training.collectives import Adasum
 
 __all__ = ["AdasumOptimizer"]
 
@@ -53,7 +54,7 @@ class AdasumOptimizer(Wrapped):
             packed = [compression.compress(change) for change in changes]
             small = [one.contiguous() for one, _ in packed]
             if small and session.is_initialized() and session.engine().size > 1:
-                small = ops.grouped_allreduce_(small, name="adasum.changes", op=ops.Adasum)
+                small = ops.grouped_allreduce_(small, name="adasum.changes", op=Adasum)
             for parameter, start, one, (_, context) in zip(trained, starts, small, packed, strict=True):
                 parameter.copy_(start + compression.decompress(one, context))
         return value

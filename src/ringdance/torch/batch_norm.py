@@ -12,6 +12,7 @@ from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
+from ringdance.training.collectives import Sum
 
 __all__ = ["SyncBatchNorm"]
 
@@ -65,7 +66,7 @@ class _Normalise(torch.autograd.Function):
         wide = given.to(normal.dtype)
         of_bias, of_weight = wide.sum(axes), (wide * normal).sum(axes)
         sums = torch.stack([of_bias, of_weight])
-        sums = ops.allreduce(sums, name="sync_batch_norm.gradients", op=ops.Sum) / ctx.total
+        sums = ops.allreduce(sums, name="sync_batch_norm.gradients", op=Sum) / ctx.total
         of_input = None
         if ctx.needs_input_grad[0]:
             inner = wide - _per_channel(sums[0], given) - normal * _per_channel(sums[1], given)

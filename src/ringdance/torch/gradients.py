@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringdance.torch.compression import Compression
-from ringdance.torch.memory import Array, from_array, host_tensor, view_of
+from ringdance.torch.memory import Array, Compression, from_array, host_tensor, view_of
 from ringdance.training.gradients import AS_DENSE, DENSE
 from ringdance.training.sparse import Rows
 

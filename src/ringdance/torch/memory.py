@@ -1,4 +1,4 @@
-"""Torch tensors as NumPy views, and back, without copying where that is possible."""
+"""Convert torch tensors to NumPy views and back, without copying where that is possible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ import torch
 
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import divided_by
+from ringdance.training.compression import compression_for
 
-__all__ = ["array_of", "check_in_place", "from_array", "host_tensor", "view_of"]
+__all__ = ["Compression", "array_of", "check_in_place", "from_array", "host_tensor", "view_of"]
 
 Array = np.ndarray[Any, Any]
+
+Compression = compression_for(
+    __name__, torch.float16, torch.bfloat16,
+    lambda tensor: tensor.dtype if tensor.dtype.is_floating_point else None,
+    lambda tensor, dtype: tensor.to(dtype),
+)
 
 _PLAIN = frozenset({
     torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -75,7 +82,7 @@ def view_of(tensor: torch.Tensor) -> Array:
 
 
 def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
-    """Return ``view_of(host_tensor(tensor))``, by the short way for the usual tensors.
+    """Return ``view_of(host_tensor(tensor))``, with a fast path for the usual tensors.
 
     Raises:
         ArgumentError: not a tensor, not dense, of a type that cannot be sent; not one block if ``in_place``.
@@ -84,7 +91,7 @@ def array_of(tensor: torch.Tensor, in_place: bool = False) -> Array:
         if tensor.is_cpu and tensor.dtype in _PLAIN and tensor.is_contiguous():
             return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     except (AttributeError, RuntimeError, TypeError):
-        pass  # not a tensor, sparse, or with pending negation: told or dealt with below
+        pass  # not a tensor, sparse, or with pending negation: see below
     host = host_tensor(tensor)
     if in_place:
         check_in_place(tensor)

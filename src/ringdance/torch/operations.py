@@ -1,9 +1,9 @@
-"""The collective functions on torch tensors. Names, order of arguments and results: contract 2.1.1.
+"""The collective functions on torch tensors, with Horovod's names, order of arguments and results.
 
 Beyond Horovod: bfloat16, uint8, int8, int16, unsigned and bool tensors everywhere; tensors that are not
 contiguous (copied first) except in place, where they raise.
 
-What is told about ``allreduce`` holds for all: ``name`` is the key that matches the ranks' calls (without
+``allreduce`` describes the arguments of all: ``name`` is the key that matches the ranks' calls (without
 one they match by order), ``process_set`` the ranks that take part, and errors are of the same kinds. Forms
 with ``_async`` return a handle at once, for ``poll`` and ``synchronize``; forms that end in ``_`` write into
 their argument and are not differentiable; ``grouped_`` forms exchange several tensors together.
@@ -11,7 +11,6 @@ their argument and are not differentiable; ``grouped_`` forms exchange several t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,44 +18,25 @@ import torch
 from torch import Tensor
 
 from ringdance import session
-from ringdance.core.request import Collective, ReduceOp, Work
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.torch import autograd
 from ringdance.torch._private import compiler_disable
-from ringdance.torch.compression import Compression
-from ringdance.torch.requests import (
-    Tensors,
-    group_of,
-    land,
-    received_splits,
-    result,
-    results_later,
-    submit_allgather,
-    submit_allreduce,
-    submit_alltoall,
-    submit_broadcast,
-    submit_reducescatter,
-)
-from ringdance.training import collectives, handles
-from ringdance.training.collectives import pick_operation
+from ringdance.torch.exchange import Tensors, run, run_in_place, start
+from ringdance.torch.memory import Compression
+from ringdance.training import collectives
+from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import Average, movement, reduction
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce",
-    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast",
-    "broadcast_", "broadcast_async", "broadcast_async_", "grouped_allgather", "grouped_allgather_async",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reducescatter", "grouped_reducescatter_async", "join", "poll", "reducescatter",
-    "reducescatter_async", "sparse_allreduce_async", "synchronize",
+    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async",
+    "sparse_allreduce_async", "synchronize",
 ]
-
-Average = int(ReduceOp.AVERAGE)
-Sum = int(ReduceOp.SUM)
-Adasum = int(ReduceOp.ADASUM)
-Min = int(ReduceOp.MIN)
-Max = int(ReduceOp.MAX)
-Product = int(ReduceOp.PRODUCT)
 
 
 def allreduce(
@@ -80,13 +60,9 @@ def allreduce(
         ValueError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    operation = pick_operation(average, op)
-    arguments = operation, name, prescale_factor, postscale_factor, process_set
-    if compression is Compression.none:
-        return autograd.allreduce((tensor,), *arguments)[0]
-    small, context = compression.compress(tensor)
-    restored: Tensor = compression.decompress(autograd.allreduce((small,), *arguments)[0], context)
-    return restored
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    return run(call, (tensor,), compression)[0]
 
 
 def allreduce_async(
@@ -94,11 +70,9 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce``; ``synchronize`` of the returned handle gives the result."""
-    operation = pick_operation(average, op)
-    work = submit_allreduce(
-        (tensor,), operation, name, prescale_factor, postscale_factor, process_set, wake=True
-    )
-    return handles.hold(work, results_later((tensor,), False))
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    return start(call, (tensor,))
 
 
 def allreduce_(
@@ -106,14 +80,9 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
-    operation = pick_operation(average, op)
-    work = submit_allreduce(
-        (tensor,), operation, name, prescale_factor, postscale_factor, process_set, in_place=True
-    )
-    work.wait()
-    if not tensor.is_cpu:
-        land((tensor,), work)
-    return tensor
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    return run_in_place(call, (tensor,))[0]
 
 
 def allreduce_async_(
@@ -121,20 +90,9 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce_``; ``synchronize`` gives the tensor."""
-    operation = pick_operation(average, op)
-    work = submit_allreduce(
-        (tensor,), operation, name, prescale_factor, postscale_factor, process_set, in_place=True, wake=True
-    )
-    return handles.hold(work, _landed(tensor))
-
-
-def _landed(tensor: Tensor) -> Callable[[Work], Tensor]:
-    def finish(work: Work) -> Tensor:
-        if not tensor.is_cpu:
-            land((tensor,), work)
-        return tensor
-
-    return finish
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    return start(call, (tensor,), in_place=True)
 
 
 def grouped_allreduce(
@@ -143,17 +101,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; as ``allreduce``."""
-    operation = pick_operation(average, op)
-    small, contexts = _compressed(tensors, compression)
-    reduced = autograd.allreduce(
-        small, operation, name, prescale_factor, postscale_factor, process_set, grouped=True
-    )
-    return [compression.decompress(one, context) for one, context in zip(reduced, contexts, strict=True)]
-
-
-def _compressed(tensors: Tensors, compression: Any) -> tuple[list[Tensor], list[Any]]:
-    pairs = [compression.compress(tensor) for tensor in group_of(tensors)]
-    return [small for small, _ in pairs], [context for _, context in pairs]
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    return run(call, tensors, compression)
 
 
 def grouped_allreduce_async(
@@ -161,12 +111,9 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce``; ``synchronize`` gives a tuple."""
-    operation = pick_operation(average, op)
-    group = group_of(tensors)
-    work = submit_allreduce(
-        group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, wake=True
-    )
-    return handles.hold(work, results_later(group, True))
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    return start(call, tensors)
 
 
 def grouped_allreduce_(
@@ -174,14 +121,9 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce several tensors in place and return them."""
-    operation = pick_operation(average, op)
-    group = group_of(tensors)
-    work = submit_allreduce(
-        group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True
-    )
-    work.wait()
-    land(group, work)
-    return group
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    return run_in_place(call, tensors)
 
 
 def grouped_allreduce_async_(
@@ -189,18 +131,9 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce_``; ``synchronize`` gives a tuple of the tensors."""
-    operation = pick_operation(average, op)
-    group = group_of(tensors)
-    work = submit_allreduce(
-        group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True,
-        wake=True,
-    )
-
-    def finish(done: Work) -> tuple[Tensor, ...]:
-        land(group, done)
-        return tuple(group)
-
-    return handles.hold(work, finish)
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    return start(call, tensors, in_place=True)
 
 
 def sparse_allreduce_async(
@@ -235,66 +168,61 @@ def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Return the ranks' tensors joined along dimension 0, which may differ between ranks; differentiable."""
-    if tensor.dim() == 0:
-        raise IndexError("allgather needs a tensor with at least one dimension; use tensor.reshape(1).")
-    return autograd.allgather((tensor,), name, process_set)[0]
+    call = movement(Collective.ALLGATHER, name, process_set)
+    if isinstance(tensor, Tensor) and tensor.dim() == 0:
+        error = IndexError("allgather needs a tensor with at least one dimension; use tensor.reshape(1).")
+        call.refuse(session.engine(), error)
+        raise error
+    return run(call, (tensor,))[0]
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start an ``allgather``; returns a handle."""
-    work = submit_allgather((tensor,), name, process_set, wake=True)
-    return handles.hold(work, results_later((tensor,), False))
+    return start(movement(Collective.ALLGATHER, name, process_set), (tensor,))
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Gather several tensors; as ``allgather``."""
-    return list(autograd.allgather(group_of(tensors), name, process_set, grouped=True))
+    return run(movement(Collective.ALLGATHER, name, process_set, True), tensors)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a ``grouped_allgather``; ``synchronize`` gives a tuple."""
-    group = group_of(tensors)
-    work = submit_allgather(group, name, process_set, grouped=True, wake=True)
-    return handles.hold(work, results_later(group, True))
+    return start(movement(Collective.ALLGATHER, name, process_set, True), tensors)
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Return the tensor of global rank ``root_rank``; shape and type equal on all ranks; differentiable."""
-    return autograd.broadcast(tensor, root_rank, name, process_set)
+    return run(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a ``broadcast``; returns a handle."""
-    work = submit_broadcast(tensor, root_rank, name, process_set, wake=True)
-    return handles.hold(work, results_later((tensor,), False))
+    return start(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrite ``tensor`` with that of global rank ``root_rank`` and return it."""
-    work = submit_broadcast(tensor, root_rank, name, process_set, in_place=True)
-    work.wait()
-    land((tensor,), work)
-    return tensor
+    return run_in_place(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a ``broadcast_``; returns a handle."""
-    work = submit_broadcast(tensor, root_rank, name, process_set, in_place=True, wake=True)
-    return handles.hold(work, _landed(tensor))
+    return start(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,), in_place=True)
 
 
 def alltoall(
@@ -312,7 +240,7 @@ def alltoall(
     Returns:
         The received rows; with ``splits`` also how many came from each rank (int32).
     """
-    output, received = autograd.alltoall(tensor, splits, name, process_set)
+    output, received = run(movement(Collective.ALLTOALL, name, process_set), (tensor,), splits=splits)
     return output if splits is None else (output, received)
 
 
@@ -320,8 +248,7 @@ def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start an ``alltoall``; ``synchronize`` gives (output, received_splits), with and without splits."""
-    work = submit_alltoall(tensor, splits, name, process_set, wake=True)
-    return handles.hold(work, lambda done: (result(done.result[0], tensor), received_splits(done, splits)))
+    return start(movement(Collective.ALLTOALL, name, process_set), (tensor,), splits=splits)
 
 
 def reducescatter(
@@ -329,13 +256,9 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
-    operation = pick_operation(None, op)
-    small, context = compression.compress(tensor)
-    (reduced,) = autograd.reducescatter(
-        (small,), operation, name, prescale_factor, postscale_factor, process_set
-    )
-    restored: Tensor = compression.decompress(reduced, context)
-    return restored
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set)
+    return run(call, (tensor,), compression)[0]
 
 
 def reducescatter_async(
@@ -343,11 +266,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``reducescatter``; returns a handle."""
-    operation = pick_operation(None, op)
-    work = submit_reducescatter(
-        (tensor,), operation, name, prescale_factor, postscale_factor, process_set, wake=True
-    )
-    return handles.hold(work, results_later((tensor,), False))
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set)
+    return start(call, (tensor,))
 
 
 def grouped_reducescatter(
@@ -355,12 +276,9 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce and scatter several tensors; as ``reducescatter``."""
-    operation = pick_operation(None, op)
-    small, contexts = _compressed(tensors, compression)
-    reduced = autograd.reducescatter(
-        small, operation, name, prescale_factor, postscale_factor, process_set, grouped=True
-    )
-    return [compression.decompress(one, context) for one, context in zip(reduced, contexts, strict=True)]
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, True)
+    return run(call, tensors, compression)
 
 
 def grouped_reducescatter_async(
@@ -368,16 +286,13 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``grouped_reducescatter``; ``synchronize`` gives a tuple."""
-    operation = pick_operation(None, op)
-    group = group_of(tensors)
-    work = submit_reducescatter(
-        group, operation, name, prescale_factor, postscale_factor, process_set, grouped=True, wake=True
-    )
-    return handles.hold(work, results_later(group, True))
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, True)
+    return start(call, tensors)
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data; help the others with zeros until all have joined.
+    """Help the other ranks with zeros until all have joined.
 
     Returns:
         The global rank that joined last, the same on all. ``device`` is accepted and without effect.
@@ -390,13 +305,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     collectives.barrier(session.engine(), set_id(process_set))
 
 
-def _public(name: str) -> Any:
-    """Return a function as users get it: it leaves a compiled graph, and peers are told of its errors."""
-    function = globals()[name]
-    kind = name.removeprefix("grouped_").removesuffix("_").removesuffix("_async").upper()
-    if kind in Collective.__members__ and "name" in inspect.signature(function).parameters:
-        function = collectives.refusing(Collective[kind], grouped=name.startswith("grouped_"))(function)
-    return compiler_disable(function)
-
-
-globals().update({name: _public(name) for name in __all__ if name[0].islower()})
+# Users get each function so that torch.compile calls it as it is.
+globals().update({name: compiler_disable(globals()[name]) for name in __all__})

@@ -21,9 +21,9 @@ from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
-from ringdance.torch.compression import Compression
 from ringdance.torch.gradients import Gradients
 from ringdance.torch.hooks import Hooks
+from ringdance.torch.memory import Compression
 from ringdance.torch.wrapped import (
     Options,
     Wrapped,
@@ -33,7 +33,8 @@ from ringdance.torch.wrapped import (
     warn_of_local_batch_norm,
     wrap,
 )
-from ringdance.training.collectives import pick_operation
+from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import Average
 from ringdance.training.optimizer import GradientExchange
 from ringdance.training.options import check_groups, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
@@ -171,7 +172,7 @@ class _Distributed(Wrapped):
             if average_loss:
                 value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
                 return ops.allreduce(
-                    value, name=f"{exchange.name}.loss", op=ops.Average, process_set=self._options.process_set
+                    value, name=f"{exchange.name}.loss", op=Average, process_set=self._options.process_set
                 )
             return loss
 
@@ -195,7 +196,7 @@ class _Distributed(Wrapped):
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = ops.Average,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
     sparse_as_dense: bool = False, process_set: ProcessSet = global_process_set, *,
     reduce_in_backward: bool = True,

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ringdance import session
+from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
-from ringdance.torch import requests
 from ringdance.torch._private import compiler_disable
+from ringdance.torch.exchange import copy_back, submit
+from ringdance.training.collectives import movement
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set
 
@@ -43,12 +45,13 @@ def _broadcast_all(named: list[tuple[str, Tensor]], root_rank: int) -> None:
     for name, tensor in named:
         # Memory that is not one block (channels_last) goes through a copy.
         wire = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        work = requests.submit_broadcast(wire, root_rank, name, global_process_set, in_place=True)
+        call = movement(Collective.BROADCAST, name, global_process_set, root=root_rank)
+        work = submit(call, (wire,), in_place=True)
         pending.append((tensor, wire, work))
     engine.flush()
     for tensor, wire, work in pending:
         work.wait()
-        requests.land((wire,), work)
+        copy_back((wire,), work)
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)
 

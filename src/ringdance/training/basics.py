@@ -1,4 +1,4 @@
-"""Start, stop, and where this process stands in the job. Contract 1.3 to 1.5."""
+"""Start and stop, rank and size, and what Horovod's scripts ask about the build."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ringdance import session
-from ringdance.errors import ArgumentError
+from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import handles
-from ringdance.training import process_sets as sets_module
-from ringdance.training.process_sets import ProcessSet
+from ringdance.training.objects import allgather_json
+from ringdance.training.process_sets import ProcessSet, bind, ranks_of
 
 __all__ = [
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
@@ -25,17 +25,17 @@ _log = logging.getLogger("ringdance")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job; returns when all ranks have. Does nothing but bind the sets if already joined.
+    """Join the job; return when all ranks have. In a job already, only bind the process sets.
 
     Args:
         comm: ``None`` for the whole job, ranks of MPI_COMM_WORLD, or an mpi4py communicator. Only the
-            processes that are meant may call then, with ranks in the same order.
+            processes in it may call then, with ranks in the same order.
         process_sets: sets that exist from the start; they get the ids 1, 2, ... in this order.
             ``"dynamic"`` is accepted: sets can always be added later here.
 
     Raises:
         ArgumentError: sets are equal to one another or to the global set, or differ between ranks; raised
-            on all ranks. This process has joined then, and may call again with better ones.
+            on all ranks. This process has joined then, and may call again with other ones.
         KeyError: in a job that has sets already, none has the ranks of one that is given.
     """
     if isinstance(process_sets, str):
@@ -49,12 +49,66 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     session.init(comm)
     if not again:
         handles.clear()
-    # The first time also without sets: another rank may have given some, and must hear of it.
-    # After a first init whose list was refused there are no sets yet: a better list is taken then.
+    # The first time also without sets: another rank may have given some, and has to get the error.
+    # After a first init whose list was refused there are no sets yet: another list is accepted then.
     if not again or (given and len(session.engine().process_sets()) == 1):
-        sets_module.register_static(given)
+        _register_sets(given)
     else:
-        sets_module.bind(given)
+        bind(given)
+
+
+class SetsDifferError(MismatchError, ArgumentError):
+    """The process sets given to ``init`` differ between ranks; a ValueError, as init's others are."""
+
+
+def _register_sets(process_sets: list[ProcessSet]) -> None:
+    """Register the sets given to ``init``: ids 1, 2, ... in their order. Collective over all ranks.
+
+    Sets made from communicators may be different ones on each rank (as from ``Split``); they
+    come after the others, ordered by their ranks.
+
+    Raises:
+        ArgumentError: on any rank, sets are equal to one another or to the global set, or out of range.
+        SetsDifferError: lists differ between ranks.
+    """
+    engine = session.engine()
+    given: list[tuple[int, ...]] = []
+    problem = None
+    try:
+        given = [ranks_of(one) for one in process_sets]
+        _check_sets(given, engine.size)
+    except ArgumentError as error:
+        problem = str(error)
+    listed = [ranks for ranks, one in zip(given, process_sets, strict=False) if one.mpi_comm is None]
+    everywhere = allgather_json([problem, listed, given], "init.process_sets")
+    for rank, (wrong, theirs, _) in enumerate(everywhere):
+        if wrong is None and theirs == everywhere[0][1]:
+            continue
+        for one in process_sets:
+            one.process_set_id = None
+        if wrong is not None:
+            raise ArgumentError(f"init(process_sets=...) on rank {rank} ({engine.hosts[rank]}): {wrong}")
+        raise SetsDifferError(
+            f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
+            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Give all the same."
+        )
+    others = {tuple(ranks) for _, _, theirs in everywhere for ranks in theirs}.difference(listed)
+    for ranks in [*listed, *sorted(others)]:
+        engine.add_process_set(ranks)
+    bind(process_sets)
+
+
+def _check_sets(given: list[tuple[int, ...]], size: int) -> None:
+    for index, ranks in enumerate(given):
+        if not ranks:
+            raise ArgumentError("A process set needs at least one rank.")
+        wrong = [rank for rank in ranks if rank >= size]
+        if wrong:
+            raise ArgumentError(f"Process set with ranks {wrong}: this job has the ranks 0 to {size - 1}.")
+        if ranks in given[:index] or ranks == tuple(range(size)):
+            raise ArgumentError(
+                f"Process sets must differ from each other and from the global one: {list(ranks)}."
+            )
 
 
 def shutdown() -> None:
@@ -68,7 +122,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's number in the job, 0 to size - 1."""
+    """Return this process's rank in the job, 0 to size - 1."""
     return session.engine().rank
 
 
@@ -78,7 +132,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number among those on its host."""
+    """Return this process's rank among those on its host."""
     return session.engine().local_rank
 
 
@@ -156,7 +210,7 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Accepted, and answered with a warning: the timeline is not written yet.
+    """Warn that the timeline is not written yet.
 
     Raises:
         NotInitializedError: before ``init()``.

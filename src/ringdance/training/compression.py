@@ -1,18 +1,19 @@
-"""What a compression is: a pair of functions around the exchange of a gradient. Contract 2.1.4."""
+"""Compress gradients for the exchange: by a pair of functions around it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["CastCompressor", "Compressor", "NoneCompressor"]
+__all__ = ["Compressor", "NoneCompressor", "compression_for"]
 
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Makes a tensor smaller before it is exchanged, and gives it back afterwards.
+    """Makes a tensor smaller before it is exchanged, and restores it afterwards.
 
-    Any object with these two will do: a class with static methods, given as it is, or an object with
-    methods. The bindings' own ones, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating tensors
+    Any object with these two methods will do: a class with static methods, given as it is, or an object.
+    The bindings' own ones, ``Compression.none``, ``.fp16`` and ``.bf16``, cast floating tensors
     and pass others unchanged; sums of 16-bit floats are taken in float32 and rounded once (on hosts and
     between them: once in each).
     """
@@ -24,7 +25,7 @@ class Compressor(Protocol):
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its former type."""
+        """Return the tensor in its original type."""
         ...
 
 
@@ -42,32 +43,50 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class CastCompressor(Compressor):
-    """Casts floating tensors to ``dtype``, and back. A binding's subclass knows its tensors.
+class _CastCompressor(Compressor):
+    """Casts floating tensors to ``dtype``, and back.
 
     A sum above 65,504 becomes infinite in float16: scale the loss, or use bfloat16, which has the range of
     float32 with 8 bits of precision.
     """
 
     dtype: Any
-
-    @classmethod
-    def former(cls, tensor: Any) -> Any:
-        """Return the tensor's type if it is floating and not ``dtype`` already, else None."""
-        raise NotImplementedError
-
-    @staticmethod
-    def cast(tensor: Any, dtype: Any) -> Any:
-        """Return the tensor in another type."""
-        raise NotImplementedError
+    floating_dtype: Callable[[Any], Any]
+    cast: Callable[[Any, Any], Any]
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor in the small type, and its former type."""
-        former = cls.former(tensor)
-        return (tensor, None) if former is None else (cls.cast(tensor, cls.dtype), former)
+        """Return the tensor in the small type, and its original type."""
+        original = cls.floating_dtype(tensor)
+        if original is None or original == cls.dtype:
+            return tensor, None
+        return cls.cast(tensor, cls.dtype), original
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its former type."""
+        """Return the tensor in its original type."""
         return tensor if ctx is None else cls.cast(tensor, ctx)
+
+
+def compression_for(
+    module: str, float16: Any, bfloat16: Any, floating_dtype: Callable[[Any], Any],
+    cast: Callable[[Any, Any], Any],
+) -> Any:
+    """Return a framework's ``Compression``: a class with the compressors ``none``, ``fp16`` and ``bf16``.
+
+    Args:
+        module: where the class is assigned to the name ``Compression``; so its compressors can be pickled.
+        float16: data type of the framework.
+        bfloat16: likewise.
+        floating_dtype: returns a tensor's data type if it is floating, else ``None``.
+        cast: returns a tensor in another data type.
+    """
+
+    def compressor(name: str, dtype: Any) -> type[Compressor]:
+        functions = {"floating_dtype": staticmethod(floating_dtype), "cast": staticmethod(cast)}
+        names = {"__module__": module, "__qualname__": f"Compression.{name}", "dtype": dtype}
+        return type(f"{name.upper()}Compressor", (_CastCompressor,), {**functions, **names})
+
+    members: dict[str, Any] = {"none": NoneCompressor}
+    members |= {"fp16": compressor("fp16", float16), "bf16": compressor("bf16", bfloat16)}
+    return type("Compression", (), {"__module__": module, "__doc__": "The compressions.", **members})

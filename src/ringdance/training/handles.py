@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 
 def hold(work: Work, finish: Finish) -> int:
-    """Keep a Work, and with it its memory, until ``synchronize``; ``finish`` makes the result of it."""
+    """Keep a work, and with it its memory, until ``synchronize``; ``finish`` makes the result of it."""
     handle = next(_numbers)
     _pending[handle] = (work, finish)
     return handle

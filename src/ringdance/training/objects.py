@@ -14,8 +14,9 @@ import cloudpickle
 import numpy as np
 
 from ringdance import session
+from ringdance.core.request import Collective
 from ringdance.errors import CollectiveError
-from ringdance.training import collectives
+from ringdance.training.collectives import Call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["allgather_json", "allgather_object", "broadcast_object"]
@@ -59,18 +60,15 @@ def broadcast_object(
         except Exception as problem:
             error = problem
     length = np.array([-1 if error else len(data)], np.int64)
-    collectives.broadcast(
-        engine, (length,), (length,), root_rank, name=f"{name}.sz", set_id=number, wake=False
-    ).wait()
+    call = Call(Collective.BROADCAST, set_id=number, root=int(root_rank))
+    call.but(name=f"{name}.sz").submit(engine, (length,), (length,)).wait()
     if error is not None:
         raise error
     if length[0] < 0:
         raise ObjectError(f"broadcast_object({name!r}): the object on rank {root_rank} cannot be pickled.")
     if not is_root:
         data = np.empty(int(length[0]), np.uint8)
-    collectives.broadcast(
-        engine, (data,), (data,), root_rank, name=f"{name}.t", set_id=number, wake=False
-    ).wait()
+    call.but(name=f"{name}.t").submit(engine, (data,), (data,)).wait()
     return obj if is_root else cloudpickle.loads(data.data)
 
 
@@ -112,8 +110,8 @@ def _allgather(
             raise error
         return [loads(data.data)]
     lengths = np.array([-1 if error else len(data)], np.int64)
-    sizes = collectives.allgather(engine, (lengths,), name=f"{name}.sz", set_id=number, wake=False)
-    bytes_ = collectives.allgather(engine, (data,), name=f"{name}.t", set_id=number, wake=False)
+    sizes = Call(Collective.ALLGATHER, f"{name}.sz", set_id=number).submit(engine, (lengths,))
+    bytes_ = Call(Collective.ALLGATHER, f"{name}.t", set_id=number).submit(engine, (data,))
     ends, (joined,) = sizes.wait()[0], bytes_.wait()
     if error is not None:
         raise error

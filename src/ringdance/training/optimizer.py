@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringdance import session
-from ringdance.core.request import ReduceOp, Work
+from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.training import collectives
+from ringdance.training.collectives import on_join, prepared
 from ringdance.training.gradients import AS_DENSE, Bucket, GradientSource, State
 from ringdance.training.options import parts_of, scales_of
 from ringdance.training.shortcut import DifferentStepsError, Shortcut
@@ -110,7 +110,7 @@ class GradientExchange:
         self.name = f"gradients.{self._digest}.{counter[key]}"
         counter[key] += 1
         self._forget()
-        collectives.tell_of_joins(engine, self.start_afresh)
+        on_join(engine, self.start_afresh)
 
     def _forget(self) -> None:
         digest = _digest_of(self.names, 2)
@@ -280,10 +280,8 @@ class GradientExchange:
             (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if usual else 1)
         ) + self._names_in_mask
         mask = np.frombuffer(memory, np.uint8)
-        sent = collectives.allreduce(
-            self.engine, (mask,), (mask,), name=f"{self.name}.mask", operation=ReduceOp.MAX,
-            set_id=self.set_id, wake=False,
-        )
+        call = prepared(Collective.ALLREDUCE, f"{self.name}.mask", ReduceOp.MAX, set_id=self.set_id)
+        sent = call.submit(self.engine, (mask,), (mask,))
         # Where operation is not Average, a leftover that was not computed now must not count again.
         zeros = b""
         if self.operation is not ReduceOp.AVERAGE:
@@ -355,10 +353,9 @@ class GradientExchange:
         if len(indices) != len(bucket.members):
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
             name = f"{name}.{chosen}"
-        return collectives.allreduce(
-            self.engine, views, views, name=name, operation=self.operation, prescale=self.prescale,
-            postscale=self.postscale, set_id=self.set_id, grouped=True, wake=wake,
-        )
+        scales = self.prescale, self.postscale
+        call = prepared(Collective.ALLREDUCE, name, self.operation, *scales, self.set_id, grouped=True)
+        return call.submit(self.engine, views, views, wake=wake)
 
     def _send_sparse(self, sparse: list[int], union: bytes) -> SparseExchange:
         parts = [self.source.take_sparse(index, union[index]) for index in sparse]

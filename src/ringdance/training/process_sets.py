@@ -1,7 +1,4 @@
-"""Subsets of the ranks with an agreement of their own. Contract 1.6, its defects mended.
-
-Sets can be added and removed at any time. Ranks that are out of range or repeated raise.
-"""
+"""Subsets of the ranks with an agreement of their own; they can be added and removed at any time."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ringdance import session
-from ringdance.errors import ArgumentError, MismatchError
+from ringdance.errors import ArgumentError
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
@@ -130,12 +127,6 @@ def set_id(process_set: ProcessSet) -> int:
     return number
 
 
-def _check_range(ranks: Iterable[int], size: int) -> None:
-    wrong = [rank for rank in ranks if rank >= size]
-    if wrong:
-        raise ArgumentError(f"Process set with ranks {wrong}: this job has the ranks 0 to {size - 1}.")
-
-
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set. All ranks of the job call this, members or not, with the same ranks; blocks.
 
@@ -176,8 +167,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of a set, in the numbering of this job; those of a communicator are filled in."""
+def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
+    """Return the ranks of a set in the numbering of this job, and fill in those of a communicator."""
     if process_set.mpi_comm is not None:
         process_set.ranks = list(session.engine().transport.places_of(process_set.mpi_comm))
     return tuple(process_set.ranks or ())
@@ -188,63 +179,6 @@ def ids_and_ranks() -> dict[int, list[int]]:
     return {number: list(ranks) for number, ranks in session.engine().process_sets().items()}
 
 
-def register_static(process_sets: list[ProcessSet]) -> None:
-    """Register the sets given to ``init``: ids 1, 2, ... in their order. Collective over all ranks.
-
-    Sets made from communicators may be different ones on each rank (as from ``Split``); they
-    come after the others, ordered by their ranks.
-
-    Raises:
-        ArgumentError: on any rank, sets are equal to one another or to the global set, or out of range.
-        SetsDifferError: lists differ between ranks.
-    """
-    from ringdance.training.objects import allgather_json
-
-    engine = session.engine()
-    given: list[tuple[int, ...]] = []
-    problem = None
-    try:
-        given = [_ranks_of(one) for one in process_sets]
-        _check_static(given, engine.size)
-    except ArgumentError as error:
-        problem = str(error)
-    listed = [ranks for ranks, one in zip(given, process_sets, strict=False) if one.mpi_comm is None]
-    everywhere = [
-        (wrong, [tuple(ranks) for ranks in theirs], {tuple(ranks) for ranks in all_})
-        for wrong, theirs, all_ in allgather_json([problem, listed, given], "init.process_sets")
-    ]
-    for rank, (wrong, theirs, _) in enumerate(everywhere):
-        if wrong is None and theirs == everywhere[0][1]:
-            continue
-        for one in process_sets:
-            one.process_set_id = None
-        if wrong is not None:
-            raise ArgumentError(f"init(process_sets=...) on rank {rank} ({engine.hosts[rank]}): {wrong}")
-        raise SetsDifferError(
-            f"init(process_sets=...) differs between ranks: rank 0 ({engine.hosts[0]}) has "
-            f"{everywhere[0][1]}, rank {rank} ({engine.hosts[rank]}) has {theirs}. Give all the same."
-        )
-    others = {ranks for _, _, theirs in everywhere for ranks in theirs}.difference(listed)
-    for ranks in [*listed, *sorted(others)]:
-        engine.add_process_set(ranks)
-    bind(process_sets)
-
-
-def _check_static(given: list[tuple[int, ...]], size: int) -> None:
-    for index, ranks in enumerate(given):
-        if not ranks:
-            raise ArgumentError("A process set needs at least one rank.")
-        _check_range(ranks, size)
-        if ranks in given[:index] or ranks == tuple(range(size)):
-            raise ArgumentError(
-                f"Process sets must differ from each other and from the global one: {list(ranks)}."
-            )
-
-
-class SetsDifferError(MismatchError, ArgumentError):
-    """The process sets given to ``init`` differ between ranks; a ValueError, as init's others are."""
-
-
 def bind(process_sets: list[ProcessSet]) -> None:
     """Give the objects the ids of the registered sets with their ranks; local.
 
@@ -253,7 +187,7 @@ def bind(process_sets: list[ProcessSet]) -> None:
     """
     known = {members: number for number, members in session.engine().process_sets().items()}
     for one in process_sets:
-        ranks = _ranks_of(one)
+        ranks = ranks_of(one)
         if ranks not in known:
             raise KeyError(f"No process set has the ranks {list(ranks)}: use add_process_set().")
         one.process_set_id = known[ranks]

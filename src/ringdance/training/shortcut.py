@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
-from ringdance.training import collectives
+from ringdance.training.collectives import Call
 from ringdance.training.gradients import GradientSource
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class Shortcut:
     ) -> None:
         self.usual = b""
         self.open = False
-        self._engine, self._set_id, self._source = engine, set_id, source
-        self._name = f"{name}.usual"
-        self._prescale, self._postscale = scales
+        self._engine, self._source = engine, source
+        self._call = Call(
+            Collective.ALLREDUCE, f"{name}.usual", ReduceOp.AVERAGE, *scales, set_id, grouped=True
+        )
         self._indices: tuple[int, ...] = ()
         self._computed = b""
         self._tags: dict[np.dtype[Any], Array] = {}
@@ -89,11 +90,7 @@ class Shortcut:
         else:
             tag = self._tag(views[0].dtype, step)
             sent = (*views, tag)
-            work = collectives.allreduce(
-                self._engine, sent, sent, name=self._name, operation=ReduceOp.AVERAGE,
-                prescale=self._prescale, postscale=self._postscale, set_id=self._set_id, grouped=True,
-                wake=False,
-            )
+            work = self._call.submit(self._engine, sent, sent)
             try:
                 work.wait()
             except MismatchError:
@@ -134,7 +131,4 @@ class Shortcut:
         return tag
 
     def _refuse(self) -> None:
-        request = Request(
-            Description(Collective.ALLREDUCE), name=f"grouped_allreduce.{self._name}", set_id=self._set_id
-        )
-        self._engine.refuse(request, "it computed other gradients than usual; all ask for a mask now.")
+        self._call.refuse(self._engine, "it computed other gradients than usual; all ask for a mask now.")

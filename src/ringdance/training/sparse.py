@@ -9,7 +9,7 @@ one small all-reduce, and so choose alike:
 
 So no rank ever holds more than about the table, or the rows of all ranks: never ranks times table. Both
 give the same: the rows that anybody has used, in ascending order, each once. While a rank has
-joined only all-reduces work, so the choice is "dense" then. The setting ``sparse`` forces one or the other.
+joined only all-reduces work, so the choice is "dense" then. The knob ``sparse`` forces one or the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from ringdance import session
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
-from ringdance.training import collectives
+from ringdance.training.collectives import Call
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -43,7 +43,6 @@ ROWS, DENSE = "rows", "dense"
 # share of the table (0.2 with 128 columns, 0.27 with 16, 0.45 with one), and with tables of so many bytes.
 DENSE_FROM = 0.3
 SMALL_BYTES = 64 << 10
-_COUNTS = Description(Collective.ALLREDUCE)
 _NARROW = {np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -166,13 +165,14 @@ class SparseExchange:
         # Rows of each table, and how many ranks take part: those that have joined add zeros.
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
         self._check()
-        self._agreed: Work = collectives.allreduce(
-            engine, (self._counts,), (self._counts,), name=self._key("counts"), operation=ReduceOp.SUM,
-            set_id=set_id, wake=False,
-        )
+        call = self._call(Collective.ALLREDUCE, "counts")
+        self._agreed = call.submit(engine, (self._counts,), (self._counts,))
 
-    def _key(self, what: str) -> str | None:
-        return None if self.name is None else f"{self.name}.{what}"
+    def _call(
+        self, verb: Collective, what: str, operation: ReduceOp = ReduceOp.SUM, grouped: bool = False
+    ) -> Call:
+        name = None if self.name is None else f"{self.name}.{what}"
+        return Call(verb, name, operation, set_id=self.set_id, grouped=grouped)
 
     def _check(self) -> None:
         for name, part in zip(self.names, self.parts, strict=True):
@@ -181,9 +181,7 @@ class SparseExchange:
                     f"{name}: rows {int(part.keys[0])} to {int(part.keys[-1])} on rank {self.engine.rank} "
                     f"({self.engine.hosts[self.engine.rank]}), but the table has {part.table}."
                 )
-                key = self._key("counts")
-                full = None if key is None else f"allreduce.{key}"
-                self.engine.refuse(Request(_COUNTS, name=full, set_id=self.set_id), str(error))
+                self._call(Collective.ALLREDUCE, "counts").refuse(self.engine, error)
                 raise error
 
     def wait(self) -> list[Rows]:
@@ -230,9 +228,8 @@ class SparseExchange:
         if not parts:
             return []
         views = [view for part in parts for view in (part.keys, np.ascontiguousarray(part.values))]
-        gathered = collectives.allgather(
-            self.engine, tuple(views), name=self._key("rows"), set_id=self.set_id, grouped=True, wake=False
-        ).wait()
+        call = self._call(Collective.ALLGATHER, "rows", grouped=True)
+        gathered = call.submit(self.engine, tuple(views)).wait()
         divisor = self.size if self.average else 1
         return [
             Rows(*merge(gathered[2 * place], gathered[2 * place + 1], divisor), part.table)
@@ -250,9 +247,8 @@ class SparseExchange:
             used[-1][part.keys] = 1
         operation = ReduceOp.AVERAGE if self.average else ReduceOp.SUM
         works = [
-            collectives.allreduce(
-                self.engine, tuple(views), tuple(views), name=self._key(what), operation=how,
-                set_id=self.set_id, grouped=True, wake=False,
+            self._call(Collective.ALLREDUCE, what, how, grouped=True).submit(
+                self.engine, tuple(views), tuple(views)
             )
             for what, views, how in (("dense", tables, operation), ("used", used, ReduceOp.MAX))
         ]
@@ -265,22 +261,28 @@ class SparseExchange:
         return results
 
 
-def submit(
-    engine: Engine, inputs: Sequence[Array], names: Sequence[str], *, name: str | None, average: bool,
-    set_id: int,
-) -> Work:
-    """Start a ``SparseExchange`` of arrays as graphs have them: values, keys, rows of the table; and so on.
+def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
+    """Submit a call, also one that has ``tables``: that starts a ``SparseExchange``.
+
+    Args:
+        call: an allreduce (Sum or Average) of rows of ``call.tables``, or any other call.
+        engine: the engine.
+        inputs: for each table its values, its keys, and how many rows it has (a scalar).
 
     Returns:
         A work with the results in the same order, keys in the type in which they were given.
     """
-    if len(engine.members(set_id)) == 1:
-        alone = Work(Request(_COUNTS), name or "", lambda _, __: None)
+    if not call.tables:
+        return call.submit(engine, tuple(inputs))
+    request, name = Request(Description(Collective.ALLREDUCE)), call.name or ""
+    if len(engine.members(call.set_id)) == 1:
+        alone = Work(request, name, lambda _, __: None)
         alone.finish([array.copy() for array in inputs])
         return alone
     columns = list(zip(inputs[::3], inputs[1::3], inputs[2::3], strict=True))
     parts = [Rows(keys.astype(np.int64, copy=False), values, int(table)) for values, keys, table in columns]
-    exchange = SparseExchange(engine, parts, names, name=name, average=average, set_id=set_id)
+    average = call.operation is ReduceOp.AVERAGE
+    exchange = SparseExchange(engine, parts, call.tables, name=call.name, average=average, set_id=call.set_id)
 
     def finish(work: Work, _: float | None) -> None:
         results: list[Array] = []
@@ -288,7 +290,7 @@ def submit(
             results += [one.values, one.keys.astype(keys.dtype, copy=False), table]
         work.finish(results)
 
-    return Work(Request(_COUNTS), name or "", finish)
+    return Work(request, name, finish)
 
 
 def _row_bytes(part: Rows) -> int:

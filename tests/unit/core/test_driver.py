@@ -17,16 +17,16 @@ from loopback_job import job
 from ringdance.core import driver as driver_module
 from ringdance.core.engine import Engine
 from ringdance.core.process_set import ProcessSetState
-from ringdance.core.request import ReduceOp, Work
+from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import EngineError
 from ringdance.settings import Settings
-from ringdance.training import collectives
+from ringdance.training.collectives import Call, barrier
 from ringdance.transport.loopback import LoopbackTransport
 
 
 def start(engine: Engine, name: str, wake: bool = False) -> Work:
     array = np.ones(3, np.float32)
-    return collectives.allreduce(engine, (array,), (array,), name=name, operation=ReduceOp.SUM, wake=wake)
+    return Call(Collective.ALLREDUCE, name).submit(engine, (array,), (array,), wake=wake)
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -48,7 +48,7 @@ def test_asynchronous_work_goes_on_after_a_blocking_call() -> None:
         for name in ("A", "B"):
             start(engine, name).wait()
         for _ in range(3):
-            collectives.barrier(engine)
+            barrier(engine)
             if engine.rank == 0:
                 early = start(engine, "A", wake=True)
                 start(engine, "B").wait()
@@ -196,7 +196,8 @@ def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
                 assert not engine._machines[0][0].waiting
             work.wait(20.0)  # also what an interrupt has left
             again = np.array([found])
-            work = collectives.allreduce(engine, (again,), (again,), name="again", operation=ReduceOp.MAX)
+            call = Call(Collective.ALLREDUCE, "again", ReduceOp.MAX)
+            work = call.submit(engine, (again,), (again,), wake=True)
             work.wait(20.0)
             if not again[0]:
                 return places

@@ -17,8 +17,9 @@ from ringdance.core.engine import Engine
 from ringdance.core.reports.procfs import describe_threads, sample_cpu
 from ringdance.core.reports.stacks import thread_locations, user_frames
 from ringdance.core.reports.stall_message import Stall, stall_message
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.settings import Settings
-from ringdance.training import collectives
+from ringdance.training.collectives import Call
 from ringdance.transport.base import Identity
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
@@ -238,7 +239,7 @@ def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> N
     """Both submit early without waking the engine, as where all cores compute; one waits 1 s earlier."""
 
     def program(engine: Engine, said: list[str]) -> None:
-        work = collectives.allreduce(engine, (np.ones(3),), None, name="gradient", wake=False)
+        work = Call(Collective.ALLREDUCE, "gradient", ReduceOp.AVERAGE).submit(engine, (np.ones(3),))
         time.sleep(0.6)
         assert not said  # longer than stall_check_time, but nobody has waited
         if engine.rank == 1:
@@ -256,7 +257,7 @@ def test_one_report_speaks_for_all_that_is_behind() -> None:
         for i in range(7):
             if engine.rank == 1:
                 time.sleep(0.1 if i else 0.6)
-            works.append(collectives.allreduce(engine, (np.ones(3),), None, name=f"g{i}"))
+            works.append(Call(Collective.ALLREDUCE, f"g{i}").submit(engine, (np.ones(3),), wake=True))
         for work in works:
             work.wait()
 
@@ -265,9 +266,7 @@ def test_one_report_speaks_for_all_that_is_behind() -> None:
 
 def test_more_names_than_are_sent() -> None:
     def program(engine: Engine, said: list[str]) -> None:
-        works = [
-            collectives.allreduce(engine, (np.ones(3),), None, name=f"g{i}", wake=False) for i in range(300)
-        ]
+        works = [Call(Collective.ALLREDUCE, f"g{i}").submit(engine, (np.ones(3),)) for i in range(300)]
         if engine.rank == 1:
             time.sleep(0.7)
         works[299 if engine.rank == 0 else 0].wait()

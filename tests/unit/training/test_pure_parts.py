@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.training import collectives, handles
+from ringdance.training import checks, handles
 from ringdance.training.options import check_groups, scales_of, share_of_cores, spare_cores, usable_cores
 
 
@@ -57,14 +57,14 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_descriptions_are_made_once_and_leave_out_what_may_differ() -> None:
     dtypes = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-    made = collectives._describe(Collective.ALLGATHER, dtypes, ((2, 3), (4,)))
-    assert made is collectives._describe(Collective.ALLGATHER, dtypes, ((2, 3), (4,)))
+    made = checks.describe(Collective.ALLGATHER, dtypes, ((2, 3), (4,)))
+    assert made is checks.describe(Collective.ALLGATHER, dtypes, ((2, 3), (4,)))
     assert made.dtypes == ("float32", "bfloat16")
     assert made.shapes == ((3,), ())
-    assert collectives._describe(Collective.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
-    assert collectives._describe(Collective.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
+    assert checks.describe(Collective.ALLREDUCE, dtypes, ((2, 3), (4,))).shapes == ((2, 3), (4,))
+    assert checks.describe(Collective.ALLTOALL, dtypes[:1], ((),)).detail == (-1,)
     with pytest.raises(ArgumentError, match="complex64"):
-        collectives._describe(Collective.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
+        checks.describe(Collective.ALLREDUCE, (np.dtype(np.complex64),), ((2,),))
 
 
 def test_unknown_handles() -> None:

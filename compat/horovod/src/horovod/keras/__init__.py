@@ -3,7 +3,7 @@
 from typing import Any
 
 from ringdance import keras as _ringdance
-from ringdance.keras import *  # noqa: F403
+from ringdance.keras import *
 from ringdance.keras import Average, Compression
 from ringdance.keras import __all__ as _names
 

@@ -1,6 +1,6 @@
 """``import horovod.tensorflow as hvd``: the names of ``ringdance.tensorflow``."""
 
-from ringdance.tensorflow import *  # noqa: F403
+from ringdance.tensorflow import *
 from ringdance.tensorflow import __all__ as _names
 
 # Last: the modules of this package, not Ringdance's.

@@ -1,6 +1,6 @@
 """``import horovod.torch as hvd``: the names of ``ringdance.torch``."""
 
-from ringdance.torch import *  # noqa: F403
+from ringdance.torch import *
 from ringdance.torch import __all__ as _names
 
 # Last: the modules of this package, not Ringdance's.

@@ -1,5 +1,8 @@
 """Compression of gradients."""
 
-from ringdance.torch.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+from ringdance.torch import Compression, Compressor
+from ringdance.training.compression import NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+
+FP16Compressor = Compression.fp16

@@ -1,6 +1,6 @@
 """``import horovod.tensorflow.keras as hvd``: the names of ``ringdance.keras``."""
 
-from ringdance.keras import *  # noqa: F403
+from ringdance.keras import *
 from ringdance.keras import __all__ as _names
 
 # Last: the modules of this package, not Ringdance's.

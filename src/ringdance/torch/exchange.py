@@ -1,0 +1,190 @@
+"""Run collective calls on torch tensors, at once or in the background, and record their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringdance import session
+from ringdance.core.request import Collective, Work
+from ringdance.errors import ArgumentError
+from ringdance.torch._private import compiler_disable
+from ringdance.torch.memory import Array, Compression, array_of, from_array
+from ringdance.training import handles
+from ringdance.training.checks import UnsupportedOperationError
+from ringdance.training.collectives import Backward, Call, Keep
+
+__all__ = ["copy_back", "run", "run_in_place", "start", "submit"]
+
+Tensors = Sequence[Tensor]
+
+# What a wrong argument may raise while it is converted; see Note [Refused calls].
+WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
+
+
+def submit(
+    call: Call, tensors: Tensors, in_place: bool = False, wake: bool = False, splits: Any = None
+) -> Work:
+    """Submit a call; the result is a list of arrays, one for each tensor.
+
+    Args:
+        call: what to do.
+        tensors: the members of a group, or one tensor.
+        in_place: whether results replace the tensors; ``copy_back`` has to follow for those on a GPU.
+        wake: whether the engine thread starts it; False for callers that wait at once.
+        splits: of an alltoall: integers or an int32 tensor; ``None`` for equal shares.
+
+    Raises:
+        ArgumentError: a tensor or an argument is wrong; peers get the same message.
+    """
+    engine = session.engine()
+    try:
+        views = tuple([array_of(tensor, in_place) for tensor in tensors])
+        rows = None if splits is None else (_array_of_splits(splits),)
+    except WRONG_ARGUMENT as error:
+        call.refuse(engine, error)
+        raise
+    outputs: tuple[Array, ...] | None = None
+    if in_place:
+        outputs = views
+    elif call.keeps_shapes:
+        # Torch needs no more than NumPy's alignment; the engine's own arrays cost 2 µs more.
+        outputs = tuple([np.empty(view.shape, view.dtype) for view in views])
+    return call.submit(engine, views, outputs, rows, wake)
+
+
+def _listed(call: Call, tensors: Iterable[Tensor], compression: Any = Compression.none) -> list[Any]:
+    """Return the tensors of a call in a list, or pairs of compressed tensor and context."""
+    try:
+        listed = list(tensors)
+        if not listed:
+            raise IndexError("A group needs at least one tensor.")
+        if any([one.is_cpu != listed[0].is_cpu for one in listed]):
+            raise UnsupportedOperationError("A group's tensors must all be on the CPU or all on a GPU.")
+        if compression is not Compression.none:
+            return [compression.compress(tensor) for tensor in listed]
+    except WRONG_ARGUMENT as error:
+        call.refuse(session.engine(), error)
+        raise
+    return listed
+
+
+def _array_of_splits(splits: Any) -> Array:
+    """Return splits as an array; Horovod's types: a list or tuple of integers, or an int32 tensor."""
+    if not isinstance(splits, Tensor):
+        return np.asarray(splits)
+    if splits.dtype is not torch.int32:
+        raise ArgumentError(f"splits must be a list or a tensor of type int32, got {splits.dtype}.")
+    return splits.detach().cpu().numpy()
+
+
+def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
+    """Return the results as tensors on the devices of ``like``; of an alltoall also the received splits."""
+    results = [from_array(array) for array in work.result]
+    if not like[0].is_cpu:
+        results = [result.to(tensor.device) for result, tensor in zip(results, like, strict=True)]
+    if work.received_splits is not None:
+        received = torch.from_numpy(work.received_splits[0].astype(np.int32))
+        results.append(received.to(splits.device) if isinstance(splits, Tensor) else received)
+    return results
+
+
+def copy_back(tensors: Tensors, work: Work) -> None:
+    """Copy what was done in place in pinned memory back to the GPU."""
+    for tensor, array in zip(tensors, work.result, strict=True):
+        if not tensor.is_cpu:
+            tensor.detach().copy_(from_array(array))
+
+
+def run(
+    call: Call, tensors: Tensors, compression: Any = Compression.none, splits: Any = None
+) -> list[Tensor]:
+    """Run a call and return its results, recorded for a backward pass if a tensor requires a gradient.
+
+    Args:
+        call: what to do.
+        tensors: the members of a group, or one tensor.
+        compression: casts the tensors for the exchange and the results back.
+        splits: of an alltoall.
+    """
+    if compression is not Compression.none:
+        packed = _listed(call, tensors, compression)
+        reduced = run(call, [small for small, _ in packed])
+        return [compression.decompress(one, packed[index][1]) for index, one in enumerate(reduced)]
+    if call.grouped:
+        tensors = _listed(call, tensors)
+    for tensor in tensors:
+        if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+            recorded: Any = _Recorded.apply
+            return list(recorded(call, splits, *tensors))
+    work = submit(call, tensors, splits=splits)
+    work.wait()
+    return _results(work, tensors, splits)
+
+
+def run_in_place(call: Call, tensors: Tensors) -> list[Tensor]:
+    """Run a call whose results replace the tensors; return these."""
+    listed: list[Tensor] = _listed(call, tensors) if call.grouped else list(tensors)
+    work = submit(call, listed, True)
+    work.wait()
+    copy_back(listed, work)
+    return listed
+
+
+def start(call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None) -> int:
+    """Start a call; ``synchronize`` of the returned handle gives the result, of a group a tuple."""
+    if call.grouped:
+        tensors = _listed(call, tensors)
+
+    def finish(done: Work) -> Any:
+        results: Tensors = tensors
+        if in_place:
+            copy_back(tensors, done)
+        else:
+            results = _results(done, tensors, splits)
+        return tuple(results) if call.grouped or call.kind is Collective.ALLTOALL else results[0]
+
+    return handles.hold(submit(call, tensors, in_place, True, splits), finish)
+
+
+class _Recorded(torch.autograd.Function):
+    """A collective in the graph; its gradient is that of ``Call.backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, splits: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.backward, ctx.received = call.backward(), None
+        ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
+        results = run(call, tensors, splits=splits)
+        if call.kind is Collective.ALLTOALL:
+            ctx.received = results[1].cpu()
+            ctx.mark_non_differentiable(results[1])
+        return tuple(results)
+
+    @staticmethod
+    @compiler_disable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *_gradients(ctx.backward, gradients[: len(ctx.rows)], ctx.rows, ctx.received)
+
+
+def _gradients(back: Backward, given: Tensors, rows: list[int], received: Tensor | None) -> list[Tensor]:
+    """Return the gradients of the tensors from those of the results; ``rows``: of the tensors."""
+    engine = session.engine()
+    members = engine.members(back.call.set_id)
+    scale = back.scale * (len(members) if back.times_size else 1)
+    results = run(back.call, [one * scale for one in given] if scale != 1.0 else given, splits=received)
+    if back.keep is Keep.OWN_ROWS:
+        counts = np.array([rows], np.int64)
+        gathered = Call(Collective.ALLGATHER, set_id=back.call.set_id).submit(engine, (counts,)).wait()[0]
+        starts = gathered[: members.index(engine.rank)].sum(axis=0).tolist()
+        return [one[start : start + count] for one, start, count in zip(results, starts, rows, strict=True)]
+    if back.keep is Keep.ROOT:
+        return results if engine.rank == back.root else [torch.zeros_like(one) for one in results]
+    if back.keep is Keep.PADDED:
+        (result,) = results[:1]
+        missing = result.new_zeros((rows[0] - result.shape[0], *result.shape[1:]))
+        return [torch.cat([result, missing]) if len(missing) else result]
+    return results
