@@ -4,7 +4,7 @@
 #   make test         lint, types, layers, and the tests that take ten minutes together
 #   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI; run it again to resume
 #   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="NAME ..." for some
-#   make lint         ruff, mypy, import-linter
+#   make lint         ruff, mypy, import-linter, codespell
 #   make bench        the benchmarks; JSON into the folder results
 #   make docs         the documentation, into docs/_build
 #   make clean        remove environments, caches and build results
@@ -75,6 +75,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/codespell
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python tests/run.py

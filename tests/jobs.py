@@ -77,6 +77,7 @@ def all_jobs() -> list[Job]:
         Job("dropin", "pages", ("dropin/test_docs.py",)),
         Job("lint", "ruff", command=("ruff", "check")),
         Job("lint", "imports", command=("lint-imports",)),
+        Job("lint", "words", command=("codespell",)),
     ]
     for size in (1, 2, 3, 4):
         jobs += [
