@@ -101,6 +101,13 @@ def test_the_reference_has_every_subcommand(capsys: pytest.CaptureFixture[str]) 
     assert sorted(shown) == sorted(["", *commands_of(capsys)])
 
 
+def test_files_that_the_design_names_exist() -> None:
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs" / "design.md").read_text())
+    assert len(named) > 10
+    for name in named:
+        assert (ROOT / "src" / "ringdance" / name).exists(), name
+
+
 def test_extras_that_pages_install_exist() -> None:
     known = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     for page in PAGES:
