@@ -24,7 +24,7 @@ from typing import Any
 from .agent.loopback import restrict
 from .messages import Channel, Frames
 from .system import linux
-from .system.cleanup import Sweep, make_folders
+from .system.cleanup import Cleanup, make_directories
 
 _PING_S = 0.5
 _PING = Frames.pack({"ping": True})
@@ -37,7 +37,7 @@ class _Guardian:
         self._channel = channel
         self._mpiexec = 0
         self._alone = False  # mpiexec starts, and no other host needs its sockets
-        self._sweep: Sweep | None = None
+        self._sweep: Cleanup | None = None
         # The byte of the file to lock: the file, the connection.
         self._agents: dict[int, tuple[int, int]] = {}
         self._next_ping = 0.0
@@ -103,10 +103,10 @@ class _Guardian:
 
     def _prepare(self, message: dict[str, Any]) -> None:
         folders = message["folders"]
-        self._sweep = Sweep(message["job"], folders, message["began"], os.getpid(), self._reap)
+        self._sweep = Cleanup(message["job"], folders, message["began"], os.getpid(), self._reap)
         problem = ""
         try:
-            make_folders(folders, message["job"])
+            make_directories(folders, message["job"])
         except OSError as error:
             problem = str(error)
         self._channel.send({"ready": True, "problem": problem})

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ringdance.launch.agent.paths import bare_command
 from ringdance.launch.messages import Channel, Frames
-from ringdance.launch.system.cleanup import Sweep
+from ringdance.launch.system.cleanup import Cleanup
 
 
 class Events(Protocol):
@@ -160,7 +160,7 @@ class Here:
     def sweep(self) -> None:
         """Clean up in the guardian's place."""
         self._over = True
-        sweep = Sweep(self._job, self._folders, self._began)
+        sweep = Cleanup(self._job, self._folders, self._began)
         for pid in self._pids:
             sweep.note(pid)
         sweep.run()

@@ -14,7 +14,7 @@ from breaking import Machine, breaks, expect, wrong
 
 from ringdance.launch.directories import host_folder
 from ringdance.launch.system import linux
-from ringdance.launch.system.cleanup import make_folders
+from ringdance.launch.system.cleanup import make_directories
 
 HOUR_AGO = time.time() - 7200
 
@@ -78,11 +78,11 @@ def test_folders_of_sessions(tmp_path: Path) -> None:
     package = Path(sys.modules["ringdance"].__file__ or "").parent
     make = (
         "sys.path.append(sys.argv[1]); from launch.system.cleanup import *; "
-        "make_folders(sys.argv[2:3], sys.argv[3])"
+        "make_directories(sys.argv[2:3], sys.argv[3])"
     )
     line = [sys.executable, "-c", f"import sys; {make}", str(package), str(dead), "a" * 32]
     subprocess.run(line, check=True)
-    make_folders([str(alive)], "b" * 32)  # guarded by this process
+    make_directories([str(alive)], "b" * 32)  # guarded by this process
     session, thesis = tmp_path / "prte.node1.4194303.0", tmp_path / "ringdance-my-thesis"
     like = Path(host_folder(str(tmp_path), "c" * 32))
     for folder in (session, thesis, like):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ringdance.launch.system import linux
-from ringdance.launch.system.cleanup import Sweep
+from ringdance.launch.system.cleanup import Cleanup
 
 pytestmark = pytest.mark.skipif(not linux.LINUX, reason="/dev/shm is Linux's")
 SHARED = Path("/dev/shm")
@@ -49,7 +49,7 @@ def test_semaphores_and_memory_in_use_stay() -> None:
     lock = multiprocessing.get_context("spawn").Lock()
     memory = shared_memory.SharedMemory(create=True, size=4096)
     try:
-        assert Sweep("no such job", (), began).run(failed=True)
+        assert Cleanup("no such job", (), began).run(failed=True)
         assert Path("/dev/shm", "sem." + lock._semlock.name.lstrip("/")).exists()  # type: ignore[attr-defined]
         assert Path("/dev/shm", memory.name.lstrip("/")).exists()
     finally:
@@ -58,7 +58,7 @@ def test_semaphores_and_memory_in_use_stay() -> None:
 
 
 def test_what_another_program_has_closed_and_not_unlinked_stays(others: list[Path]) -> None:
-    assert Sweep("no such job", (), time.time() - 60).run(failed=True)
+    assert Cleanup("no such job", (), time.time() - 60).run(failed=True)
     assert all(file.exists() for file in others)
 
 
@@ -69,7 +69,7 @@ def test_what_a_killed_process_alone_had_mapped_is_removed(
     """It was seen while the job ran; also whoever cleans up in the watching process's place knows."""
     job, began = uuid.uuid4().hex, time.time()
     segment = SHARED / f"psm_{job[:8]}"
-    sweep = Sweep(job, [str(tmp_path)], began)
+    sweep = Cleanup(job, [str(tmp_path)], began)
     sweep.watch()
     child = subprocess.Popen(
         [sys.executable, "-c", MAPPING, str(segment)],
@@ -88,7 +88,7 @@ def test_what_a_killed_process_alone_had_mapped_is_removed(
     finally:
         child.kill()
         child.wait()
-    other = Sweep(job, [str(tmp_path)], began) if substitute else sweep
+    other = Cleanup(job, [str(tmp_path)], began) if substitute else sweep
     assert other.run(failed=True)
     assert not segment.exists()
     assert all(file.exists() for file in others)
@@ -108,7 +108,7 @@ def test_what_a_manager_of_pytorchs_leaves_that_died_at_its_start_is_removed(
         for folder in (dead, more):
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.bind(str(folder / "manager.sock"))
-        assert Sweep("no such job", (), time.time()).run(failed=True)
+        assert Cleanup("no such job", (), time.time()).run(failed=True)
         assert sorted(tmp_path.iterdir()) == [alive, more]
         assert (more / "manager.sock").exists()
 

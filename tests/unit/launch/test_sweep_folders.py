@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from ringdance.launch.directories import host_folder
-from ringdance.launch.system.cleanup import make_folders
+from ringdance.launch.system.cleanup import make_directories
 
 GUARD = """
 import sys
 sys.path.append(sys.argv[1])
-from launch.system.cleanup import make_folders
-make_folders([sys.argv[2]], sys.argv[3])
+from launch.system.cleanup import make_directories
+make_directories([sys.argv[2]], sys.argv[3])
 print("made", flush=True)
 sys.stdin.read()
 """
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 def make(base: Path, job: str) -> None:
     """The folder of a job of this process's."""
-    make_folders([host_folder(str(base), job)], job)
+    make_directories([host_folder(str(base), job)], job)
 
 
 def old(folder: Path) -> Path:

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 from ..directories import OWN_FOLDER, bases, host_folder, host_shared, usable
 from ..messages import AGENT_SPEAKS, Channel, Frames
 from ..system import linux, machine
-from ..system.cleanup import Sweep, make_folders
+from ..system.cleanup import Cleanup, make_directories
 from . import paths
 
 _FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' output is left in its pipes
@@ -63,7 +63,7 @@ class _Agent:
         self._cwd = "/"
         self._place: dict[str, str] | None = None  # of the launcher, where ours is another
         self._folder = ""
-        self._sweep: Sweep | None = None
+        self._sweep: Cleanup | None = None
         self._chores: Any = None
         self._heard = self._answered = time.monotonic()
         self._silence: float | None = None
@@ -170,10 +170,10 @@ class _Agent:
         self._folder = host_folder(places[0], message["job"])
         shared = host_shared(message["job"])
         folders = [folder for folder in (self._folder, shared) if folder]
-        self._sweep = Sweep(message["job"], folders, time.time(), os.getpid(), self._reap)
+        self._sweep = Cleanup(message["job"], folders, time.time(), os.getpid(), self._reap)
         try:
-            make_folders(folders, message["job"])
-            self._sweep.outlive()
+            make_directories(folders, message["job"])
+            self._sweep.fork_backup()
             self._sweep.watch()
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(os.path.join(self._folder, "s"))

@@ -16,7 +16,7 @@ from ..copy.receive import Receiver
 from ..directories import bases, host_folder, host_shared
 from ..messages import Frames
 from ..system import linux
-from ..system.cleanup import Sweep, job_of
+from ..system.cleanup import Cleanup, job_of
 
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
 
@@ -74,7 +74,7 @@ def _kill(message: dict[str, Any]) -> dict[str, Any]:
     there = [folder for folder in folders if folder and job_of(folder) == job]
     if not known and not there:
         return {"processes": 0}
-    clean = Sweep(job, there, known["began"] if known else time.time()).run()
+    clean = Cleanup(job, there, known["began"] if known else time.time()).run()
     return {
         "processes": known["processes"] if known else 0,
         "problem": "" if clean else "some of its processes do not end (they wait for a disk or a device?)",

@@ -1,7 +1,13 @@
-"""End every process of a job and remove what it left: folders, and files in shared memory.
+"""End every process of a job and remove what it left: directories, and files in shared memory.
 
-Standard library only (the guardian runs it without ``site``); the launcher runs it as well
-when the guardian has been killed.
+Standard library only: it runs without ``site``, in the process that guards a host.
+
+Note [What is removed from /dev/shm]
+A file is removed if (1) the name is one that an MPI library, PyTorch or Python gives, (2) it was not there
+before the job, (3) a process of the job was seen to have it mapped or open, or its name contains the pid of
+one, and (4) no living process has it mapped or open. The name alone never suffices: another program's file
+that is closed and not yet removed looks the same. Since a dead process cannot be asked, :meth:`Cleanup.watch`
+looks while the job runs, and keeps notes in the job's first directory for whichever process has to clean up.
 """
 
 from __future__ import annotations
@@ -23,71 +29,68 @@ from ..directories import host_folder
 from . import linux
 
 _SHM = "/dev/shm"
-_SPARED_S = 0.8
+_SPARED_S = 0.8  # for helpers that remove shared memory themselves
 _LIMIT_S = 4.0
-_ASKED_S = 0.4
-_USERS_ASKED_S = 1.5  # all processes of the host
-_WATCH_S = 0.002  # from one look at /dev/shm to the next
+_INSPECT_S = 0.4
+_INSPECT_ALL_S = 1.5  # all processes of the host
+_WATCH_S = 0.002  # between two looks at /dev/shm
 _WATCH_FREE_S = 1.0  # of looking without regard to its cost: most files are made when a job starts
 _WATCH_SHARE = 0.1  # of a core, at most, beyond that
-_POLL_S = 0.1  # then, and where the kernel does not tell of changes
+_POLL_S = 0.1  # then, and where the kernel does not report changes
+_OLD_S = 10.0  # a younger directory may not be locked yet
 _NOTES = "shared-memory"
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")  # where PyTorch looks, in this order
-# A file in /dev/shm with another name may be the user's own data, also if a process of the job has mapped it.
-_OF_MPI = re.compile(r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_")
 _OF_TORCH = re.compile(r"torch_(\d+)_")
-_OF_PYTHON = re.compile(r"torch_\d+_|psm_|sem\.|sem_")
+# A file in /dev/shm with another name may be the user's own data, also if a process of the job has mapped it.
+_OF_LIBRARIES = re.compile(
+    r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_"
+    r"|torch_\d+_|psm_|sem\.|sem_"
+)
 
 
-_OLD_S = 10.0  # a younger folder may just be about to be locked
+def make_directories(directories: Iterable[str], job: str) -> None:
+    """Make a job's directories and lock them for as long as this process, or one that it forks, lives.
 
-
-def make_folders(folders: Iterable[str], job: str) -> None:
-    """Make a job's folders and lock them for as long as this process, or one that it forks, lives.
-
-    What earlier jobs left beside them, all of whose guards were killed, is removed.
+    Those that earlier jobs left beside them, and that no process locks any more, are removed.
 
     Raises:
         OSError: one cannot be made.
     """
-    for folder in folders:
-        for left in abandoned(os.path.dirname(folder)):
+    for directory in directories:
+        for left in abandoned(os.path.dirname(directory)):
             shutil.rmtree(left, ignore_errors=True)
-        os.mkdir(folder, 0o700)
-        with contextlib.suppress(OSError):  # without it no later job will remove the folder
-            os.symlink(job, os.path.join(folder, linux.MARKER))  # takes no room, also on a full disk
-        descriptor = os.open(folder, os.O_RDONLY)  # never closed: the lock ends with the process
+        os.mkdir(directory, 0o700)
+        with contextlib.suppress(OSError):  # without it no later job will remove the directory
+            os.symlink(job, os.path.join(directory, linux.MARKER))  # takes no room, also on a full disk
+        descriptor = os.open(directory, os.O_RDONLY)  # never closed: the lock ends with the process
         with contextlib.suppress(OSError):  # some network file systems have no locks; nor then a removal
             fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
-def job_of(folder: str) -> str:
-    """The job whose launcher made that folder on this host, by the marker in it; "" if none did."""
+def job_of(directory: str) -> str:
+    """Return the job that made a directory on this host, by the marker in it; "" if none did."""
     try:
-        job = os.readlink(os.path.join(folder, linux.MARKER))
-        status = os.lstat(folder)
+        job = os.readlink(os.path.join(directory, linux.MARKER))
+        status = os.lstat(directory)
     except OSError:
         return ""
-    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return job if ours and folder == host_folder(os.path.dirname(folder), job) else ""
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return job if own and directory == host_folder(os.path.dirname(directory), job) else ""
 
 
 def abandoned(base: str) -> list[str]:
-    """The folders in `base` that this user's dead jobs have left: nobody guards them, no process is left."""
+    """Return the directories in `base` of this user's dead jobs: without a lock, and without a process."""
     found = []
-    for name in _listed(base):
-        path = os.path.join(base, name)
-        job = job_of(path) if name.startswith("ringdance-") else ""
-        try:
+    for path in (entry.path for entry in _entries(base) if entry.name.startswith("ringdance-")):
+        job = job_of(path)
+        with contextlib.suppress(OSError):  # its own job is removing it, or there are no locks
             if job and time.time() - os.lstat(path).st_mtime > _OLD_S and not _locked(path):
                 found += [] if linux.job_processes(job) else [path]
-        except OSError:  # its own job removes it just now, or there are no locks
-            continue
     return found
 
 
-def _locked(folder: str) -> bool:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _locked(directory: str) -> bool:
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -97,43 +100,36 @@ def _locked(folder: str) -> bool:
     return False
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-class Sweep:
-    """One job's cleaning.
+class Cleanup:
+    """Clean up after one job.
 
     Args:
         job: the job's id, the value of the marker variable.
-        folders: removed with all they hold.
+        directories: removed with all they hold.
         began: when the job began, seconds since the epoch; older files in shared memory are not its.
-        root: whose descendants belong to the job too, marked or not (the guardian).
-        reap: called now and then by a parent of such processes to take their exit status.
+        root: a process whose descendants belong to the job too, marked or not.
+        reap: called repeatedly to collect the exit status of children.
     """
 
     def __init__(
         self,
         job: str,
-        folders: Iterable[str],
+        directories: Iterable[str],
         began: float,
         root: int | None = None,
         reap: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job, self._folders, self._began = job, tuple(folders), began
+        self._job, self._directories, self._began = job, tuple(directories), began
         self._root, self._reap = root, reap
         self._mapped: set[int] = set()  # inodes
         self._pids: set[int] = set()
-        self._asked: set[int] = set()
+        self._inspected: set[int] = set()
         self._before: set[int] = set()  # inodes of files that were there before the job
         self._seen: set[int] = set()  # inodes, while the job ran
         self._watching = False
 
     def run(self, failed: bool = True) -> bool:
-        """Kill and remove; True if nothing is left. Takes some tens of milliseconds, 4 s at most.
+        """Kill and remove; return whether nothing is left. Takes some tens of milliseconds, at most 4 s.
 
         A job that has not `failed` may leave shared memory behind on purpose: then only what the processes
         that must be killed here have mapped is removed.
@@ -142,24 +138,25 @@ class Sweep:
         left = self._end_processes()
         if failed:
             self._mapped |= self._seen | self._noted()
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
         self._remove_shared()
         if failed:
             _remove_dead_managers(self._began)
         return not left
 
-    def watch(self) -> None:
-        """Note from now on which files of shared memory the job's processes use: a dead one cannot be asked.
+    def note(self, pid: int) -> None:
+        """Remember a process of the job, which may be dead at the time of the cleanup."""
+        self._pids.add(pid)
 
-        The notes lie in the job's first folder too, for whoever must clean up in this process's place.
-        """
+    def watch(self) -> None:
+        """Note from now on which shared memory the job uses. See Note [What is removed from /dev/shm]."""
         self._watching = True
         self._before = set(_shared(0.0).values())
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        known, events, spent = self._before, linux.watch_folder(_SHM), 0.0
+        known, events, spent = self._before, linux.watch_directory(_SHM), 0.0
         while self._watching:
             if events >= 0:
                 os.read(events, 65536)
@@ -169,15 +166,15 @@ class Sweep:
             new, known = there - known, there
             if new:
                 pids = linux.job_processes(self._job, self._root)
-                self._note_shared(there & (self._seen | new & set().union(*map(linux.shared_files, pids))))
+                self._keep_notes(there & (self._seen | new & set().union(*map(linux.shared_files, pids))))
             cost = time.monotonic() - began
             spent += cost
             often = events >= 0 and spent < _WATCH_FREE_S
             time.sleep(_WATCH_S if often else max(_POLL_S, cost / _WATCH_SHARE))
 
-    def _note_shared(self, seen: set[int]) -> None:
+    def _keep_notes(self, seen: set[int]) -> None:
         if seen != self._seen and self._watching:
-            notes = os.path.join(self._folders[0], _NOTES)
+            notes = os.path.join(self._directories[0], _NOTES)
             with contextlib.suppress(OSError):
                 with open(f"{notes}.part", "w") as file:
                     file.write(" ".join(map(str, seen)))
@@ -186,13 +183,13 @@ class Sweep:
 
     def _noted(self) -> set[int]:
         try:
-            with open(os.path.join(self._folders[0], _NOTES)) as file:
+            with open(os.path.join(self._directories[0], _NOTES)) as file:
                 return set(map(int, file.read().split()))
         except (OSError, IndexError):
             return set()
 
-    def outlive(self) -> None:
-        """Fork a process that does it as well, should this one be killed; that ends with the sweep itself."""
+    def fork_backup(self) -> None:
+        """Fork a process that cleans up if this one is killed, and ends with the cleanup itself."""
         read, write = os.pipe()
         if os.fork():
             os.close(read)  # `write` is closed by this process's end, and by that alone
@@ -200,87 +197,81 @@ class Sweep:
         os.close(write)
         os.setsid()
         signal.set_wakeup_fd(-1)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):  # else ssh waits for this process too
-            os.dup2(nowhere, descriptor)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):  # otherwise ssh waits for this process too
+            os.dup2(null, descriptor)
         os.read(read, 1)
         self._root, self._reap = None, lambda: None
         self.run()
         os._exit(0)
 
     def _end_processes(self) -> set[int]:
-        """Kill until two looks in a row find none: a process may fork while the table is being read."""
+        """Kill until none is found twice in a row: a process may fork while the table is being read."""
         began, quiet, left = time.monotonic(), 0, set[int]()
         while quiet < 2 and time.monotonic() - began < _LIMIT_S:
             left = linux.job_processes(self._job, self._root)
-            self._mapped |= _used_by(left - self._asked, _ASKED_S)[0]
-            self._asked |= left
+            self._mapped |= _used_by(left - self._inspected, _INSPECT_S)[0]
+            self._inspected |= left
             self._pids |= left
             # Helpers that unlink shared memory when their clients are dead get a moment to do so.
             victims = {pid for pid in left if not linux.is_tracker(pid)}
             if not victims and time.monotonic() - began > _SPARED_S:
                 victims = left
-                self._folders += _of_managers(victims)
+                self._directories += _manager_directories(victims)
             for pid in victims:
-                _kill(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
             quiet = 0 if left else quiet + 1
             time.sleep(0.01)
             self._reap()
         return left
 
     def _remove_shared(self) -> None:
-        """Remove what the job's processes were seen to map, or its name tells, if no process uses it.
-
-        Never by the name alone: what another program has closed and not removed looks the same.
-        """
+        """Remove the job's files of shared memory. See Note [What is removed from /dev/shm]."""
         suspects = {path: inode for path, inode in _shared(self._began).items() if inode not in self._before}
-        ours = {path for path, inode in suspects.items() if inode in self._mapped or self._was_ours(path)}
-        if not ours:
+        own = {path for path, inode in suspects.items() if inode in self._mapped or self._has_our_pid(path)}
+        if not own:
             return
         pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
-        in_use, whole = _used_by(pids, _USERS_ASKED_S)
-        for path in ours:
-            # Another program may have attached it, and be the one that could not be asked.
-            if whole and suspects[path] not in in_use:
+        in_use, complete = _used_by(pids, _INSPECT_ALL_S)
+        for path in own:
+            # Otherwise the process that could not be inspected may be another program's that uses it.
+            if complete and suspects[path] not in in_use:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
-    def _was_ours(self, path: str) -> bool:
+    def _has_our_pid(self, path: str) -> bool:
         owner = _OF_TORCH.match(os.path.basename(path))
         # Where other containers may use this /dev/shm, their processes have the same numbers.
         return owner is not None and int(owner[1]) in self._pids and linux.sees_all_users_of_shared_memory()
 
-    def note(self, pid: int) -> None:
-        """Remember a process of the job that may be dead by the time of the sweep."""
-        self._pids.add(pid)
 
-
-def _of_managers(pids: Iterable[int]) -> tuple[str, ...]:
-    """The folders of PyTorch's managers of shared memory, which remove them 2 s after their last client."""
-    folders = {os.path.dirname(path) for pid in pids for path in linux.bound_sockets(pid)}
-    return tuple(folder for folder in folders if os.path.basename(folder).startswith("torch-shm-dir-"))
+def _manager_directories(pids: Iterable[int]) -> tuple[str, ...]:
+    """Return the directories of PyTorch's managers, which they would remove 2 s after their last client."""
+    directories = {os.path.dirname(path) for pid in pids for path in linux.bound_sockets(pid)}
+    return tuple(path for path in directories if os.path.basename(path).startswith("torch-shm-dir-"))
 
 
 def _remove_dead_managers(began: float) -> None:
     """Remove what a manager leaves that ends while it starts, since the rank that wanted it is dead.
 
-    Nobody saw whose it was; but nobody can lose anything with it: a folder younger than the job that holds
-    nothing but a socket on which nobody listens.
+    Its owner is unknown, but nothing can be lost: the directory is younger than the job and holds only a
+    socket without a listener.
     """
     base = next((os.environ[name] for name in _TEMPORARY if os.environ.get(name)), "/tmp")
-    for name in _listed(base):
-        path = os.path.join(base, name)
-        if name.startswith("torch-shm-dir-") and _listed(path) == ["manager.sock"]:
-            file = os.path.join(path, "manager.sock")
+    for entry in _entries(base):
+        files = _entries(entry.path) if entry.name.startswith("torch-shm-dir-") else []
+        if [one.name for one in files] == ["manager.sock"]:
+            file = files[0].path
             with contextlib.suppress(OSError):
-                status = os.lstat(path)
+                status = os.lstat(entry.path)
                 if status.st_uid == os.getuid() and status.st_mtime >= began - 1.0 and _refused(file):
                     os.unlink(file)
-                    os.rmdir(path)
+                    os.rmdir(entry.path)
 
 
 def _refused(path: str) -> bool:
-    """Whether nobody listens on a Unix socket: asked twice, since a listener binds it a moment earlier."""
+    """Return whether a Unix socket has no listener; try twice, since it is bound before it listens."""
     for _ in range(2):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.setblocking(False)
@@ -291,44 +282,39 @@ def _refused(path: str) -> bool:
 
 
 def _used_by(pids: Iterable[int], seconds: float) -> tuple[set[int], bool]:
-    """What those processes use of /dev/shm (inodes), and whether all could be asked in that time.
+    """Return what processes use of /dev/shm (inodes), and whether all could be inspected in that time.
 
-    The kernel makes the reader of a process's map wait while that process changes it, at times for seconds.
+    The kernel blocks the reader of a process's map while that process changes it, at times for seconds.
     """
     found: list[set[int]] = []
-    pids = list(pids)
 
-    def ask() -> None:
+    def inspect() -> None:
         for pid in pids:
             found.append(linux.shared_files(pid))
 
     if not pids:
         return set(), True
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return set().union(*list(found)), not asking.is_alive()
+    thread = threading.Thread(target=inspect, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return set().union(*list(found)), not thread.is_alive()
 
 
 def _shared(began: float) -> dict[str, int]:
-    """Files of shared memory that may be a job's that began then: path and inode."""
-    names = [name for name in _listed(_SHM) if _OF_MPI.match(name) or _OF_PYTHON.match(name)]
-    inodes = {path: _inode_since(path, began - 1.0) for path in (f"{_SHM}/{name}" for name in names)}
-    return {path: inode for path, inode in inodes.items() if inode}
+    """Return path and inode of files of shared memory that may be of a job that began then."""
+    found = {}
+    for entry in _entries(_SHM):
+        if _OF_LIBRARIES.match(entry.name):
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.getuid() and max(status.st_ctime, status.st_mtime) >= began - 1.0:
+                    found[entry.path] = status.st_ino
+    return found
 
 
-def _listed(folder: str) -> list[str]:
+def _entries(directory: str) -> list[os.DirEntry[str]]:
     try:
-        return os.listdir(folder)
+        with os.scandir(directory) as entries:
+            return list(entries)
     except OSError:
         return []
-
-
-def _inode_since(path: str, began: float) -> int:
-    """The inode of a file of this user that has been changed since then, else 0."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return 0
-    recent = max(status.st_ctime, status.st_mtime) >= began
-    return status.st_ino if recent and status.st_uid == os.getuid() else 0

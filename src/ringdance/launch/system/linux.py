@@ -1,8 +1,7 @@
-"""What only Linux can do, with a fallback for other systems: dying with a parent, finding a job's processes.
+"""Find and control processes by what the Linux kernel offers, with ``ps`` as a fallback for other systems.
 
-Standard library only, and importable by path: guardian.py and rank.py run without ``site`` and
-without the package. On other systems :func:`die_with_parent` and :func:`adopt_orphans` do
-nothing and the processes are found through ``ps``.
+Standard library only, and importable by path: agents and ranks' wrappers run without ``site`` and without the
+package, so that they start in some 20 ms.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 LINUX = sys.platform.startswith("linux")
@@ -35,8 +35,8 @@ def _prctl(option: int, value: int) -> bool:
         return False
 
 
-def watch_folder(path: str) -> int:
-    """A descriptor that can be read whenever something was made in a folder; -1 if there is no such thing."""
+def watch_directory(path: str) -> int:
+    """Return a descriptor that is readable whenever a file was made in a directory; -1 if not supported."""
     if not LINUX:
         return -1
     import ctypes
@@ -53,7 +53,7 @@ def watch_folder(path: str) -> int:
 
 
 def die_with_parent() -> bool:
-    """Ask the kernel to SIGKILL this process when its parent ends; False where that is not possible.
+    """Have the kernel SIGKILL this process when its parent ends; return False if not supported.
 
     It survives ``exec``. The parent may have died before the call: compare ``os.getppid()`` after it.
     """
@@ -73,92 +73,60 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def _table() -> dict[int, int]:
-    """Parent of each living process; zombies are left out."""
-    parents: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        # "pid (name) state ppid ...": the name may hold spaces and parentheses.
-        fields = _read(f"/proc/{entry}/stat").rpartition(b")")[2].split()
-        if len(fields) > 1 and fields[0] not in (b"Z", b"X"):
-            parents[int(entry)] = int(fields[1])
-    return parents
+def _stat(pid: int | str) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the state on; none if the process is dead."""
+    # "pid (name) state ppid ...": the name may hold spaces and parentheses.
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return fields if fields and fields[0] not in (b"Z", b"X") else []
 
 
-def _ps(job: str) -> tuple[dict[int, int], set[int]]:
-    """The same from ``ps`` (macOS): parents, and the processes that carry the marker."""
-    import subprocess
-
-    done = subprocess.run(
-        ["ps", "-axEwwo", "pid=,ppid=,command="], capture_output=True, text=True, check=False
-    )
-    parents: dict[int, int] = {}
-    marked: set[int] = set()
-    for line in done.stdout.splitlines():
-        words = line.split(None, 2)
-        if len(words) == 3:
-            parents[int(words[0])] = int(words[1])
-            if f"{MARKER}={job}" in words[2]:
-                marked.add(int(words[0]))
-    return parents, marked
-
-
-def _descendants(parents: dict[int, int], root: int) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
-    todo = [root]
-    while todo:
-        for pid in children.get(todo.pop(), ()):
-            if pid not in found:
-                found.add(pid)
-                todo.append(pid)
+def _processes() -> dict[int, tuple[int, bytes]]:
+    """Return parent and environment of all living processes; zombies are left out."""
+    found = {}
+    if LINUX:
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            if fields := _stat(pid):
+                found[int(pid)] = int(fields[1]), _read(f"/proc/{pid}/environ")
+    else:
+        for line in _ps("-axEwwo", "pid=,ppid=,command=").splitlines():
+            pid, parent, *words = line.split()
+            found[int(pid)] = int(parent), "\0".join(words).encode()
     return found
 
 
+def _ps(*options: str) -> str:
+    import subprocess
+
+    return subprocess.run(["ps", *options], capture_output=True, text=True, check=False).stdout
+
+
 def job_processes(job: str, root: int | None = None) -> set[int]:
-    """Living processes that carry the job's marker, or descend from `root`; never this process itself."""
-    if LINUX:
-        parents = _table()
-        needle = f"\0{MARKER}={job}\0".encode()
-        marked = {pid for pid in parents if needle in b"\0" + _read(f"/proc/{pid}/environ") + b"\0"}
-    else:
-        parents, marked = _ps(job)
-    if root is not None:
-        marked |= _descendants(parents, root)
-    return marked - {os.getpid()}
+    """Return living processes that carry the job's marker or descend from `root`, without this one."""
+    processes = _processes()
+    needle = f"\0{MARKER}={job}\0".encode()
+    found = {pid for pid, (_, environ) in processes.items() if needle in b"\0" + environ + b"\0"}
+    descendants, new = set[int](), set() if root is None else {root}
+    while new:
+        new = {pid for pid, (parent, _) in processes.items() if parent in new} - descendants
+        descendants |= new
+    return (found | descendants) - {os.getpid()}
 
 
-class Marked(NamedTuple):
-    """A process that some job's marker names: that job's id, and all variables it was started with."""
+class MarkedProcess(NamedTuple):
+    """A process of a job: the job's id, and all variables that the process was started with."""
 
     job: str
     environ: bytes
 
 
-def marked_processes() -> dict[int, Marked]:
-    """Living processes of this user that belong to a job of ours, by pid."""
-    if LINUX:
-        environs = {pid: _read(f"/proc/{pid}/environ") for pid in _table() if _owner(pid) == os.getuid()}
-    else:
-        environs = {pid: line.replace(b" ", b"\0") for pid, line in _ps_lines()}
+def marked_processes() -> dict[int, MarkedProcess]:
+    """Return this user's living processes that belong to a job, by pid."""
     found = {}
-    for pid, environ in environs.items():
+    for pid, (_, environ) in _processes().items():
         mark = _JOB.search(environ)
-        if mark:
-            found[pid] = Marked(mark[1].decode(), environ)
+        if mark and (not LINUX or _owner(pid) == os.getuid()):
+            found[pid] = MarkedProcess(mark[1].decode(), environ)
     return found
-
-
-def _ps_lines() -> list[tuple[int, bytes]]:
-    """This user's processes with their command lines and variables, from ``ps`` (macOS)."""
-    import subprocess
-
-    done = subprocess.run(["ps", "-xEwwo", "pid=,command="], capture_output=True, check=False)
-    lines = (line.split(None, 1) for line in done.stdout.splitlines())
-    return [(int(words[0]), words[1]) for words in lines if len(words) == 2]
 
 
 def _owner(pid: int) -> int:
@@ -169,19 +137,14 @@ def _owner(pid: int) -> int:
 
 
 def start_of(pid: int) -> str:
-    """Tells a process from a later one with the same pid; "" if there is none."""
+    """Return what distinguishes a process from a later one with the same pid; "" if there is none."""
     if LINUX:
-        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-        return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
-    import subprocess
-
-    line = ["ps", "-o", "lstart=", "-p", str(pid)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+        return b"".join(_stat(pid)[19:20]).decode()
+    return _ps("-o", "lstart=", "-p", str(pid)).strip()
 
 
 def began(pid: int) -> float:
-    """When a process was started, about (seconds since the epoch); now, where that is not known."""
+    """Return about when a process was started, in seconds since the epoch; now if that is unknown."""
     try:
         return os.stat(f"/proc/{pid}").st_mtime
     except OSError:
@@ -189,52 +152,53 @@ def began(pid: int) -> float:
 
 
 def name_of(pid: int) -> str:
-    """The short name of a process, also of one that is dead and has not been waited for."""
+    """Return the short name of a process, also of a zombie."""
     return _read(f"/proc/{pid}/comm").decode(errors="replace").strip() or "a process"
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether it is a helper that removes shared memory by itself once its clients are dead."""
+    """Return whether a process is a helper that removes shared memory once its clients are dead."""
     line = _read(f"/proc/{pid}/cmdline")
     return b"multiprocessing.resource_tracker" in line or b"torch_shm_manager" in line
 
 
-def bound_sockets(pid: int) -> list[str]:
-    """Paths of the Unix sockets that a process has open and somebody bound to a path."""
-    inodes = set[bytes]()
+def _open_files(pid: int) -> Iterator[tuple[str, str]]:
+    """Yield the paths of a process's open descriptors in /proc, and what they refer to."""
     try:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1].encode())
+            path = f"/proc/{pid}/fd/{descriptor}"
+            yield path, os.readlink(path)
     except OSError:
         pass
+
+
+def bound_sockets(pid: int) -> list[str]:
+    """Return the paths of the Unix sockets that a process has open."""
+    inodes = {target[8:-1].encode() for _, target in _open_files(pid) if target.startswith("socket:[")}
     lines = [line.split(None, 7) for line in _read(f"/proc/{pid}/net/unix").split(b"\n")]
     return [os.fsdecode(fields[7]) for fields in lines if len(fields) == 8 and fields[6] in inodes]
 
 
 def shared_files(pid: int) -> set[int]:
-    """Inodes of the files of /dev/shm that a process has mapped or open.
+    """Return the inodes of the files of /dev/shm that a process has mapped or open.
 
-    Not their names: a semaphore is made under another name than it has later, and /proc tells the first.
+    Not their names: a semaphore is created under another name than its later one, and /proc shows the first.
     """
-    found: set[int] = set()
-    for line in _read(f"/proc/{pid}/maps").split(b"\n"):
-        if b" /dev/shm/" in line:
-            found.add(int(line.split(None, 5)[4]))
-    try:
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            path = f"/proc/{pid}/fd/{descriptor}"
-            if os.readlink(path).startswith("/dev/shm/"):
+    maps = _read(f"/proc/{pid}/maps").split(b"\n")
+    found = {int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line}
+    for path, target in _open_files(pid):
+        if target.startswith("/dev/shm/"):
+            try:
                 found.add(os.stat(path).st_ino)
-    except OSError:
-        pass
+            except OSError:
+                break
     return found
 
 
 def sees_all_users_of_shared_memory() -> bool:
-    """Whether no other container can share this /dev/shm unseen: the first pid namespace sees everybody, and
-    an IPC namespace of its own comes with a /dev/shm of its own.
+    """Return whether no other container can share this /dev/shm unseen.
+
+    The first pid namespace sees all processes, and an IPC namespace comes with a /dev/shm of its own.
     """
     try:
         first_pid = os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"
@@ -244,18 +208,16 @@ def sees_all_users_of_shared_memory() -> bool:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity mask, cut by the CPU quota of its cgroups."""
+    """Return the number of cores in this process's affinity mask, limited by its cgroups' CPU quota."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
-    quota = _quota()
-    return max(1, min(cores, int(quota))) if quota else cores
+    return max(1, int(min([cores, *_quotas()])))
 
 
-def _quota() -> float | None:
-    """The smallest CPU quota, in cores, on the way from this process's cgroup to the root (v1 and v2)."""
-    found: list[float] = []
+def _quotas() -> Iterator[float]:
+    """Yield the CPU quotas, in cores, of this process's cgroup and those above it (v1 and v2)."""
     for line in _read("/proc/self/cgroup").decode(errors="replace").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
@@ -265,18 +227,13 @@ def _quota() -> float | None:
         else:
             continue
         parts = [part for part in path.split("/") if part and part != ".."]
-        for base in bases:
-            for depth in range(len(parts) + 1):
-                found += _limit(os.path.join(base, *parts[:depth]))
-    return min(found) if found else None
-
-
-def _limit(folder: str) -> list[float]:
-    words = _read(f"{folder}/cpu.max").split()
-    if not words:
-        words = _read(f"{folder}/cpu.cfs_quota_us").split() + _read(f"{folder}/cpu.cfs_period_us").split()
-    try:
-        quota, period = (float(word) for word in words[:2])
-    except ValueError:  # absent, or "max"
-        return []
-    return [quota / period] if quota > 0 and period > 0 else []
+        for directory in (os.path.join(base, *parts[:n]) for base in bases for n in range(len(parts) + 1)):
+            texts = _read(f"{directory}/cpu.max") or b"%b %b" % (
+                _read(f"{directory}/cpu.cfs_quota_us"), _read(f"{directory}/cpu.cfs_period_us")
+            )  # fmt: skip
+            try:
+                quota, period = map(float, texts.split())
+            except ValueError:  # absent, or "max"
+                continue
+            if quota > 0 and period > 0:
+                yield quota / period

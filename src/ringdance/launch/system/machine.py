@@ -1,27 +1,23 @@
-"""What a machine is, as far as a plan needs it: standard library only, for it runs on every host."""
+"""Describe a machine as far as a plan needs it: its cores, devices, networks."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
+import ipaddress
 import os
 import platform
 import re
 import socket
-import struct
 import sys
 import uuid
 from typing import Any
 
 from . import linux
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
-_IFF_UP = 1
-
 
 def facts() -> dict[str, Any]:
-    """This machine's name, Python, cores, devices, networks, version of ours; fields of ``HostFacts``."""
+    """Return the fields of ``HostFacts`` for this machine."""
     return {
         "name": os.uname().nodename,
         "identity": identity(),
@@ -38,7 +34,7 @@ def facts() -> dict[str, Any]:
 
 
 def shared_memory() -> int:
-    """Free bytes of /dev/shm, -1 if there is none."""
+    """Return the free bytes of /dev/shm, -1 if there is none."""
     try:
         room = os.statvfs("/dev/shm")
     except OSError:
@@ -47,63 +43,59 @@ def shared_memory() -> int:
 
 
 def in_home(path: str) -> str:
-    """`path` with ``~`` replaced by a home directory.
+    """Replace ``~`` in a path by a home directory.
 
     Raises:
-        FileNotFoundError: none is known: HOME is not set and the user is in no list, as often in containers.
+        FileNotFoundError: none is known: HOME is not set and the user is not in /etc/passwd, as often in
+            containers.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):
         raise FileNotFoundError(
             errno.ENOENT,
-            f"no home directory is known for it on {os.uname().nodename} (HOME is not set, and no entry in "
-            "/etc/passwd tells it); set HOME",
+            f"no home directory is known for it on {os.uname().nodename} (HOME is not set, and /etc/passwd "
+            "has no entry); set HOME",
             path,
         )
     return found
 
 
 def home() -> str:
-    """The user's home, also without HOME; / for a user whom the system does not know, as in containers."""
+    """Return the user's home directory; / for a user unknown to the system, as in containers."""
     found = os.path.expanduser("~")
     return "/" if found == "~" else found
 
 
 def identity() -> str:
-    """Tells this machine, or container, from others."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{os.uname().nodename} {file.read().strip()}"
-    except OSError:
-        return f"{os.uname().nodename} {uuid.getnode()}"
+    """Return what distinguishes this machine, or container, from others."""
+    boot = _text("/proc/sys/kernel/random/boot_id").strip()
+    return f"{os.uname().nodename} {boot or uuid.getnode()}"
 
 
 def own_version() -> str:
-    """``__version__`` of the package that this file lies in."""
+    """Return ``__version__`` of this package, without importing it."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    try:
-        with open(os.path.join(package, "__init__.py"), encoding="utf-8") as file:
-            found = re.search(r'^__version__ = "([^"]+)"', file.read(), re.MULTILINE)
-    except OSError:
-        found = None
+    found = re.search(r'^__version__ = "([^"]+)"', _text(os.path.join(package, "__init__.py")), re.MULTILINE)
     return found[1] if found else "unknown"
 
 
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
 def devices() -> list[str]:
-    """Names of the GPUs, in the driver's order."""
-    found = []
-    for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                model = re.search(r"^Model:\s*(.+)$", file.read(), re.MULTILINE)
-        except OSError:
-            continue
-        found.append(model[1].strip() if model else "NVIDIA GPU")
-    return found
+    """Return the names of the GPUs, in the driver's order."""
+    texts = map(_text, sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")))
+    models = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
+    return [model[1].strip() if model else "NVIDIA GPU" for model in models]
 
 
 def problem() -> str:
-    """What every job needs and is missing here, or ""."""
+    """Return what every job needs and is missing here, or ""."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -116,40 +108,27 @@ def problem() -> str:
 
 
 def _loopback_down() -> bool:
-    """Whether Linux has one that is down, as in a network namespace that nobody has set up."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            answer = fcntl.ioctl(sock.fileno(), _SIOCGIFFLAGS, struct.pack("256s", b"lo"))
-    except OSError:
-        return False
-    return not struct.unpack_from("16xh", answer)[0] & _IFF_UP
+    """Return whether Linux has a loopback interface that is down, as in a new network namespace."""
+    import psutil
+
+    loopback = psutil.net_if_stats().get("lo")
+    return loopback is not None and not loopback.isup
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Name, address and prefix length of each interface that is up, IPv4 first; without link-local ones."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                address = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24]
-                mask = fcntl.ioctl(sock.fileno(), _SIOCGIFNETMASK, request)[20:24]
-            except OSError:  # no address, or not Linux
-                continue
-            if address[0] != 127:
-                bits = int.from_bytes(mask, "big").bit_count()
-                found.append((name, socket.inet_ntoa(address), bits))
-    return found + _networks6()
-
-
-def _networks6() -> list[tuple[str, str, int]]:
+    """Return name, address and prefix length of each interface that is up, IPv4 first; none link-local."""
     try:
-        with open("/proc/net/if_inet6", encoding="ascii") as file:
-            lines = [line.split() for line in file]
-    except OSError:  # no IPv6, or not Linux
+        import psutil
+    except ImportError:  # an agent without ``site``, whose launcher knows them
         return []
-    return [
-        (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)), int(bits, 16))
-        for address, _, bits, scope, _, name in lines
-        if scope == "00"  # global; fd00::/8 too
-    ]
+
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if name in up and one.netmask and one.family in (socket.AF_INET, socket.AF_INET6):
+                address = ipaddress.ip_address(one.address.partition("%")[0])
+                bits = int(ipaddress.ip_address(one.netmask)).bit_count()
+                if not address.is_loopback and not (address.version == 6 and address.is_link_local):
+                    found.append((name, str(address), bits))
+    return sorted(found, key=lambda network: ":" in network[1])
