@@ -72,7 +72,7 @@ def test_what_local_mode_cannot_do(estimator, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     for change, inputs, said in (
         ({"instance_count": 2}, None, "one host"),
-        ({}, {"train": "s3://bucket/data"}, "folders of this machine"),
+        ({}, {"train": "s3://bucket/data"}, "directories of this machine"),
         ({}, {"train": Input(f"file://{tmp_path}/nothing")}, "does not exist"),
     ):
         with pytest.raises(ArgumentError, match=said):

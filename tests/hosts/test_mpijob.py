@@ -17,7 +17,8 @@ from jobs import TRAINING
 from pods import DOMAIN, Pods
 
 from ringdance.launch.mpi import find_mpi
-from ringdance.submit.kubernetes.manifest import SSH_FOLDER, JobRequest, manifest
+from ringdance.submit.kubernetes.job import JobRequest
+from ringdance.submit.kubernetes.manifest import SSH_DIRECTORY, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +110,7 @@ def test_our_own_manifest(pods: Pods, script: str) -> None:
         jobs = first["spec"]["template"]["spec"]["replicatedJobs"]
         worker = jobs[0]["template"]["spec"]["template"]["spec"]
         command = last["spec"]["trainer"]["command"]
-    pods.use_our_image(ROOT, SSH_FOLDER)
+    pods.use_our_image(ROOT, SSH_DIRECTORY)
     if launch(pods, *pods.as_container(sys.executable, "-c", "import ringdance")).returncode:
         pytest.skip("this Python, or this clone, cannot be read by other users than root")
     daemons = []

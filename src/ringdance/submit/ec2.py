@@ -1,16 +1,15 @@
-"""``ringdance ec2 hostfile``: running instances with a tag as a host file, with slots by instance type."""
+"""``ringdance ec2 hostfile``: write a host file of running instances, with slots by instance type."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ringdance import subcommands
 from ringdance.errors import LaunchError
-from ringdance.launch.parser import Parser
-from ringdance.launch.spec import as_program
+from ringdance.submit.options import pairs
 
-_DESCRIPTION = "Running EC2 instances with a tag, as a host file of their private addresses."
 _EXAMPLES = """\
 examples:
   ringdance ec2 hostfile --tag job=resnet > hosts
@@ -19,45 +18,33 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """``ringdance ec2``: `argv` without the program and ``ec2``; returns the exit code."""
-    return as_program("ringdance ec2", lambda: _main(_parser().parse_args(list(argv))))
+    """Run ``ringdance ec2`` with the words after it; returns the exit code."""
+    hostfile = subcommands.Subcommand(
+        _hostfile, "write a host file of running instances with a tag", _add_arguments, _EXAMPLES
+    )
+    return subcommands.run("ringdance ec2", "Hosts on Amazon EC2.", {"hostfile": hostfile}, argv)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="ringdance ec2", description="Hosts on Amazon EC2.")
-    commands = parser.add_subparsers(required=True, metavar="command", title="commands")
-    add = commands.add_parser(
-        "hostfile",
-        help="write a host file",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).add_argument
-    add("--tag", action="append", required=True, metavar="KEY=VALUE", help="all that are given must match")
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tag", action="append", required=True, metavar="KEY=VALUE", help="with several, all must match")
     add("--region", help="default: that of boto3's configuration")
     add("--slots", choices=("gpus", "cores", "vcpus"), help="default: GPUs, where a type has none its cores")
-    return parser
 
 
-def _main(arguments: argparse.Namespace) -> int:
-    tags = []
-    for text in arguments.tag:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise LaunchError(f"--tag {text}: write KEY=VALUE")
-        tags.append((key, value))
-    for address, slots, kind in hosts(tags, arguments.region, arguments.slots):
+def _hostfile(arguments: argparse.Namespace) -> int:
+    for address, slots, kind in hosts(pairs("--tag", arguments.tag), arguments.region, arguments.slots):
         print(f"{address} slots={slots}  # {kind}")
     return 0
 
 
 def hosts(
-    tags: Iterable[tuple[str, str]], region: str | None = None, count: str | None = None
+    tags: Mapping[str, str], region: str | None = None, count: str | None = None
 ) -> list[tuple[str, int, str]]:
-    """Running instances that have all the tags: private address, slots, instance type; in order of launch.
+    """List running instances: private address, slots, instance type; in the order of their launch.
 
     Args:
-        tags: keys and values.
+        tags: keys and values that an instance must have.
         region: default: that of boto3's configuration.
         count: what a slot is: "gpus", "cores" or "vcpus"; None: GPUs where the type has some, else cores.
 
@@ -69,15 +56,14 @@ def hosts(
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
         raise LaunchError("EC2 needs boto3: pip install 'ringdance[sagemaker]'") from None
-    tags = list(tags)
-    filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in tags]
+    filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in tags.items()]
     filters.append({"Name": "instance-state-name", "Values": ["running"]})
     try:
         client = boto3.client("ec2", region_name=region)
         pages = client.get_paginator("describe_instances").paginate(Filters=filters)
         found = [item for page in pages for group in page["Reservations"] for item in group["Instances"]]
         if not found:
-            wanted = ", ".join(f"{key}={value}" for key, value in tags)
+            wanted = ", ".join(f"{key}={value}" for key, value in tags.items())
             raise LaunchError(f"no running instance in {client.meta.region_name} has the tag {wanted}")
         kinds = sorted({item["InstanceType"] for item in found})
         pages = client.get_paginator("describe_instance_types").paginate(InstanceTypes=kinds)
@@ -92,10 +78,8 @@ def hosts(
 
 def _slots(kind: dict[str, Any], count: str | None) -> int:
     gpus = sum(int(gpu["Count"]) for gpu in kind.get("GpuInfo", {}).get("Gpus", []))
-    processors = kind["VCpuInfo"]
-    cores = int(processors.get("DefaultCores") or processors["DefaultVCpus"])
     if count == "gpus" and not gpus:
-        raise LaunchError(f"instance type {kind['InstanceType']} has no GPU; take --slots cores")
-    return {None: gpus or cores, "gpus": gpus, "cores": cores, "vcpus": int(processors["DefaultVCpus"])}[
-        count
-    ]
+        raise LaunchError(f"instance type {kind['InstanceType']} has no GPU; use --slots cores")
+    vcpus = int(kind["VCpuInfo"]["DefaultVCpus"])
+    cores = int(kind["VCpuInfo"].get("DefaultCores") or vcpus)
+    return {None: gpus or cores, "gpus": gpus, "cores": cores, "vcpus": vcpus}[count]

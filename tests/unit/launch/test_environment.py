@@ -7,7 +7,7 @@ import pytest
 from ringdance.errors import LaunchError
 from ringdance.launch.environment import forwarded, forwarding, is_secret, shown_text
 from ringdance.launch.mpi.mpirun import parse
-from ringdance.submit.kubernetes.manifest import JobRequest
+from ringdance.submit.kubernetes.job import JobRequest
 from ringdance.submit.sagemaker.request import mpi_options
 
 OWN = {

@@ -49,8 +49,8 @@ def test_private_addresses_and_slots_by_type(ec2: Any, capsys: Any) -> None:
     found = {line[1]: int(line[2]) for line in lines if line}
     assert len(found) == len(lines)
     assert found == {item["PrivateIpAddress"]: 8 for item in first} | {second["PrivateIpAddress"]: 8}
-    assert {slots for _, slots, _ in hosts([("job", "resnet"), ("stage", "a")], count="vcpus")} == {96}
-    assert [slots for _, slots, _ in hosts([("job", "other")], count="vcpus")] == [16]
+    assert {slots for _, slots, _ in hosts({"job": "resnet", "stage": "a"}, count="vcpus")} == {96}
+    assert [slots for _, slots, _ in hosts({"job": "other"}, count="vcpus")] == [16]
 
 
 def test_what_is_not_there(ec2: Any, capsys: Any) -> None:
@@ -59,4 +59,4 @@ def test_what_is_not_there(ec2: Any, capsys: Any) -> None:
     assert cli.main(["ec2", "hostfile", "--tag", "job"]) == 2
     start(ec2, "c5.large", job="small")
     with pytest.raises(LaunchError, match="no GPU"):
-        hosts([("job", "small")], count="gpus")
+        hosts({"job": "small"}, count="gpus")

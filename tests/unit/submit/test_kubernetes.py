@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.submit.kubernetes.manifest import JobRequest, manifest, parse_volume
+from ringdance.submit.kubernetes.job import JobRequest, parse_volume
+from ringdance.submit.kubernetes.manifest import manifest
 
 pytest.importorskip("jsonschema")
 from kubernetes_schemas import problems

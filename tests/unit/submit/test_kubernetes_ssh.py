@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.submit.kubernetes.manifest import SSH_FOLDER, SSH_PORT, sshd
+from ringdance.submit.kubernetes.manifest import SSH_DIRECTORY, SSH_PORT, sshd
 
 ROOT = Path(__file__).resolve().parents[3]
 AS_POD = (
@@ -49,7 +49,7 @@ def can_mount() -> bool:
 
 def in_a_pod(folder: Path, mode: str, script: str) -> subprocess.CompletedProcess[str]:
     """Run `script` after a pod's files have been put in place; `$SSHD` starts the worker's daemon."""
-    setup = SETUP.replace("{folder}", SSH_FOLDER).replace("{root}", str(ROOT)).replace("{mode}", mode)
+    setup = SETUP.replace("{folder}", SSH_DIRECTORY).replace("{root}", str(ROOT)).replace("{mode}", mode)
     start = f"{AS_POD} {shlex.join(sshd())} 2>sshd.log &\n"
     # ssh's own options: the daemon may need a moment, and the test must not wait for ever.
     ready = (
@@ -74,7 +74,7 @@ def test_the_launcher_reaches_a_worker(tmp_path: Path, mode: str) -> None:
 def test_a_host_that_is_none_of_the_job_is_refused(tmp_path: Path) -> None:
     if not can_mount():
         pytest.skip("needs root, unshare, setpriv, ssh and sshd")
-    other = f"ssh-keygen -q -t ecdsa -N '' -f other; mv other.pub {SSH_FOLDER}/id_rsa.pub; "
+    other = f"ssh-keygen -q -t ecdsa -N '' -f other; mv other.pub {SSH_DIRECTORY}/id_rsa.pub; "
     done = in_a_pod(tmp_path, "0644", other + f"{AS_POD} ssh localhost echo reached")
     assert done.returncode == 255
     assert "reached" not in done.stdout
@@ -83,7 +83,7 @@ def test_a_host_that_is_none_of_the_job_is_refused(tmp_path: Path) -> None:
 
 def test_the_image_knows_the_same_port_and_folder() -> None:
     assert f"Port {SSH_PORT}\n" in (ROOT / "docker" / "ssh_config").read_text()
-    assert f" {SSH_FOLDER}\n" in (ROOT / "docker" / "Dockerfile").read_text()
+    assert f" {SSH_DIRECTORY}\n" in (ROOT / "docker" / "Dockerfile").read_text()
 
 
 def test_what_the_dockerfile_copies_exists() -> None:

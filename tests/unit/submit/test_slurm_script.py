@@ -14,9 +14,10 @@ from ringdance.errors import LaunchError
 from ringdance.submit.slurm import BatchJob
 
 JOB = BatchJob(
-    ["python", "train.py", "--note", "it's $HOME; true"], nodes=4, ranks=8, cpus=6, gpus=8, time="1-12:00:00",
-    partition="gpu", account="vision", memory="200G", setup=["export COLOUR=red"], env=["COLOUR"],
-    more=["--exclusive", "--comment=two words"],
+    command=["python", "train.py", "--note", "it's $HOME; true"], nodes=4, cpus_per_rank=6, gpus=8,
+    time="1-12:00:00", partition="gpu", account="vision", memory="200G",
+    setup=["export COLOUR=red"], env=["COLOUR"],
+    sbatch=["--exclusive", "--comment=two words"],
 )  # fmt: skip
 
 
@@ -51,8 +52,8 @@ def test_ranks_are_the_gpus_unless_told(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"command": []}, {"nodes": 0}, {"ranks": 0}, {"cpus": 0}, {"gpus": -1}, {"time": "soon"},
-     {"name": "a\n#SBATCH --nodes=99"}, {"env": ["A=1"]}],
+    [{"command": []}, {"nodes": 0}, {"ranks_per_node": 0}, {"cpus_per_rank": 0}, {"gpus": -1},
+     {"time": "soon"}, {"name": "a\n#SBATCH --nodes=99"}, {"env": ["A=1"]}],
 )  # fmt: skip
 def test_mistakes(change: dict[str, Any]) -> None:
     with pytest.raises(LaunchError):

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.submit.kubernetes.manifest import GPU, SSH_FOLDER, Document
+from ringdance.submit.kubernetes.job import Document
+from ringdance.submit.kubernetes.manifest import GPU, SSH_DIRECTORY
 
 OLD = ("v1alpha1", "v1alpha2", "v1")
 _IMPLEMENTATIONS = {"open_mpi": "OpenMPI", "intel_mpi": "Intel", "mpich": "MPICH"}
@@ -237,7 +238,7 @@ def _ssh_folder(spec: Document, note: Note) -> str:
     if not users:
         return "/root/.ssh"
     note(
-        f"the pods run as user {', '.join(map(str, sorted(users)))}: sshAuthMountPath {SSH_FOLDER} must be "
-        "`.ssh` in that user's home, and sshd must listen above port 1024"
+        f"the pods run as user {', '.join(map(str, sorted(users)))}: sshAuthMountPath {SSH_DIRECTORY} must "
+        "be `.ssh` in that user's home, and sshd must listen above port 1024"
     )
-    return SSH_FOLDER
+    return SSH_DIRECTORY

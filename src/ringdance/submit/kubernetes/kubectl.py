@@ -1,4 +1,4 @@
-"""Submit, follow and delete jobs on Kubernetes, by the user's own kubectl: its context and rights hold."""
+"""Submit, follow and delete jobs with the user's own kubectl: its context and rights apply."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.submit.kubernetes.manifest import Document
+from ringdance.submit.kubernetes.job import Document
 
-_KINDS = {"mpijob": "mpijobs.kubeflow.org", "trainjob": "trainjobs.trainer.kubeflow.org"}
+_MPIJOB, _TRAINJOB = "mpijobs.kubeflow.org", "trainjobs.trainer.kubeflow.org"
 _OPERATORS = {
     "MPIJob": "the MPI operator",
     "TrainJob": "Kubeflow Trainer",
     "TrainingRuntime": "Kubeflow Trainer",
 }
-_HOPELESS = (
+_FATAL = (
     "ErrImagePull",
     "ImagePullBackOff",
     "InvalidImageName",
@@ -44,7 +44,7 @@ class Kubectl:
     program: str = field(default_factory=lambda: shutil.which("kubectl") or "")
 
     def line(self, *words: str) -> list[str]:
-        """The whole command line.
+        """Return the command line of kubectl with `words`.
 
         Raises:
             LaunchError: there is no kubectl.
@@ -58,38 +58,46 @@ class Kubectl:
         options += [f"--context={self.context}"] if self.context else []
         return [self.program, *options, *words]
 
-    def run(self, *words: str, stdin: str = "", limit: float = 60.0) -> str:
-        """What kubectl prints.
+    def run(self, *words: str, stdin: str = "", timeout: float = 60.0) -> str:
+        """Run kubectl and return its output.
 
         Raises:
-            LaunchError: it failed, with what it said, or did not end within `limit` seconds.
+            LaunchError: it failed, with its stderr, or did not end within `timeout` seconds.
         """
         try:
             done = subprocess.run(
-                self.line(*words), input=stdin, capture_output=True, text=True, timeout=limit, check=False
+                self.line(*words), input=stdin, capture_output=True, text=True, timeout=timeout, check=False
             )
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"kubectl {words[0]}: no answer from the cluster within {limit:g} s") from None
+            raise LaunchError(
+                f"kubectl {words[0]}: no answer from the cluster within {timeout:g} s"
+            ) from None
         if done.returncode:
             raise LaunchError(f"kubectl {words[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
         return done.stdout
 
-    def kind_of(self, name: str) -> str:
-        """The resource type of the job `name`.
+    def pods(self, resource: str, name: str, workers: bool) -> list[Document]:
+        """Get the pods of a job's launcher, or of its workers."""
+        labels = _selector(resource, name, workers)
+        found: list[Document] = json.loads(self.run("get", "pods", labels, "-o", "json"))["items"]
+        return found
+
+    def resource_of(self, name: str) -> str:
+        """Return the resource type of the job `name`.
 
         Raises:
-            LaunchError: no such job, or the cluster cannot be asked.
+            LaunchError: no such job, or kubectl failed.
         """
-        problems = []
-        for resource in _KINDS.values():
+        unknown = 0
+        for resource in (_MPIJOB, _TRAINJOB):
             try:
                 if self.run("get", resource, name, "--ignore-not-found", "-o", "name").strip():
                     return resource
             except LaunchError as error:
-                if "resource type" not in str(error):  # that operator is not installed: no fault
+                if "resource type" not in str(error):
                     raise
-                problems.append(resource)
-        if len(problems) == len(_KINDS):
+                unknown += 1  # that operator is not installed
+        if unknown == 2:
             raise LaunchError(
                 "this cluster knows neither MPIJobs nor TrainJobs: an administrator must install the MPI "
                 "operator (kubeflow/mpi-operator) or Kubeflow Trainer (kubeflow/trainer)"
@@ -100,18 +108,27 @@ class Kubectl:
         )
 
 
+def _selector(resource: str, name: str, workers: bool) -> str:
+    """Select a job's launcher, or its workers, by label."""
+    if resource == _MPIJOB:
+        role = "worker" if workers else "launcher"
+        return f"--selector=training.kubeflow.org/job-name={name},training.kubeflow.org/job-role={role}"
+    role = "node" if workers else "launcher"
+    return f"--selector=jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/replicatedjob-name={role}"
+
+
 def submit(documents: Sequence[Document], kubectl: Kubectl) -> str:
-    """Create the documents; what kubectl says.
+    """Create the documents and return kubectl's output.
 
     Raises:
         LaunchError: the cluster refuses them: with the next step where it is known.
     """
-    said = ""
+    output = ""
     for document in documents:
         name, kind = document["metadata"]["name"], document["kind"]
         try:
-            # Read by JSON: kubectl takes it as well, and no YAML package is needed here.
-            said += kubectl.run("create", "-f", "-", stdin=json.dumps(document))
+            # As JSON, which kubectl takes too: no YAML package is needed.
+            output += kubectl.run("create", "-f", "-", stdin=json.dumps(document))
         except LaunchError as error:
             text = str(error)
             if "AlreadyExists" in text or "already exists" in text:
@@ -120,103 +137,83 @@ def submit(documents: Sequence[Document], kubectl: Kubectl) -> str:
                 operator = _OPERATORS.get(kind, "its operator")
                 text += f"\nThe cluster does not know {kind}: an administrator must install {operator}"
             raise LaunchError(text) from None
-    return said
+    return output
 
 
 def delete(name: str, kubectl: Kubectl) -> str:
-    """Delete a job with its pods; what kubectl says.
+    """Delete a job with its pods and return kubectl's output.
 
     Raises:
         LaunchError: no such job, or the cluster refuses.
     """
-    resource = kubectl.kind_of(name)
-    said = kubectl.run("delete", resource, name, limit=120.0)
-    if resource == _KINDS["trainjob"]:
+    resource = kubectl.resource_of(name)
+    output = kubectl.run("delete", resource, name, timeout=120.0)
+    if resource == _TRAINJOB:
         runtime = "trainingruntimes.trainer.kubeflow.org"
-        said += kubectl.run("delete", runtime, name, "--ignore-not-found")
-    return said
-
-
-def selector(resource: str, name: str, workers: bool = False) -> str:
-    """Labels of a job's launcher, or of its workers."""
-    if resource == _KINDS["mpijob"]:
-        role = "worker" if workers else "launcher"
-        return f"training.kubeflow.org/job-name={name},training.kubeflow.org/job-role={role}"
-    role = "node" if workers else "launcher"
-    return f"jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/replicatedjob-name={role}"
+        output += kubectl.run("delete", runtime, name, "--ignore-not-found")
+    return output
 
 
 def logs(
-    name: str, kubectl: Kubectl, follow: bool = False, workers: bool = False, wait: float = 600.0
+    name: str, kubectl: Kubectl, follow: bool = False, workers: bool = False, timeout: float = 600.0
 ) -> int:
-    """Show a job's output; kubectl's exit code, or with `follow` that of the job.
+    """Show a job's output; return kubectl's exit code, or with `follow` that of the job.
 
-    With `follow`, first wait up to `wait` seconds until the launcher runs, and tell what it waits for.
+    With `follow`, first wait up to `timeout` seconds until the launcher runs, and show what it waits for.
 
     Raises:
         LaunchError: no such job, or it cannot start: with Kubernetes' own reason.
     """
-    resource = kubectl.kind_of(name)
+    resource = kubectl.resource_of(name)
     if follow:
-        _wait(resource, name, kubectl, wait)
-    labels = selector(resource, name, workers)
-    words = ["logs", f"--selector={labels}", "--tail=-1", "--max-log-requests=1000"]
-    words += ["--prefix"] if workers else []
-    words += ["--follow"] if follow else []
+        _wait_for_start(resource, name, kubectl, timeout)
+    words = ["logs", _selector(resource, name, workers), "--tail=-1", "--max-log-requests=1000"]
+    words += ["--prefix"] * workers + ["--follow"] * follow
     sys.stdout.flush()
     code = subprocess.run(kubectl.line(*words), check=False).returncode
-    return code or (_exit_code(selector(resource, name), kubectl) if follow and not workers else 0)
+    return code or (_exit_code(resource, name, kubectl) if follow and not workers else 0)
 
 
-def _exit_code(labels: str, kubectl: Kubectl) -> int:
-    """How the launcher that began last has ended; its log may end a moment before the pod is told to have."""
+def _exit_code(resource: str, name: str, kubectl: Kubectl) -> int:
+    """Return the exit code of the newest launcher; its log may end a moment before its status changes."""
     for _ in range(10):
-        pods = json.loads(kubectl.run("get", "pods", f"--selector={labels}", "-o", "json"))["items"]
-        last = max(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
-        if last is None:
-            raise LaunchError("the launcher's pod has been deleted: how the job ended is not known")
+        pods = kubectl.pods(resource, name, workers=False)
+        if not pods:
+            raise LaunchError("the launcher's pod was deleted: its exit code is unknown")
+        last = max(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
         for container in last["status"].get("containerStatuses", ())[:1]:
-            ended = (container.get("state") or {}).get("terminated")
-            if ended:
+            if ended := (container.get("state") or {}).get("terminated"):
                 return int(ended["exitCode"])
         time.sleep(1.0)
     raise LaunchError("the output has ended, but the launcher's pod has not: see `ringdance k8s logs`")
 
 
-def _wait(resource: str, name: str, kubectl: Kubectl, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    told = ""
+def _wait_for_start(resource: str, name: str, kubectl: Kubectl, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    shown = ""
     while True:
-        pods: list[Document] = []
-        for workers in (False, True):
-            labels = selector(resource, name, workers)
-            found = json.loads(kubectl.run("get", "pods", f"--selector={labels}", "-o", "json"))["items"]
-            if not workers and any(_phase(pod) not in ("Pending", "Unknown", "") for pod in found):
-                return
-            pods += found
+        pods = kubectl.pods(resource, name, workers=False)
+        if any((pod.get("status") or {}).get("phase", "") not in ("Pending", "Unknown", "") for pod in pods):
+            return
+        pods += kubectl.pods(resource, name, workers=True)
         reasons = sorted(set(filter(None, map(waits_for, pods))))
-        now = "; ".join(reasons) or "its pods are being made"
-        if now != told:
+        now = "; ".join(reasons) or "its pods are being created"
+        if now != shown:
             print(f"ringdance: {name} has not started: {now}", file=sys.stderr, flush=True)
-            told = now
-        if any(reason in text for reason in _HOPELESS for text in reasons):
-            raise LaunchError(f"{name} cannot start: {now}. Mend it, and `ringdance k8s delete {name}`")
-        if time.monotonic() > end:
-            raise LaunchError(f"{name} has not started within {seconds:g} s (--wait): {now}")
+            shown = now
+        if any(reason in now for reason in _FATAL):
+            raise LaunchError(f"{name} cannot start: {now}. Fix it, and `ringdance k8s delete {name}`")
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{name} has not started within {timeout:g} s (--wait): {now}")
         time.sleep(2.0)
 
 
-def _phase(pod: Document) -> str:
-    return str((pod.get("status") or {}).get("phase", ""))
-
-
 def waits_for(pod: Document) -> str:
-    """Why a pod does not run, "" if it does."""
+    """Return why a pod does not run, "" if it does."""
     name = pod["metadata"]["name"]
     status: dict[str, Any] = pod.get("status") or {}
     for container in [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]:
-        waiting = (container.get("state") or {}).get("waiting")
-        if waiting:
+        if waiting := (container.get("state") or {}).get("waiting"):
             text = f"{name}: {waiting.get('reason', 'waiting')}"
             return f"{text}, {waiting['message']}" if waiting.get("message") else text
     for condition in status.get("conditions", ()):

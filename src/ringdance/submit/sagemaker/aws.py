@@ -1,4 +1,4 @@
-"""What is done with AWS, by clients of boto3: code is uploaded, a job is followed."""
+"""Calls to AWS by clients of boto3: upload code, follow a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENDED = ("Completed", "Failed", "Stopped")
 
 
 def pack(files: str) -> bytes:
-    """A folder's content, or a single file, as a tar.gz with names in order and no owners."""
+    """Pack a directory's contents, or a single file, as a tar.gz with sorted names and no owners."""
     buffer = io.BytesIO()
 
     def plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -25,12 +25,10 @@ def pack(files: str) -> bytes:
         skipped = ("__pycache__", ".git", ".ipynb_checkpoints")
         return None if os.path.basename(item.name) in skipped else item
 
+    base, names = (files, sorted(os.listdir(files))) if os.path.isdir(files) else os.path.split(files)
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        if os.path.isdir(files):
-            for name in sorted(os.listdir(files)):
-                archive.add(os.path.join(files, name), arcname=name, filter=plain)
-        else:
-            archive.add(files, arcname=os.path.basename(files), filter=plain)
+        for name in [names] if isinstance(names, str) else names:
+            archive.add(os.path.join(base, name), arcname=name, filter=plain)
     return buffer.getvalue()
 
 
@@ -48,15 +46,15 @@ def call(function: Any, **arguments: Any) -> Any:
         raise LaunchError(f"AWS: {error}") from None
 
 
-def arn(session: Any, role: str) -> str:
-    """The ARN of a role that is given by its name or its ARN."""
+def role_arn(session: Any, role: str) -> str:
+    """Return the ARN of a role given by its name or its ARN."""
     if account_of(role):
         return role
     return str(call(session.client("iam").get_role, RoleName=role)["Role"]["Arn"])
 
 
 def make_bucket(client: Any, bucket: str, region: str) -> None:
-    """The account's default bucket, made on its first use."""
+    """Create the account's default bucket if it does not exist."""
     from botocore.exceptions import ClientError
 
     try:
@@ -64,37 +62,35 @@ def make_bucket(client: Any, bucket: str, region: str) -> None:
     except ClientError as error:
         if error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
             raise LaunchError(f"AWS: bucket {bucket}: {error}; give code_location and output_path") from None
-        place = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
-        call(client.create_bucket, Bucket=bucket, **place)
+        where = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        call(client.create_bucket, Bucket=bucket, **where)
 
 
 def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
-    """Stay until the job has ended; show what its hosts print if `logs` (a client) is given.
+    """Wait for the job's end; show its hosts' output if `logs` (a client) is given.
 
     Raises:
         LaunchError: the job failed or was stopped.
     """
     seen: dict[str, str | None] = {}
-    status = ""
-    while True:
+    shown = status = ""
+    while status not in _ENDED:
+        time.sleep(pause if shown else 0.0)
         found = call(client.describe_training_job, TrainingJobName=name)
-        ended = found["TrainingJobStatus"] in _ENDED
-        now = f"{found['TrainingJobStatus']}: {found.get('SecondaryStatus', '')}"
-        if now != status:
+        status = found["TrainingJobStatus"]
+        now = f"{status}: {found.get('SecondaryStatus', '')}"
+        if now != shown:
             print(f"ringdance: {name}: {now}", flush=True)
-            status = now
+            shown = now
         if logs is not None:
             _show(logs, name, seen)
-        if ended:
-            break
-        time.sleep(pause)
-    if found["TrainingJobStatus"] != "Completed":
+    if status != "Completed":
         reason = found.get("FailureReason") or "no reason given"
-        raise LaunchError(f"training job {name}: {found['TrainingJobStatus']}: {reason}")
+        raise LaunchError(f"training job {name}: {status}: {reason}")
 
 
 def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
-    """Print what is new; `seen` keeps where each host's stream has been read to."""
+    """Print new events; `seen` keeps each host's position in its stream."""
     from botocore.exceptions import ClientError
 
     try:

@@ -1,4 +1,4 @@
-"""What runs inside local mode's stand-in for a container: the toolkit, and with arguments its ``mpirun``."""
+"""Run SageMaker's toolkit in local mode's stand-in for a container, or with arguments its ``mpirun``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ def train() -> None:
     """Run SageMaker's toolkit as its command ``train`` does; does not return."""
     from sagemaker_training import mpi, trainer
 
-    # One host: nobody comes by ssh, and no other host waits to be told of the end.
+    # There is one host: no ssh server is needed, and no other host waits for the end.
     mpi._start_sshd_daemon = lambda: None
     mpi.time = types.SimpleNamespace(sleep=lambda seconds: None)
     trainer.train()
 
 
 def mpirun(words: Sequence[str]) -> int:
-    """The toolkit's mpirun, by this package's launcher; the exit code."""
+    """Run the toolkit's mpirun with this package's launcher; returns the exit code."""
     from ringdance.launch.mpi import mpirun_cli
 
-    # What it loads first into each rank tells a host's name from files of /opt/ml, which are not there.
+    # The library that it preloads into each rank reads the host's name from files of /opt/ml, missing here.
     at = next((n for n, word in enumerate(words) if word.startswith("LD_PRELOAD=")), 0)
     return mpirun_cli.main([*words[: at - 1], *words[at + 1 :]] if at else words)
 

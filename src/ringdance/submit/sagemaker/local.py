@@ -1,7 +1,7 @@
-"""A SageMaker job on this machine: a container's folders and files are laid out, then its own toolkit runs.
+"""Run a SageMaker job on this machine: lay out a container's directories, then run its own toolkit.
 
 The toolkit is the package sagemaker-training, which the images of SageMaker start as ``train``. It reads the
-folder's files, calls ``mpirun``, and writes success or failure. Two things are other than in a container:
+files of ``/opt/ml``, calls ``mpirun``, and writes success or failure. Two things differ from a container:
 it starts no ssh server (there is one host), and ``mpirun`` is the launcher of this package.
 """
 
@@ -16,80 +16,85 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ringdance.errors import ArgumentError, LaunchError
-from ringdance.submit.sagemaker.request import Input, Inputs, Job, as_channels
+from ringdance.submit.sagemaker.request import Input, Inputs, as_channels, hyperparameters
+
+if TYPE_CHECKING:
+    from ringdance.submit.sagemaker.estimator import Estimator
 
 _HOST = "localhost"  # the toolkit waits until the name resolves
 
 
-def run(job: Job, files: str, name: str, inputs: Inputs, distributed: bool) -> Path:
-    """Run the job `name` to its end; the folder that stands for ``/opt/ml``.
+def _container() -> list[str]:
+    return [sys.executable, "-m", "ringdance.submit.sagemaker.container"]
+
+
+def run(estimator: Estimator, name: str, inputs: Inputs, region: str) -> None:
+    """Run the job `name` to its end.
 
     Args:
-        job: what to run; its `instance_type` is "local".
-        files: the script, or the folder that holds it.
+        estimator: what to run; its `instance_type` is "local".
         name: of the job.
-        inputs: channels; ``file://`` and a folder, or a plain path.
-        distributed: whether the job asked for MPI.
+        inputs: channels; ``file://`` and a directory, or a plain path.
+        region: for the script's variables.
 
     Raises:
-        ArgumentError: a channel is not here, or the job wants several hosts.
+        ArgumentError: a channel does not exist, or the job wants several hosts.
         LaunchError: the toolkit is not installed, or the job failed: with what it reported.
     """
-    if job.instance_count != 1:
+    if estimator.instance_count != 1:
         raise ArgumentError(
-            f"instance_count {job.instance_count}: local mode has one host; give processes_per_host instead"
+            f"instance_count {estimator.instance_count}: local mode has one host; give processes_per_host "
+            "instead"
         )
     if importlib.util.find_spec("sagemaker_training") is None:
         raise LaunchError(
             "local mode runs SageMaker's own toolkit: pip install sagemaker-training (it needs a C compiler)"
         )
-    folder = Path(tempfile.mkdtemp(prefix="ringdance-sagemaker-"))
-    _lay_out(folder, job, files, name, inputs, distributed)
-    print(f"ringdance: {name} runs here; {folder} stands for /opt/ml", flush=True)
+    root = Path(tempfile.mkdtemp(prefix="ringdance-sagemaker-"))
+    _lay_out(root, estimator, name, inputs, region)
+    print(f"ringdance: {name} runs on this machine, with {root} as /opt/ml", flush=True)
     environ = {
         **os.environ,
-        **job.environment,
-        "SAGEMAKER_BASE_DIR": str(folder),
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        # A value for the container's path is of no use where the folder is another one.
-        **{
-            k: v.replace("/opt/ml", str(folder))
-            for k, v in job.environment.items()
-            if v.startswith("/opt/ml")
-        },
+        **{k: _moved(v, root) for k, v in (estimator.environment or {}).items()},
+        "SAGEMAKER_BASE_DIR": str(root),
+        "PATH": f"{root / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
-    words = [sys.executable, "-m", "ringdance.submit.sagemaker.container"]
-    code = subprocess.run(words, env=environ, check=False).returncode
-    failure = folder / "output" / "failure"
+    code = subprocess.run(_container(), env=environ, check=False).returncode
+    failure = root / "output" / "failure"
     if code or failure.exists():
         reason = failure.read_text(errors="replace").strip() if failure.exists() else f"exit code {code}"
-        raise LaunchError(f"training job {name} failed: {reason}\n(see {folder})")
-    _hand_over(folder, job.output_path)
-    return folder
+        raise LaunchError(f"training job {name} failed: {reason}\n(see {root})")
+    if estimator.output_path and not estimator.output_path.startswith("s3://"):
+        target = Path(estimator.output_path.removeprefix("file://"))
+        for part, title in (("model", "model"), ("output/data", "output")):
+            shutil.copytree(root / part, target / title, dirs_exist_ok=True)
 
 
-def _lay_out(folder: Path, job: Job, files: str, name: str, inputs: Inputs, distributed: bool) -> None:
+def _moved(value: str, root: Path) -> str:
+    """Replace the container's ``/opt/ml`` at the beginning of a variable's value."""
+    return value.replace("/opt/ml", str(root)) if value.startswith("/opt/ml") else value
+
+
+def _lay_out(root: Path, estimator: Estimator, name: str, inputs: Inputs, region: str) -> None:
     for part in ("input/config", "input/data", "model", "output/data", "checkpoints", "bin"):
-        (folder / part).mkdir(parents=True)
-    code = folder / "code"
-    if os.path.isdir(files):
-        shutil.copytree(files, code, ignore=shutil.ignore_patterns("__pycache__", ".git"))
+        (root / part).mkdir(parents=True)
+    code = root / "code"
+    if os.path.isdir(estimator.files):
+        shutil.copytree(estimator.files, code, ignore=shutil.ignore_patterns("__pycache__", ".git"))
     else:
         code.mkdir()
-        shutil.copy(files, code)
+        shutil.copy(estimator.files, code)
     channels = as_channels(inputs)
     for channel, given in channels.items():
-        (folder / "input" / "data" / channel).symlink_to(_local(channel, given))
-    parameters = job.all_hyperparameters(name)
-    if not distributed:
-        del parameters["sagemaker_mpi_enabled"]
-    parameters["sagemaker_submit_directory"] = str(code)
-    if job.model_dir:
-        parameters["model_dir"] = job.model_dir.replace("/opt/ml", str(folder))
-    groups = [{"instance_group_name": "homogeneousCluster", "instance_type": "local", "hosts": [_HOST]}]
-    config = {
+        (root / "input" / "data" / channel).symlink_to(_directory(channel, given))
+    parameters = hyperparameters(estimator, name, str(code), region)
+    if estimator.model_dir:
+        parameters["model_dir"] = estimator.model_dir.replace("/opt/ml", str(root))
+    group = {"instance_group_name": "homogeneousCluster", "instance_type": "local", "hosts": [_HOST]}
+    config: dict[str, Any] = {
         "hyperparameters": {k: json.dumps(v) for k, v in parameters.items()},
         "inputdataconfig": {
             channel: {"TrainingInputMode": "File", "S3DistributionType": given.distribution}
@@ -98,38 +103,28 @@ def _lay_out(folder: Path, job: Job, files: str, name: str, inputs: Inputs, dist
         "resourceconfig": {
             "current_host": _HOST, "hosts": [_HOST], "network_interface_name": "lo",
             "current_instance_type": "local", "current_group_name": "homogeneousCluster",
-            "instance_groups": groups,
+            "instance_groups": [group],
         },
     }  # fmt: skip
     for title, content in config.items():
-        (folder / "input" / "config" / f"{title}.json").write_text(json.dumps(content))
-    mpirun = folder / "bin" / "mpirun"
+        (root / "input" / "config" / f"{title}.json").write_text(json.dumps(content))
+    mpirun = root / "bin" / "mpirun"
     mpirun.write_text(mpirun_script())
     mpirun.chmod(0o755)
 
 
 def mpirun_script() -> str:
-    """The program that the toolkit takes for mpirun."""
-    words = [sys.executable, "-m", "ringdance.submit.sagemaker.container"]
-    return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+    """Return the program that the toolkit starts as mpirun."""
+    return f'#!/bin/sh\nexec {shlex.join(_container())} "$@"\n'
 
 
-def _local(channel: str, given: Input) -> Path:
+def _directory(channel: str, given: Input) -> Path:
     if given.s3_data.startswith("s3://"):
         raise ArgumentError(
-            f"channel {channel!r}: local mode reads folders of this machine, not {given.s3_data}; copy it "
-            "(aws s3 cp --recursive) and give file:///FOLDER"
+            f"channel {channel!r}: local mode reads directories of this machine, not {given.s3_data}; copy "
+            "it (aws s3 cp --recursive) and give file:///DIR"
         )
     path = Path(given.s3_data.removeprefix("file://")).absolute()
     if not path.exists():
         raise ArgumentError(f"channel {channel!r}: {path} does not exist")
     return path
-
-
-def _hand_over(folder: Path, output: str | None) -> None:
-    """Copy model and output to where the job wants them, if that is a folder of this machine."""
-    if output is None or output.startswith("s3://"):
-        return
-    target = Path(output.removeprefix("file://"))
-    for part, title in (("model", "model"), ("output/data", "output")):
-        shutil.copytree(folder / part, target / title, dirs_exist_ok=True)

@@ -1,0 +1,61 @@
+"""Commands with subcommands of their own, such as ``ringdance hosts``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ringdance.launch.parser import Parser
+from ringdance.launch.spec import as_program
+
+
+class Subcommand(NamedTuple):
+    """One subcommand.
+
+    Attributes:
+        run: does it; returns the exit code.
+        help: what it does, as one line.
+        add_arguments: adds its arguments to a parser.
+        epilog: the end of its help, such as examples.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    epilog: str = ""
+
+
+def run(
+    prog: str, description: str, subcommands: Mapping[str, Subcommand], argv: Sequence[str], epilog: str = ""
+) -> int:
+    """Parse `argv`, run the subcommand that it names, and return the exit code.
+
+    Args:
+        prog: the command, such as "ringdance hosts".
+        description: what the command is for.
+        subcommands: by name.
+        argv: words after `prog`.
+        epilog: the end of the command's help.
+    """
+
+    def action() -> int:
+        raw = argparse.RawDescriptionHelpFormatter
+        parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=raw)
+        group = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
+        for name, known in subcommands.items():
+            one = group.add_parser(
+                name,
+                help=known.help,
+                description=f"{known.help[0].upper()}{known.help[1:]}.",
+                epilog=known.epilog,
+                formatter_class=raw,
+                allow_abbrev=False,
+            )
+            known.add_arguments(one)
+            one.set_defaults(subcommand=known)
+        arguments = parser.parse_args(list(argv))
+        chosen: Subcommand = arguments.subcommand
+        return chosen.run(arguments)
+
+    return as_program(prog, action)

@@ -1,0 +1,166 @@
+"""What a job on Kubernetes is made of."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringdance.errors import LaunchError
+from ringdance.launch.environment import is_secret
+from ringdance.launch.spec import parse_exports
+from ringdance.submit.options import check_options, option, pairs
+
+Document = dict[str, Any]
+
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?"
+_SIZE: Any = {
+    "metavar": "SIZE", "pattern": _QUANTITY, "form": "not a Kubernetes quantity, such as 4, 500m or 16Gi",
+}  # fmt: skip
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume that all pods of the job mount.
+
+    Attributes:
+        source: as in a pod's ``volumes``, without the name.
+        path: where it is mounted.
+        read_only: whether the pods may only read.
+    """
+
+    source: Mapping[str, Any]
+    path: str
+    read_only: bool = False
+
+
+def parse_volume(text: str) -> Volume:
+    """Parse a volume of the command line: ``KIND:WHAT:PATH``, with ``:ro`` at the end if read-only.
+
+    ``pvc:CLAIM:/data``, ``nfs:SERVER:/EXPORT:/data``, ``host:/DIR:/data``, ``configmap:NAME:/etc/x``,
+    ``secret:NAME:/etc/x``, ``empty:SIZE:/scratch``.
+
+    Raises:
+        LaunchError: it has another form.
+    """
+    words = text.split(":")
+    read_only = words[-1] == "ro"
+    match words[: len(words) - read_only]:
+        case ["pvc", claim, path] if claim:
+            source: Document = {"persistentVolumeClaim": {"claimName": claim}}
+        case ["nfs", server, export, path] if server and export.startswith("/"):
+            source = {"nfs": {"server": server, "path": export}}
+        case ["host", directory, path] if directory.startswith("/"):
+            source = {"hostPath": {"path": directory}}
+        case ["configmap", name, path] if name:
+            source = {"configMap": {"name": name}}
+        case ["secret", name, path] if name:
+            source = {"secret": {"secretName": name}}
+        case ["empty", size, path] if not size or re.fullmatch(_QUANTITY, size):
+            source = {"emptyDir": {"sizeLimit": size} if size else {}}
+        case _:
+            source, path = {}, ""
+    if not path.startswith("/"):
+        raise LaunchError(
+            f"--volume {text}: write pvc:CLAIM:/PATH, nfs:SERVER:/EXPORT:/PATH, host:/DIR:/PATH, "
+            "configmap:NAME:/PATH, secret:NAME:/PATH or empty:SIZE:/PATH; :ro at the end for reading only"
+        )
+    return Volume(source, path, read_only)
+
+
+def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, text in pairs("--secret-env", texts).items():
+        secret, slash, key = text.partition("/")
+        if not (secret and slash and key):
+            raise LaunchError(f"--secret-env {name}={text}: write {name}=SECRET/KEY")
+        found[name] = secret, key
+    return found
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job, and what its pods need; see Note [Options from fields].
+
+    All pods use one image. ``secret_env`` maps a variable to the Secret and the key with its value.
+    """
+
+    name: str = option("of the job", "train")
+    image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
+    workers: int = option("worker pods", 2, minimum=1)
+    slots: int | None = option("ranks on each worker (default: its GPUs, else 1)", type=int, minimum=1)
+    gpus: int = option("GPUs of each worker", 0, minimum=0)
+    cpus: str = option("cores of each worker", "", **{**_SIZE, "metavar": "N"})
+    memory: str = option("of each worker, such as 32Gi", "", **_SIZE)
+    launcher_memory: str = option("of the launcher, which computes nothing", "1Gi", **_SIZE)
+    shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
+    volumes: Sequence[Volume] = option(
+        "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, configmap:NAME:/x, secret:NAME:/x, "
+        "empty:SIZE:/scratch",
+        list, "--volume", metavar="KIND:WHAT:PATH[:ro]",
+        convert=lambda texts: [parse_volume(text) for text in texts],
+    )  # fmt: skip
+    env: Mapping[str, str] = option(
+        "variable of the ranks", dict, "-x", "--env", metavar="NAME[=VALUE]",
+        convert=lambda texts: parse_exports(texts, os.environ),
+    )  # fmt: skip
+    secret_env: Mapping[str, tuple[str, str]] = option(
+        "variable of the ranks whose value is in a Secret", dict, metavar="NAME=SECRET/KEY", convert=_secrets
+    )
+    namespace: str = option("default: that of kubectl's context", "", "-n", "--namespace")
+    mpi: str = option("of the image", "OpenMPI", choices=("OpenMPI", "MPICH", "Intel"))
+    retries: int = option("restarts of the launcher after a failure", 0, minimum=0)
+    limit: int | None = option("seconds after which the job is ended (default: none)", type=int, metavar="S")
+    keep: int = option("seconds for which the ended job and its log stay", 7 * 86400, minimum=0, metavar="S")
+    node_selector: Mapping[str, str] = option(
+        "of the workers' nodes", dict, metavar="LABEL=VALUE",
+        convert=lambda texts: pairs("--node-selector", texts),
+    )  # fmt: skip
+    pull_secrets: Sequence[str] = option("Secret for the registry", list, "--pull-secret", metavar="NAME")
+    service_account: str = option("of the pods", "", metavar="NAME")
+    command: Sequence[str] = option("after --: what each rank runs", (), "COMMAND", nargs="*")
+
+    @property
+    def slots_per_worker(self) -> int:
+        """Ranks on each worker."""
+        return max(self.gpus, 1) if self.slots is None else self.slots
+
+    @property
+    def launch(self) -> list[str]:
+        """The launcher's command, which reads hosts and slots from what the operator puts into its pod."""
+        # ssh passes no environment on: the launcher does, by name.
+        exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]
+        ranks = self.workers * self.slots_per_worker
+        return ["ringdance", "run", "-np", str(ranks), *exports, "--", *self.command]
+
+    def check(self) -> None:
+        """Find mistakes that the cluster would report late, or never.
+
+        Raises:
+            LaunchError: what is wrong, and what to write instead.
+        """
+        check_options(self)
+        longest = f"{self.name}-worker-{self.workers - 1}"
+        if not _LABEL.fullmatch(self.name) or len(longest) > 63:
+            raise LaunchError(
+                f"--name {self.name}: it must be a DNS label: lower-case letters, digits and '-', beginning "
+                f"with a letter, and the last worker's name {longest!r} at most 63 characters"
+            )
+        if not self.image:
+            raise LaunchError("missing --image IMAGE")
+        if not self.command:
+            raise LaunchError("missing COMMAND, for example: -- python train.py")
+        for name in (*self.env, *self.secret_env):
+            if not _VARIABLE.fullmatch(name):
+                raise LaunchError(f"{name!r} cannot be the name of an environment variable")
+        for name, value in self.env.items():
+            if is_secret(name, value):
+                raise LaunchError(
+                    f"-x {name}: that looks like a secret, and a manifest can be read by many. Put it into a "
+                    f"Secret (kubectl create secret generic NAME --from-literal={name.lower()}=...) and give "
+                    f"--secret-env {name}=NAME/{name.lower()}"
+                )

@@ -1,0 +1,133 @@
+"""Dataclasses whose fields are options of a command line too.
+
+Note [Options from fields]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+What a job is made of is written once: a field declared by :func:`option` holds its help text, its flags and
+what it may be. :func:`add_options` makes an argparse option of each such field, :func:`from_arguments` makes
+the object of what argparse has found, and :func:`check_options` checks an object, however it was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ringdance.errors import LaunchError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """How a field appears on the command line; see :func:`option`."""
+
+    flags: Sequence[str]
+    arguments: dict[str, Any]
+    convert: Callable[[Any], Any] | None
+    minimum: int | None
+    pattern: str
+    form: str
+
+
+def option(
+    help: str,
+    default: Any = None,
+    *flags: str,
+    convert: Callable[[Any], Any] | None = None,
+    minimum: int | None = None,
+    pattern: str = "",
+    form: str = "",
+    **arguments: Any,
+) -> Any:
+    """Declare a dataclass field that is a command-line option.
+
+    Args:
+        help: its help text, to which the default is added.
+        default: its value if it is not given. False: an option without a value; ``list`` or ``dict``: an
+            option that may be given several times.
+        flags: default: the field's name; a name without dashes is positional.
+        convert: makes the field's value of the text, or of the list of texts.
+        minimum: smallest number.
+        pattern: regular expression for the whole text.
+        form: what the text must be, for the error message.
+        **arguments: more arguments of ``add_argument``.
+    """
+    if default is False:
+        arguments["action"] = "store_true"
+    elif default is list or default is dict:
+        arguments = {"action": "append", "default": [], **arguments}
+    else:
+        arguments = {"default": default, **arguments}
+        if isinstance(default, int):
+            arguments["type"] = int
+        if arguments.get("type") is int:
+            arguments.setdefault("metavar", "N")
+        if default not in (None, "", ()) and "default" not in help:
+            help += " (default: %(default)s)"
+    known = Option(flags, {"help": help, **arguments}, convert, minimum, pattern, form)
+    metadata = {"option": known}
+    if default is list or default is dict:
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _options(kind: Any) -> list[tuple[str, str, Option]]:
+    """List the fields of a dataclass that are options: name, the flag for messages, and the rest."""
+    found = []
+    for item in dataclasses.fields(kind):
+        if known := item.metadata.get("option"):
+            flag = known.flags[-1] if known.flags else f"--{item.name.replace('_', '-')}"
+            found.append((item.name, flag, known))
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add an option to `parser` for each field of the dataclass `kind` that was declared as one."""
+    for name, flag, known in _options(kind):
+        if flag.startswith("-"):
+            parser.add_argument(*(known.flags or [flag]), dest=name, **known.arguments)
+        else:
+            parser.add_argument(name, metavar=flag, **known.arguments)
+
+
+def from_arguments(kind: type[T], arguments: argparse.Namespace, **more: Any) -> T:
+    """Make an object of the dataclass `kind` from parsed arguments, with `more` of its fields."""
+    values = {}
+    for name, _, known in _options(kind):
+        value = getattr(arguments, name)
+        values[name] = known.convert(value) if known.convert else value
+    return kind(**values | more)
+
+
+def check_options(job: Any) -> None:
+    """Check the fields of `job` against their declarations.
+
+    Raises:
+        LaunchError: a value is too small, none of the choices, or not of the required form.
+    """
+    for name, flag, known in _options(job):
+        value = getattr(job, name)
+        if value is None or value == "":
+            continue
+        choices = known.arguments.get("choices")
+        if known.minimum is not None and value < known.minimum:
+            raise LaunchError(f"{flag} {value}: must be at least {known.minimum}")
+        if choices and value not in choices:
+            raise LaunchError(f"{flag} {value}: must be one of {', '.join(choices)}")
+        if known.pattern and not re.fullmatch(known.pattern, value):
+            raise LaunchError(f"{flag} {value}: {known.form}")
+
+
+def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """Split texts of the form NAME=VALUE.
+
+    Raises:
+        LaunchError: a text has another form.
+    """
+    for text in texts:
+        if not text.partition("=")[0] or "=" not in text:
+            raise LaunchError(f"{flag} {text}: write NAME=VALUE")
+    return {text.partition("=")[0]: text.partition("=")[2] for text in texts}
