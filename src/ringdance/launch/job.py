@@ -19,7 +19,7 @@ from ringdance.launch.here import Here, door_script, write_private
 from ringdance.launch.hosts import Host
 from ringdance.launch.messages import Channel
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file, session_environment
-from ringdance.launch.output.stream import Banner
+from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.plan import Plan
 from ringdance.launch.ranks import RankTable
 from ringdance.launch.remote.agents import Agents, RankChannel
@@ -64,7 +64,7 @@ class Job:
         self._here: Here | None = None
         self._here_ready = False
         self._daemons_wanted = self._tried_again = False
-        self._banner = Banner(options.err)
+        self._banner = MpiexecOutput(options.err)
         self._signal = 0
         self._cause_until = 0.0
         self._signals = Signals()

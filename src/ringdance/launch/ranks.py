@@ -12,11 +12,11 @@ from ringdance.errors import LaunchError
 from ringdance.launch.directories import free_port
 from ringdance.launch.hosts import rank_places
 from ringdance.launch.messages import Channel
-from ringdance.launch.output.merge import Fold
-from ringdance.launch.output.stream import HELD_S
+from ringdance.launch.output.merge import LineMerger
+from ringdance.launch.output.stream import HELD_S, make_streams
 from ringdance.launch.plan import Plan
 from ringdance.launch.remote.agents import Agents, RankChannel
-from ringdance.launch.running import Options, Rank, make_streams
+from ringdance.launch.running import Options, Rank
 
 AnyChannel = Channel | RankChannel
 
@@ -41,7 +41,7 @@ class RankTable:
         here = any(host.local and 0 in host.ranks for host in plan.hosts)
         self._held, self._port = free_port() if here else (None, 0)
         sinks = (options.out, options.err) if options.fold else ()
-        self._folds = [Fold(sink, plan.ranks) for sink in sinks]
+        self._folds = [LineMerger(sink, plan.ranks) for sink in sinks]
 
     def welcome(self, channel: AnyChannel, hello: Mapping[str, Any], descriptors: Sequence[int] = ()) -> str:
         """Let a rank begin, once there is a port for MASTER_PORT; what is wrong with it instead, or "".
@@ -56,7 +56,7 @@ class RankTable:
         """
         number, options, host = int(hello["rank"]), self._options, str(hello["host"])
         try:
-            out, err = [fold.of(number) for fold in self._folds] or (
+            out, err = [fold.sink_of(number) for fold in self._folds] or (
                 options.screen.of(0, number),
                 options.screen.of(1, number),
             )

@@ -1,8 +1,7 @@
-"""How a job is run, what the launcher knows of a running rank, and what it makes of all in the end."""
+"""Options of a running job, the state of its ranks, and the verdict at its end."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,8 @@ from ringdance.launch.directories import bases, usable
 from ringdance.launch.messages import Channel
 from ringdance.launch.output.results import Results
 from ringdance.launch.output.screen import Screen
-from ringdance.launch.output.stream import WITH_RANK, Sink, Stream, Style, open_files
+from ringdance.launch.output.stream import WITH_RANK, Sink, Stream, Style
 from ringdance.launch.remote.agents import RankChannel
-
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 @dataclass(frozen=True)
@@ -27,16 +24,16 @@ class Options:
     Attributes:
         screen: where the ranks' output goes.
         fold: whether equal lines of several ranks are shown once (not with JSON, nor in files).
-        style: how its lines are shown.
-        folder: for per-rank files, or None.
+        style: how lines are shown.
+        folder: directory of per-rank files, or None.
         start_timeout: seconds until all ranks must have started.
-        verbose: tell what is done, and show what mpiexec says in full.
-        stdin: file descriptor of what rank 0 reads; -1 for nothing.
-        files: what is put into the job's folder on every host, by name, for the ranks (call.py).
+        verbose: whether steps, and all messages of mpiexec, are shown.
+        stdin: file descriptor of rank 0's input; -1 for none.
+        files: contents of files in the job's directory on every host, by name, for the ranks (call.py).
         needed: files that every host must have.
-        results: takes what the ranks leave there as ``result.*.pkl`` if all end well; None: not wanted.
-        silence: seconds after which a host that says nothing is lost.
-        grace: seconds that ranks have to end after the launcher was asked to stop; a second time ends them.
+        results: takes the ranks' ``result.*.pkl`` from there if all complete, or None.
+        silence: seconds without a heartbeat after which a host is lost.
+        grace: seconds that ranks have to end after a signal to the launcher; a second signal ends them.
     """
 
     screen: Screen
@@ -54,21 +51,21 @@ class Options:
 
     @property
     def out(self) -> Sink:
-        """For the launcher's own lines on stdout."""
+        """The launcher's own stdout."""
         return self.screen.of(0)
 
     @property
     def err(self) -> Sink:
-        """The same on stderr."""
+        """The launcher's own stderr."""
         return self.screen.of(1)
 
 
 @dataclass
 class Rank:
-    """A rank whose supervisor has said hello.
+    """A rank whose wrapper has connected.
 
     Attributes:
-        channel: to its supervisor.
+        channel: to its wrapper.
         rank: its number.
         host: its machine.
         streams: its stdout and stderr.
@@ -91,7 +88,7 @@ class Rank:
         return bool(self.pid) and self.ended is None
 
     def read(self, descriptor: int) -> bool | None:
-        """Read once from a stream: whether there was something, None at its end (which closes it)."""
+        """Read once; return whether there was data, None at the end, which closes the descriptor."""
         try:
             data = os.read(descriptor, 65536)
         except BlockingIOError:
@@ -104,7 +101,7 @@ class Rank:
         return None
 
     def finish(self) -> None:
-        """Read what is left; processes that hold a stream open no longer exist."""
+        """Read the rest; no process holds a stream open any more."""
         for descriptor in list(self.open):
             while self.read(descriptor):
                 pass
@@ -114,38 +111,10 @@ class Rank:
             stream.end()
 
 
-def make_streams(
-    rank: int,
-    ranks: int,
-    host: str,
-    sinks: tuple[Sink, Sink],
-    style: Style,
-    folder: Path | None,
-    bare: bool = False,
-) -> tuple[Stream, Stream]:
-    """The stdout and stderr of a rank.
-
-    Raises:
-        OSError: its files cannot be made in `folder`.
-    """
-    out_file, err_file = open_files(folder, rank, ranks) if folder else (None, None)
-    names = ("stdout", "stderr")
-    if style.json:
-        given = [json.dumps({"rank": rank, "host": host, "stream": name})[:-1] + ", " for name in names]
-    else:
-        given = [style.prefix.format(rank=rank, stream=name, host=host) for name in names]
-    colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
-    out, err = (replace(style, prefix=prefix, colour=colour) for prefix in given)
-    return (
-        Stream(sinks[0], out, out_file, bare=bare, warn=sinks[1]),
-        Stream(sinks[1], err, err_file, holds=True, bare=bare),
-    )
-
-
 def conclude(
     ranks: Iterable[Rank], outside: Sequence[Cause], mpiexec: int | None
 ) -> tuple[Verdict | None, int]:
-    """Judge a job that is over; also how many ranks completed."""
+    """Return the verdict on a job that has ended, and how many ranks completed."""
     marks: list[Cause] = []
     ended: dict[int, Ended] = {}
     for rank in ranks:
@@ -157,21 +126,21 @@ def conclude(
 
 
 def show_held(ranks: Iterable[Rank], verdict: Verdict | None) -> None:
-    """Show the tracebacks that were held back, save those that the frame tells, or that follow from its."""
-    told: dict[int | None, Cause] = {}
+    """Show the tracebacks that were held back, without those in the verdict or caused by its first."""
+    reported: dict[int | None, Cause] = {}
     if verdict:
         for cause in (verdict.cause, *verdict.others):
             if cause is verdict.cause or cause.follows or cause.message == verdict.cause.message:
-                told[cause.rank] = cause
+                reported[cause.rank] = cause
     for rank in ranks:
-        if rank.rank in told:
-            rank.streams[1].drop(told[rank.rank].traceback)
+        if rank.rank in reported:
+            rank.streams[1].drop(reported[rank.rank].traceback)
         else:
             rank.streams[1].release()
 
 
 def usable_bases() -> list[str]:
-    """Where a job's folder can be made on this host, the best first.
+    """Return where a job's directory can be made on this host, the best first.
 
     Raises:
         LaunchError: nowhere.

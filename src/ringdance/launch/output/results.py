@@ -1,4 +1,4 @@
-"""What the ranks of ``ringdance.run`` return: a file for each, in the job's folder until it is removed."""
+"""Collect what the ranks of ``ringdance.run`` return: a file for each in the job's directory."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _OPEN = 200  # files at once
 
 
 class Results:
-    """Takes them from the job's folder of this host, and from the other hosts in parts of bounded size.
+    """Collect results from the job's directory on this host, and from other hosts in chunks.
 
     Attributes:
-        kept: whether all that have come are open.
+        kept: whether all results are open.
     """
 
     def __init__(self) -> None:
         self.kept = False
         self._files: dict[str, BinaryIO] = {}
 
-    def take(self, folder: str, name: str, data: bytes, last: bool) -> None:
-        """Put a part of another host's file, or its end, into the folder.
+    def take(self, directory: str, name: str, data: bytes, last: bool) -> None:
+        """Append a chunk to another host's file in the directory; `last` completes the file.
 
         Raises:
-            LaunchError: it has no room.
+            LaunchError: there is no room.
         """
-        path = os.path.join(folder, name)
+        path = os.path.join(directory, name)
         try:
             with open(f"{path}.part", "ab") as file:
                 file.write(data)
@@ -38,23 +38,23 @@ class Results:
                 os.rename(f"{path}.part", path)
         except OSError as error:
             raise LaunchError(
-                f"what a rank returned cannot be kept in {folder}: {error.strerror}. "
+                f"cannot keep a rank's result in {directory}: {error.strerror}. "
                 "Set TMPDIR to a directory with more room"
             ) from None
 
-    def keep(self, folder: str) -> None:
-        """Open all that are whole: open files can be read when the folder is gone."""
+    def keep(self, directory: str) -> None:
+        """Open all complete files: they can be read after the directory is removed."""
         self.kept = True
-        for path in Path(folder).glob("result.*.pkl"):
-            # With so many ranks, what each returns is small.
+        for path in Path(directory).glob("result.*.pkl"):
+            # With so many ranks, each result is small.
             many = len(self._files) >= _OPEN
             self._files[path.name] = io.BytesIO(path.read_bytes()) if many else path.open("rb")
 
     def load(self, ranks: int) -> list[Any]:
-        """What they returned, by rank.
+        """Return the results by rank.
 
         Raises:
-            LaunchError: some have ended before they returned anything.
+            LaunchError: a rank ended without a result.
         """
         names = [f"result.{rank}.pkl" for rank in range(ranks)]
         missing = [rank for rank, name in enumerate(names) if name not in self._files]

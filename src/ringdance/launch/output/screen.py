@@ -1,4 +1,4 @@
-"""The terminal or files to which all ranks write: unfinished lines of two ranks are not joined."""
+"""Share the launcher's stdout and stderr among the ranks, without joining unfinished lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ringdance.launch.output.stream import Sink
 
 LAUNCHER = -1
-"""In place of a rank: the launcher's own lines."""
+"""Instead of a rank, for the launcher's own lines."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

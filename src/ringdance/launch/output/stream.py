@@ -1,8 +1,8 @@
-"""From many pipes to one terminal: whole lines, each with its rank, and per-rank files.
+"""Show the ranks' output on one terminal, line by line with the rank, and copy it to files.
 
-A line of rank 1 is shown as ``[1] text``: on stdout what the rank wrote to stdout, on stderr what
-it wrote to stderr; :class:`Style` has other forms. Lines of one stream keep their order; a last line
-without an end gets one. A carriage return ends a piece too, so progress bars stay readable.
+A line of rank 1 becomes ``[1] text``, on the stream to which the rank wrote it; :class:`Style` has other
+forms. Lines of one stream keep their order; a last line without an end gets one. A carriage return ends a
+line too, so that progress bars stay readable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import select
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,34 +22,35 @@ from ringdance.launch.cause import MARK, Cause, parse_mark
 Sink = Callable[[bytes], None]
 
 _LONGEST = 8 << 20
-# By Python for an uncaught exception, by its faulthandler for a fatal signal.
+# Of an uncaught exception, and of faulthandler for a fatal signal.
 _TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 _LOST_PEER = re.compile(rb"NBC_Progress: an error -?\d+ was found|Error in NBC_Start_round")
-"""What Open MPI prints, at times with an empty line after it, where a peer has died; the error says more."""
+"""Printed by Open MPI, sometimes with an empty line after it, when a peer has died; the error says more."""
 HELD_S = 3.0
-"""A traceback on stderr waits so long, to be shown once, as the cause, should it be the rank's last words."""
+"""How long a traceback is held back: if the rank ends with it, it is shown once, as the cause."""
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 def write_all(descriptor: int) -> Sink:
-    """A sink that writes to a file descriptor, whole, and waits for a non-blocking one."""
+    """Return a sink that writes all data to a file descriptor, also if that is non-blocking."""
 
     def write(data: bytes) -> None:
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(descriptor, view) :]
-            except BlockingIOError:  # a pipe or terminal that whoever started us shares with us
+            except BlockingIOError:  # as set by another process that shares the pipe or terminal
                 select.select([], [descriptor], [])
 
     return write
 
 
 def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
-    """Make a sink that gives up when it fails, as on a full disk: warns once, and writes nothing more.
+    """Return a sink that warns once and then drops all data if `sink` fails, as on a full disk.
 
     Args:
-        name: of the file or stream, for people.
-        sink: what may fail; a reader that has left (BrokenPipeError) is the caller's to see.
+        name: of the file or stream, for the warning.
+        sink: may fail; its BrokenPipeError is raised.
         warn: takes the line of the warning.
     """
     failed = False
@@ -73,15 +74,15 @@ def guarded(name: str, sink: Sink, warn: Sink) -> Sink:
 
 
 class Lines:
-    """Cuts a stream into pieces that end in a newline or a carriage return; keeps the rest for later."""
+    """Split a stream into lines that end in a newline or a carriage return, and keep the rest for later."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Whole pieces, each with its end; a text of over 8 MiB without one is cut."""
-        # A carriage return that comes last may be the first half of "\\r\\n": it waits.
+        """Return complete lines with their ends; over 8 MiB without an end are a line."""
+        # A carriage return at the end may be the first half of "\\r\\n".
         until = len(data) - data.endswith(b"\r")
         cut = max(data.rfind(b"\n", 0, until), data.rfind(b"\r", 0, until)) + 1
         starts_line = bool(self._held) and self._held[-1].endswith(b"\r")
@@ -89,13 +90,12 @@ class Lines:
             self._held.append(data)
             self._size += len(data)
             return self.end() if self._size > _LONGEST else []
-        whole = b"".join([*self._held, data[:cut]])
-        pieces = re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", whole)
+        complete = b"".join([*self._held, data[:cut]])
         self._held, self._size = [data[cut:]], len(data) - cut
-        return pieces
+        return re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", complete)
 
     def end(self) -> list[bytes]:
-        """The last piece, without its end, if there is one."""
+        """Return the last line, which has no end, if there is one."""
         rest = b"".join(self._held)
         self._held, self._size = [], 0
         return [rest] if rest else []
@@ -106,11 +106,11 @@ class Style:
     """How the ranks' lines are shown.
 
     Attributes:
-        prefix: before each piece; ``{rank}``, ``{host}``, ``{stream}`` (stdout or stderr) are filled in.
-        clock: whether the local time stands before the prefix.
-        closes: whether a last piece without an end gets one.
+        prefix: before each line; ``{rank}``, ``{host}``, ``{stream}`` (stdout or stderr) are filled in.
+        clock: whether the local time precedes the prefix.
+        closes: whether a last line without an end gets one.
         colour: the SGR number of the prefix's colour on the launcher's stream, 0 for none.
-        json: each piece becomes a JSON object; the prefix is the first part of it.
+        json: whether each line becomes a JSON object; the prefix is the first part of it.
     """
 
     prefix: str = "[{rank}] "
@@ -125,15 +125,15 @@ WITH_HOST = Style("[{rank}]<{host}> ")
 
 
 class Stream:
-    """One output stream of one rank.
+    """Output stream of a rank.
 
     Args:
         sink: the launcher's stream.
-        style: how its pieces are shown, the prefix filled in.
-        file: a copy goes there, None for nowhere.
+        style: how lines are shown, the prefix filled in.
+        file: gets a copy, if not None.
+        holds: whether tracebacks are held back and lines with a cause's mark are parsed (stderr).
+        bare: whether the sink gets lines without the prefix, unlike the file.
         warn: takes a line if the copy cannot be written; default `sink`.
-        holds: whether tracebacks are held back and marked lines understood (stderr).
-        bare: whether the sink gets the pieces as they are; a file gets them with their prefix all the same.
     """
 
     def __init__(
@@ -157,85 +157,114 @@ class Stream:
         self._skips_empty = False
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank wrote."""
+        """Show and copy the complete lines of what the rank wrote."""
         self._take(self._lines.feed(data))
 
-    def _take(self, pieces: list[bytes]) -> None:
-        if self._copy and pieces:
-            self._copy(b"".join(self._dress(piece, shown=False) for piece in pieces))
+    def _take(self, lines: list[bytes]) -> None:
+        if self._copy and lines:
+            self._copy(b"".join(self._dress(line, shown=False) for line in lines))
         if self._holds:
-            pieces = self._sift(pieces)
-        if pieces:
-            self._sink(b"".join(map(self._dress, pieces)))
+            lines = self._sift(lines)
+        if lines:
+            self._sink(b"".join(map(self._dress, lines)))
 
-    def _dress(self, piece: bytes, shown: bool = True) -> bytes:
+    def _dress(self, line: bytes, shown: bool = True) -> bytes:
         if shown and self._bare:
-            return piece
+            return line
         if self._style.json:
-            text = {"time": time.time(), "text": piece.decode(errors="replace").rstrip("\r\n")}
+            text = {"time": time.time(), "text": line.decode(errors="replace").rstrip("\r\n")}
             return self._prefix + json.dumps(text)[1:].encode() + b"\n"
         clock = time.ctime().encode() if self._style.clock else b""
-        return clock + (self._shown if shown else self._prefix) + piece
+        return clock + (self._shown if shown else self._prefix) + line
 
-    def _sift(self, pieces: list[bytes]) -> list[bytes]:
-        """What can be shown now."""
+    def _sift(self, lines: list[bytes]) -> list[bytes]:
+        """Return the lines that can be shown now."""
         shown: list[bytes] = []
-        for piece in pieces:
-            mark = parse_mark(piece) if MARK in piece else None
-            skips, self._skips_empty = self._skips_empty, bool(_LOST_PEER.match(piece))
+        for line in lines:
+            mark = parse_mark(line) if MARK in line else None
+            skips, self._skips_empty = self._skips_empty, bool(_LOST_PEER.match(line))
             if mark:
                 self.marks.append(mark)
                 continue
-            if self._skips_empty or (skips and not piece.strip()):
+            if self._skips_empty or (skips and not line.strip()):
                 continue
-            self._last = piece if piece.strip() else self._last
+            self._last = line if line.strip() else self._last
             if self.held_since is not None:
-                self.held.append(piece)
-            elif piece.startswith(_TRACEBACKS):
-                self.held, self.held_since = [piece], time.monotonic()
+                self.held.append(line)
+            elif line.startswith(_TRACEBACKS):
+                self.held, self.held_since = [line], time.monotonic()
             else:
-                shown.append(piece)
+                shown.append(line)
         return shown
 
     def release(self) -> None:
-        """Show what was held back."""
-        pieces, self.held, self.held_since = self.held, [], None
-        if pieces:
-            self._sink(b"".join(map(self._dress, pieces)))
+        """Show the lines that were held back."""
+        lines, self.held, self.held_since = self.held, [], None
+        if lines:
+            self._sink(b"".join(map(self._dress, lines)))
 
-    def drop(self, told: str) -> None:
-        """Show of what was held back only the lines that `told`, shown elsewhere, does not have."""
-        lines = {line.strip() for line in told.splitlines()}
-        self.held = [piece for piece in self.held if piece.decode(errors="replace").strip() not in lines]
+    def drop(self, shown: str) -> None:
+        """Show the lines that were held back, without those of a text that is shown elsewhere."""
+        lines = {line.strip() for line in shown.splitlines()}
+        self.held = [line for line in self.held if line.decode(errors="replace").strip() not in lines]
         self.release()
 
     def last_words(self) -> str:
-        """The traceback that is held back, or ""."""
+        """Return the traceback that is held back, or ""."""
         return b"".join(self.held).decode(errors="replace").rstrip()
 
     def last_line(self) -> str:
-        """The last line that is not blank, or "" (known where tracebacks are held back)."""
+        """Return the last line that is not blank, or ""; only if tracebacks are held back."""
         return self._last.decode(errors="replace").strip()
 
     def end(self) -> None:
-        """The stream has ended: take its last piece."""
+        """Show and copy the last line, and close the file."""
         end = b"\n" if self._style.closes else b""
-        self._take([piece if piece.endswith(b"\r") else piece + end for piece in self._lines.end()])
+        self._take([line if line.endswith(b"\r") else line + end for line in self._lines.end()])
         if self._file:
             self._file.close()
             self._file = self._copy = None
 
 
-def open_files(folder: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]:
-    """``folder/rank.<r>/stdout`` and ``stderr``; r zero-padded to the digits of the highest rank.
+def make_streams(
+    rank: int,
+    ranks: int,
+    host: str,
+    sinks: tuple[Sink, Sink],
+    style: Style,
+    directory: Path | None,
+    bare: bool = False,
+) -> tuple[Stream, Stream]:
+    """Return the stdout and stderr of a rank.
+
+    Raises:
+        OSError: its files in `directory` cannot be made.
+    """
+    files = open_files(directory, rank, ranks) if directory else (None, None)
+    colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
+    styles = []
+    for name in ("stdout", "stderr"):
+        if style.json:
+            prefix = json.dumps({"rank": rank, "host": host, "stream": name})[:-1] + ", "
+        else:
+            prefix = style.prefix.format(rank=rank, stream=name, host=host)
+        styles.append(replace(style, prefix=prefix, colour=colour))
+    return (
+        Stream(sinks[0], styles[0], files[0], bare=bare, warn=sinks[1]),
+        Stream(sinks[1], styles[1], files[1], holds=True, bare=bare),
+    )
+
+
+def open_files(directory: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]:
+    """Open ``directory/rank.<r>/stdout`` and ``stderr``; r zero-padded to the digits of the highest rank.
 
     Raises:
         OSError: they cannot be made.
     """
-    place = folder / f"rank.{rank:0{len(str(ranks - 1))}d}"
-    place.mkdir(parents=True, exist_ok=True)
-    # Unbuffered: the files must be whole even if the launcher is killed.
-    return open(place / "stdout", "wb", buffering=0), open(place / "stderr", "wb", buffering=0)
+    own = directory / f"rank.{rank:0{len(str(ranks - 1))}d}"
+    own.mkdir(parents=True, exist_ok=True)
+    # Unbuffered: the files must be complete even if the launcher is killed.
+    return open(own / "stdout", "wb", buffering=0), open(own / "stderr", "wb", buffering=0)
 
 
 _RULE = re.compile(rb"[-=]{40,}\s*$")
@@ -250,10 +279,10 @@ _KNOWN = re.compile(
 )
 
 
-class Banner:
-    """What mpiexec itself says: its known epilogues are dropped, everything else is shown.
+class MpiexecOutput:
+    """Show mpiexec's own messages without its known epilogues.
 
-    A message between two rules is judged as a whole.
+    A message between two rules is kept or dropped as a whole.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -264,37 +293,35 @@ class Banner:
         self.unshown: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
-        """Take what mpiexec wrote."""
-        for piece in self._lines.feed(data):
-            self._take(piece)
+        """Show or drop the complete lines of what mpiexec wrote."""
+        for line in self._lines.feed(data):
+            self._take(line)
 
-    def _take(self, piece: bytes) -> None:
+    def _take(self, line: bytes) -> None:
         if self._block:
-            self._block.append(piece)
-            if _RULE.match(piece):
-                self._judge()
-        elif _RULE.match(piece):
-            self._block = [piece]
-        elif not _KNOWN.search(piece) and piece.strip():
-            self._show([piece])
+            self._block.append(line)
+            if _RULE.match(line):
+                self._end_block()
+        elif _RULE.match(line):
+            self._block = [line]
+        elif not _KNOWN.search(line) and line.strip():
+            self._show([line])
 
-    def _judge(self) -> None:
+    def _end_block(self) -> None:
         block, self._block = self._block, []
-        if any(_KNOWN.search(piece) for piece in block):
-            return
-        if len(block) > 2:
+        if len(block) > 2 and not any(map(_KNOWN.search, block)):
             self._show(block)
 
-    def _show(self, pieces: list[bytes]) -> None:
+    def _show(self, lines: list[bytes]) -> None:
         if self.quiet:
-            self.unshown += pieces
+            self.unshown += lines
         else:
-            self._sink(b"".join(pieces))
+            self._sink(b"".join(lines))
 
     def end(self) -> None:
-        """mpiexec has ended: judge what is left."""
-        for piece in self._lines.end():
-            self._take(piece + b"\n")
+        """Show or drop the rest after mpiexec has ended."""
+        for line in self._lines.end():
+            self._take(line + b"\n")
         if self._block:
             self._block.append(b"")
-            self._judge()
+            self._end_block()

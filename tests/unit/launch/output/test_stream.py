@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.output.stream import Banner, Lines, Stream, Style, guarded, open_files
+from ringdance.launch.output.stream import Lines, MpiexecOutput, Stream, Style, guarded, open_files
 
 
 def test_lines_are_cut_at_their_ends() -> None:
@@ -169,7 +169,7 @@ RULE = b"-" * 74 + b"\n"
 )
 def test_epilogues_of_mpiexec_are_dropped(text: bytes) -> None:
     shown = io.BytesIO()
-    banner = Banner(shown.write)
+    banner = MpiexecOutput(shown.write)
     for at in range(0, len(text), 7):
         banner.feed(text[at : at + 7])
     banner.end()
@@ -179,7 +179,7 @@ def test_epilogues_of_mpiexec_are_dropped(text: bytes) -> None:
 def test_what_mpiexec_says_otherwise_is_kept() -> None:
     text = b"some warning\n" + RULE + b"There are not enough slots available\n" + RULE + b"unfinished"
     shown = io.BytesIO()
-    banner = Banner(shown.write)
+    banner = MpiexecOutput(shown.write)
     banner.feed(text)
     banner.end()
     assert shown.getvalue() == text + b"\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringdance.launch.output.merge import WAIT_S, Fold, spans
+from ringdance.launch.output.merge import WAIT_S, LineMerger, spans
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ def test_spans(numbers: list[int], text: str) -> None:
 class Screen:
     def __init__(self, ranks: int) -> None:
         self.now, self.shown = 0.0, b""
-        self.fold = Fold(self.write, ranks, lambda: self.now)
+        self.merger = LineMerger(self.write, ranks, lambda: self.now)
 
     def write(self, data: bytes) -> None:
         self.shown += data
@@ -27,29 +27,29 @@ def test_lines_of_all_ranks_wait_for_nobody() -> None:
     screen = Screen(3)
     for rank in (2, 0, 1):
         assert screen.shown == b""
-        screen.fold.of(rank)(b"epoch 1\n")
+        screen.merger.sink_of(rank)(b"epoch 1\n")
     assert screen.shown == b"[0-2] epoch 1\n"
-    assert screen.fold.due() is None
+    assert screen.merger.due() is None
 
 
 def test_what_only_some_say_is_shown_after_a_moment() -> None:
     screen = Screen(3)
-    screen.fold.of(1)(b"mine\nepoch 1\n")
-    screen.fold.of(0)(b"epoch 1\n")
-    assert screen.fold.due() == WAIT_S
-    screen.fold.flush()
+    screen.merger.sink_of(1)(b"mine\nepoch 1\n")
+    screen.merger.sink_of(0)(b"epoch 1\n")
+    assert screen.merger.due() == WAIT_S
+    screen.merger.flush()
     assert screen.shown == b""
     screen.now = WAIT_S
-    screen.fold.flush()
+    screen.merger.flush()
     assert screen.shown == b"[1] mine\n[0-1] epoch 1\n"
 
 
 def test_each_ranks_lines_keep_their_order() -> None:
     screen = Screen(2)
-    screen.fold.of(0)(b"a\nb\na\n")
-    screen.fold.of(1)(b"b\na\na\n")
-    screen.fold.flush(everything=True)
+    screen.merger.sink_of(0)(b"a\nb\na\n")
+    screen.merger.sink_of(1)(b"b\na\na\n")
+    screen.merger.flush(everything=True)
     assert screen.shown == b"[0] a\n[0-1] b\n[0-1] a\n[1] a\n"
-    screen.fold.of(0)(b"no end")
-    screen.fold.flush(everything=True)
+    screen.merger.sink_of(0)(b"no end")
+    screen.merger.flush(everything=True)
     assert screen.shown.endswith(b"[0] no end\n")
