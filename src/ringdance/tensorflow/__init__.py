@@ -6,7 +6,8 @@ Names, signatures and results are those of Horovod's tensorflow module; see the 
 from ringdance.errors import CollectiveError
 from ringdance.tensorflow import elastic as elastic
 from ringdance.tensorflow.batch_norm import SyncBatchNormalization
-from ringdance.tensorflow.compression import Compression
+from ringdance.tensorflow.compression import Compression, Compressor
+from ringdance.tensorflow.data.sharding import shard
 from ringdance.tensorflow.operations import (
     Adasum,
     Average,
@@ -31,7 +32,6 @@ from ringdance.tensorflow.operations import (
     size_op,
 )
 from ringdance.tensorflow.optimizer import DistributedOptimizer
-from ringdance.tensorflow.sharding import shard
 from ringdance.tensorflow.state import (
     BroadcastGlobalVariablesHook,
     allgather_object,
@@ -65,7 +65,6 @@ from ringdance.training.basics import (
     start_timeline,
     stop_timeline,
 )
-from ringdance.training.compression import Compressor
 from ringdance.training.process_sets import (
     ProcessSet,
     add_process_set,

@@ -1,11 +1,12 @@
-"""The registry of a tf.data service, and its configuration file."""
+"""The files by which a tf.data service is found, and its configuration."""
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,14 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.compute_registry import ComputeClient, ComputeRegistry, RegistryError
-from ringdance.tensorflow.data_service import TfDataServiceConfig, send_to_data_service
-
-KEY = b"secret"
-
-
-@pytest.fixture
-def registry() -> Iterator[ComputeRegistry]:
-    made = ComputeRegistry(2, 2, KEY)
-    yield made
-    made.close()
+from ringdance.tensorflow.data import registry
+from ringdance.tensorflow.data.registry import ComputeClient, RegistryError, own_address
+from ringdance.tensorflow.data.service import TfDataServiceConfig, send_to_data_service, tf_data_service
 
 
 @pytest.fixture
-def client(registry: ComputeRegistry) -> ComputeClient:
-    return ComputeClient(registry.addresses, KEY, timeout=0.2)
+def client(tmp_path: Path) -> ComputeClient:
+    return ComputeClient(str(tmp_path), 2, timeout=0.2)
 
 
 def test_dispatchers(client: ComputeClient) -> None:
@@ -36,58 +29,57 @@ def test_dispatchers(client: ComputeClient) -> None:
         client.wait_for_dispatcher_registration(1)
     client.register_dispatcher(1, "grpc://a:1")
     assert client.wait_for_dispatcher_registration(1) == "grpc://a:1"
-    client.register_dispatcher(1, "grpc://a:1")  # once more is no harm
+    client.register_dispatcher(1, "grpc://a:1")  # the same address again is allowed
     with pytest.raises(ArgumentError, match="dispatcher 1 is registered already, at grpc://a:1"):
         client.register_dispatcher(1, "grpc://b:1")
-    with pytest.raises(ArgumentError, match="no dispatcher 2, only 0 to 1"):
-        client.register_dispatcher(2, "grpc://c:1")
 
 
-def test_workers(client: ComputeClient) -> None:
+def test_workers(client: ComputeClient, tmp_path: Path) -> None:
     for worker in (0, 0):
         client.register_worker_for_dispatcher(0, worker)
     with pytest.raises(TimeoutError, match="all workers of dispatcher 0"):
         client.wait_for_dispatcher_worker_registration(0)
     client.register_worker_for_dispatcher(0, 2)
     client.wait_for_dispatcher_worker_registration(0)
-    with pytest.raises(ArgumentError, match="dispatcher 0 has all its 2 workers already"):
-        client.register_worker_for_dispatcher(0, 4)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["worker-0-0", "worker-0-2"]
 
 
-def test_who_waits_hears_of_it(client: ComputeClient) -> None:
-    heard: list[str] = []
+def test_waiting_processes_are_released(client: ComputeClient) -> None:
+    released: list[str] = []
     waits = [
-        threading.Thread(target=lambda: heard.append(client.wait_for_dispatcher_registration(0, 60))),
-        threading.Thread(target=lambda: heard.append(str(client.wait_for_shutdown()))),
+        threading.Thread(target=lambda: released.append(client.wait_for_dispatcher_registration(0, 60))),
+        threading.Thread(target=lambda: released.append(str(client.wait_for_shutdown()))),
     ]
     for one in waits:
         one.start()
     time.sleep(0.1)
-    assert heard == []
+    assert released == []
     client.register_dispatcher(0, "grpc://a:1")
     client.shutdown()
     for one in waits:
         one.join(60)
-    assert sorted(heard) == ["None", "grpc://a:1"]
+    assert sorted(released) == ["None", "grpc://a:1"]
 
 
-def test_only_those_who_know_the_key(registry: ComputeRegistry, client: ComputeClient) -> None:
-    stranger = ComputeClient(registry.addresses, b"guess")
-    with pytest.raises(RegistryError, match="cannot be reached"):
-        stranger.shutdown()
-    client.register_dispatcher(0, "grpc://a:1")  # the registry goes on
+def test_a_directory_that_was_removed(tmp_path: Path) -> None:
+    client = ComputeClient(str(tmp_path / "gone"), 1)
+    with pytest.raises(RegistryError, match=r"gone cannot be used \(No such file.*check that the job"):
+        client.shutdown()
+    with pytest.raises(RegistryError, match="gone cannot be used"):
+        client.wait_for_dispatcher_registration(0)
 
 
-def test_a_registry_that_is_not_there() -> None:
-    made = ComputeRegistry(1, 1, KEY)
-    addresses = made.addresses
-    made.close()
-    with pytest.raises(RegistryError, match="runs on rank 0 of the compute workers"):
-        ComputeClient(addresses, KEY).shutdown()
+def config(directory: str = "/data/service.json.x1", side: str = "compute") -> TfDataServiceConfig:
+    return TfDataServiceConfig(2, 3, side, {}, b"\x00\xff", 7, directory)
 
 
-def config(side: str = "compute") -> TfDataServiceConfig:
-    return TfDataServiceConfig(2, 3, side, {"node1": [("10.0.0.1", 4711)]}, b"\x00\xff", 7)
+def test_a_dispatcher_that_does_not_listen(tmp_path: Path) -> None:
+    free = socket.create_server(("127.0.0.1", 0))
+    address = f"grpc://127.0.0.1:{free.getsockname()[1]}"
+    free.close()
+    config(str(tmp_path)).compute_client().register_dispatcher(0, address)
+    with pytest.raises(RegistryError, match=f"cannot connect to the dispatcher at {address}"):
+        tf_data_service(config(str(tmp_path)), 0).__enter__()
 
 
 def test_the_file(tmp_path: Path) -> None:
@@ -96,16 +88,33 @@ def test_the_file(tmp_path: Path) -> None:
         TfDataServiceConfig.read(str(path))
     later = threading.Timer(0.3, lambda: config().write(str(path)))
     later.start()
-    assert TfDataServiceConfig.read(str(path), wait_for_file_creation=True) == config()
+    # The directory is looked for beside the file: another host may mount it elsewhere.
+    expected = config(str(tmp_path / "service.json.x1"))
+    assert TfDataServiceConfig.read(str(path), wait_for_file_creation=True) == expected
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [one.name for one in tmp_path.iterdir()] == ["service.json"]
-    assert "ff" not in repr(config())
 
 
 def test_wrong_configurations() -> None:
     with pytest.raises(ArgumentError, match="dispatcher_side='both'"):
-        config("both")
+        config(side="both")
     with pytest.raises(ArgumentError, match="at least one"):
-        TfDataServiceConfig(1, 0, "compute", {}, KEY)
+        TfDataServiceConfig(1, 0, "compute", {}, b"")
     with pytest.raises(RuntimeError, match="with tf_data_service"):
-        send_to_data_service(None, config("training"), 0)
+        send_to_data_service(None, config(side="training"), 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (["127.0.1.1", "::1", "fe80::1%eth0"], "127.0.0.1"),
+        (["127.0.1.1", "fd00::7"], "[fd00::7]"),
+        (["fd00::7", "10.0.0.5"], "10.0.0.5"),
+    ],
+)
+def test_own_address(found: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        registry.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (one, 0)) for one in found]
+    )
+    assert own_address() == expected
+    assert ipaddress.ip_address(expected.strip("[]"))

@@ -1,5 +1,5 @@
 """A tf.data service beside the training."""
 
-from ringdance.tensorflow.data_service import TfDataServiceConfig, send_to_data_service, tf_data_service
+from ringdance.tensorflow.data.service import TfDataServiceConfig, send_to_data_service, tf_data_service
 
 __all__ = ["TfDataServiceConfig", "send_to_data_service", "tf_data_service"]

@@ -1,6 +1,6 @@
 """``python -m horovod.tensorflow.data.compute_worker FILE``: the workers of a tf.data service."""
 
-from ringdance.tensorflow.compute_worker import main, run_worker
+from ringdance.tensorflow.data.compute_worker import main, run_worker
 
 __all__ = ["main", "run_worker"]
 

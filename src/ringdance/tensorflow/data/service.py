@@ -1,7 +1,7 @@
 """A tf.data service beside the training: processes on other cores or hosts that prepare its batches.
 
-Two jobs. The *compute* job runs workers (``compute_worker``) and writes a file that says how to find them.
-The *training* job reads it, and sends its data set there::
+Two jobs. The *compute* job runs workers (``compute_worker``) and writes a configuration file. The
+*training* job reads it and has its data set computed there::
 
     config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
     data = data.send_to_data_service(config, hvd.rank(), hvd.size(), reuse_dataset=True)
@@ -15,18 +15,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.compute_registry import ComputeClient, own_addresses
+from ringdance.tensorflow.data.registry import ComputeClient, RegistryError, own_address, write_whole
 from ringdance.training import collectives
 
 __all__ = [
@@ -39,20 +40,21 @@ _log = logging.getLogger("ringdance")
 Dataset = Any
 SIDES = ("training", "compute")
 _FILE_SECONDS = 300.0
-_SAY_SECONDS = 10.0
+_WARNING_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class TfDataServiceConfig:
-    """How to find a tf.data service.
+    """What the training job has to know of a tf.data service.
 
     Args:
-        dispatchers: how many there are.
-        workers_per_dispatcher: how many each has.
-        dispatcher_side: the job in which they run: "training" or "compute".
-        addresses: of the registry: host name -> pairs of IP address and port.
-        key: the registry's secret.
+        dispatchers: number of dispatchers.
+        workers_per_dispatcher: number of workers of each.
+        dispatcher_side: the job in which dispatchers run: "training" or "compute".
+        addresses, key: accepted as in Horovod, and not used.
         timeout: seconds to wait for dispatchers and workers.
+        directory: of the files by which processes find each other, on a file system that both jobs share.
 
     Raises:
         ArgumentError: a number below one, or an unknown side.
@@ -64,6 +66,7 @@ class TfDataServiceConfig:
     addresses: dict[str, list[tuple[str, int]]]
     key: bytes = field(repr=False)
     timeout: int = 60
+    directory: str = ""
 
     def __post_init__(self) -> None:
         if self.dispatcher_side not in SIDES:
@@ -75,54 +78,35 @@ class TfDataServiceConfig:
             raise ArgumentError(text)
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Return a client of the registry. ``verbose`` is accepted as Horovod's scripts give it."""
-        return ComputeClient(self.addresses, self.key, self.timeout)
+        """Return a client to register and to wait with. ``verbose`` is accepted and ignored."""
+        return ComputeClient(self.directory, self.workers_per_dispatcher, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold; with the secret."""
-        return {
-            "dispatchers": self.dispatchers, "workers_per_dispatcher": self.workers_per_dispatcher,
-            "dispatcher_side": self.dispatcher_side, "key": self.key.hex(), "timeout": self.timeout,
-            "addresses": {host: [list(one) for one in found] for host, found in self.addresses.items()},
-        }  # fmt: skip
+        """Return the configuration as JSON can hold it."""
+        return {**asdict(self), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(conf: dict[str, Any]) -> TfDataServiceConfig:
-        """Return the configuration that ``to_dict`` has described."""
-        addresses = {
-            host: [(str(address), int(port)) for address, port in found]
-            for host, found in conf["addresses"].items()
-        }
-        return TfDataServiceConfig(
-            int(conf["dispatchers"]), int(conf["workers_per_dispatcher"]), str(conf["dispatcher_side"]),
-            addresses, bytes.fromhex(conf["key"]), int(conf.get("timeout", 60)),
-        )
+        """Return the configuration that ``to_dict`` described."""
+        return TfDataServiceConfig(**{**conf, "key": bytes.fromhex(conf["key"])})
 
     def write(self, filename: str) -> None:
-        """Write the configuration to a file that only its owner can read; it appears whole or not at all."""
-        folder = os.path.dirname(os.path.abspath(filename))
-        handle, draft = tempfile.mkstemp(dir=folder, prefix=".tf-data-service-")  # made with mode 0600
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(self.to_dict(), file)
-            os.replace(draft, filename)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        """Write the configuration to a file that only its owner can read, whole or not at all."""
+        write_whole(Path(filename), json.dumps(self.to_dict()))
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False) -> TfDataServiceConfig:
         """Return the configuration in a file.
 
         Args:
-            filename: the file.
+            filename: the file; it may have another path here than on the hosts of the compute job.
             wait_for_file_creation: wait for it, up to five minutes: the compute job may start later.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: there is no such file.
             TimeoutError: it has not appeared.
         """
-        start, said = time.monotonic(), False
+        start, warned = time.monotonic(), False
         while wait_for_file_creation and not os.path.exists(filename):
             waited = time.monotonic() - start
             if waited > _FILE_SECONDS:
@@ -130,35 +114,48 @@ class TfDataServiceConfig:
                     f"{filename} has not appeared in {_FILE_SECONDS:g} s: the compute job writes it when it "
                     "starts."
                 )
-            if waited > _SAY_SECONDS and not said:
-                said = True
+            if waited > _WARNING_SECONDS and not warned:
+                warned = True
                 _log.warning("ringdance: waiting for %s, which the compute job writes.", filename)
             time.sleep(0.1)
-        with open(filename) as file:
-            return TfDataServiceConfig.from_dict(json.load(file))
+        path = Path(filename).absolute()
+        config = TfDataServiceConfig.from_dict(json.loads(path.read_text()))
+        return replace(config, directory=str(path.parent / Path(config.directory).name))
 
 
 def start_dispatcher() -> tuple[Any, str]:
     """Start a dispatcher in this process; return it and its address, such as grpc://10.0.0.1:4711."""
     server = tf.data.experimental.service.DispatchServer()
     port = server.target.rpartition(":")[2]
-    return server, f"grpc://{own_addresses()[0]}:{port}"
+    return server, f"grpc://{own_address()}:{port}"
 
 
 def start_worker(dispatcher_address: str) -> Any:
-    """Start a worker in this process, for a dispatcher."""
+    """Start a worker in this process for the dispatcher at ``dispatcher_address``."""
     config = tf.data.experimental.service.WorkerConfig(
         dispatcher_address=dispatcher_address.partition("://")[2],
-        worker_address=f"{own_addresses()[0]}:%port%",
+        worker_address=f"{own_address()}:%port%",
     )
     return tf.data.experimental.service.WorkerServer(config)
 
 
+def _check_reachable(address: str) -> None:
+    """Raise RegistryError unless a dispatcher listens at ``address``; TensorFlow would retry for minutes."""
+    host, _, port = address.partition("://")[2].rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RegistryError(
+            f"tf.data service: cannot connect to the dispatcher at {address} ({error}). Check that the "
+            "compute job runs and that the configuration file is of this job."
+        ) from error
+
+
 @contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """Give the address of this rank's dispatcher, which has all its workers.
+    """Yield the address of this rank's dispatcher once it has all its workers.
 
-    With ``dispatcher_side="training"`` the first ranks run the dispatchers, until all ranks of the job have
+    With ``dispatcher_side="training"`` the first ranks run the dispatchers until all ranks of the job have
     left the block.
 
     Args:
@@ -166,7 +163,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         rank: of this process in the training job.
 
     Raises:
-        TimeoutError: dispatchers or workers have not come.
+        TimeoutError: dispatchers or workers did not register.
         RegistryError: the compute job cannot be reached.
     """
     client = compute_config.compute_client()
@@ -176,11 +173,12 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         server, address = start_dispatcher()
         client.register_dispatcher(rank, address)
     address = client.wait_for_dispatcher_registration(number)
+    _check_reachable(address)
     client.wait_for_dispatcher_worker_registration(number)
     yield address
     if compute_config.dispatcher_side == "training" and session.is_initialized():
         collectives.barrier(session.engine())  # others may still read from this rank's dispatcher
-    del server  # TensorFlow's servers stop when nobody has them
+    del server  # TensorFlow's servers stop when the last reference goes
 
 
 def send_to_data_service(

@@ -1,0 +1,1 @@
+"""Data for TensorFlow: shards of a ``tf.data.Dataset``, and the tf.data service."""

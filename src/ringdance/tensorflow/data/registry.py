@@ -1,0 +1,138 @@
+"""Files by which the processes of a tf.data service find each other.
+
+The compute job makes a directory beside its configuration file, on a file system that both jobs share.
+Dispatchers and workers register by writing small files into it; others poll for them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ringdance.errors import ArgumentError, RingdanceError
+
+__all__ = ["ComputeClient", "RegistryError", "own_address", "write_whole"]
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.1
+
+
+class RegistryError(RingdanceError, RuntimeError):
+    """The tf.data service cannot be reached."""
+
+
+def own_address() -> str:
+    """Return an IP address of this host for use in a URL; the loopback address if it has no other."""
+    try:
+        found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(socket.gethostname(), None)}
+    except OSError:
+        found = set()
+    addresses = sorted(map(ipaddress.ip_address, found), key=lambda one: (one.version, int(one)))
+    usable = [one for one in addresses if not one.is_loopback and not one.is_link_local]
+    address = str(usable[0]) if usable else "127.0.0.1"
+    return f"[{address}]" if ":" in address else address
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that only its owner can read and that appears complete or not at all."""
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        draft.touch(0o600)
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+class ComputeClient:
+    """Register dispatchers and workers, and wait for those of other processes.
+
+    Args:
+        directory: that of the service; made by the compute job, removed when it ends.
+        workers_per_dispatcher: number of workers of each dispatcher.
+        timeout: seconds for which waiting functions wait.
+    """
+
+    def __init__(self, directory: str, workers_per_dispatcher: int, timeout: float = 60.0) -> None:
+        self._directory = Path(directory)
+        self._workers_per_dispatcher = workers_per_dispatcher
+        self._timeout = timeout
+
+    def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
+        """Publish a dispatcher's address. Raises ArgumentError if it has another one already."""
+        known = self._read(f"dispatcher-{dispatcher_id}") or dispatcher_address
+        if known != dispatcher_address:
+            raise ArgumentError(
+                f"tf.data service: dispatcher {dispatcher_id} is registered already, at {known}."
+            )
+        self._write(f"dispatcher-{dispatcher_id}", dispatcher_address)
+
+    def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
+        """Publish that a worker serves a dispatcher."""
+        self._write(f"worker-{dispatcher_id}-{worker_id}", "")
+
+    def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float | None = None) -> str:
+        """Return a dispatcher's address as soon as it is registered. Raises TimeoutError."""
+        what = f"dispatcher {dispatcher_id} to be registered"
+        return self._wait(lambda: self._read(f"dispatcher-{dispatcher_id}"), what, timeout)
+
+    def wait_for_dispatcher_worker_registration(
+        self, dispatcher_id: int, timeout: float | None = None
+    ) -> None:
+        """Return as soon as a dispatcher has all its workers. Raises TimeoutError."""
+
+        def complete() -> bool | None:
+            workers = [one for one in self._names() if one.startswith(f"worker-{dispatcher_id}-")]
+            return len(workers) >= self._workers_per_dispatcher or None
+
+        self._wait(complete, f"all workers of dispatcher {dispatcher_id}", timeout)
+
+    def shutdown(self) -> None:
+        """Ask the workers to end."""
+        self._write("shutdown", "")
+
+    def wait_for_shutdown(self) -> None:
+        """Return after ``shutdown()`` was called by any process; no timeout."""
+        while "shutdown" not in self._names():
+            time.sleep(_POLL_SECONDS)
+
+    def _names(self) -> set[str]:
+        # Listing makes an NFS client look again, where a file that was missing may be remembered as missing.
+        try:
+            return set(os.listdir(self._directory))
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _read(self, name: str) -> str | None:
+        return (self._directory / name).read_text() if name in self._names() else None
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_whole(self._directory / name, text)
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: OSError) -> RegistryError:
+        return RegistryError(
+            f"tf.data service: its directory {self._directory} cannot be used ({error.strerror}). The "
+            "compute job makes it beside its configuration file and removes it when it ends: check that the "
+            "job runs, that the file is of this job, and that both jobs share the file system."
+        )
+
+    def _wait(self, look: Callable[[], T | None], what: str, timeout: float | None) -> T:
+        seconds = self._timeout if timeout is None else timeout
+        end = time.monotonic() + seconds
+        while (found := look()) is None:
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"tf.data service: waited {seconds:g} s for {what}. Check the output of the compute "
+                    "workers; a larger timeout is set where they are started."
+                )
+            time.sleep(_POLL_SECONDS)
+        return found
