@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ringdance.jax as hvd
 from ringdance.errors import ArgumentError
+from ringdance.jax import _private
 
 jax.config.update("jax_num_cpu_devices", 2)  # before the first array of this process
 hvd.init()
@@ -67,6 +68,12 @@ def test_training_on_two_devices_of_each_rank() -> None:
     expected = train(optax.adam(0.1), rows.reshape(-1, 3), jnp.zeros(3))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert len({np.asarray(found).tobytes(), *hvd.allgather_object(np.asarray(found).tobytes())}) == 1
+
+
+def test_without_the_private_name_that_places_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_private, "one_device_of", None)
+    with pytest.raises(ArgumentError, match="keep the arrays on one device"):
+        jax.jit(lambda x: hvd.allreduce(x) * 1)(sharded(np.ones((4, 2))))
 
 
 def test_within_shard_map_there_is_an_error() -> None:

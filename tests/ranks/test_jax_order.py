@@ -182,27 +182,3 @@ def test_an_error_in_a_program_in_flight_does_not_reach_the_next() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
         started[0].block_until_ready()
     assert float(started[1]) == 2 * SIZE
-
-
-@pytest.mark.parametrize("unknown", ["no such place", "it does something else"])
-def test_where_jax_is_unknown_programs_are_started_its_own_way(
-    unknown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from jax._src.interpreters import pxla
-
-    monkeypatch.setattr(programs.atexit, "register", lambda _: None)
-    if unknown == "no such place":
-        monkeypatch.delattr(pxla, "_cached_lowering_to_hlo")
-        programs.start_quickly()
-        assert not hasattr(pxla, "_cached_lowering_to_hlo")
-        return
-    original = pxla._cached_lowering_to_hlo
-
-    def other(jaxpr: Any, *rest: Any, **named: Any) -> Any:
-        assert not any(one.primitive is programs._program for one in jaxpr.eqns), "never seen"
-        return original(jaxpr, *rest, **named)
-
-    monkeypatch.setattr(pxla, "_cached_lowering_to_hlo", other)
-    programs.start_quickly()
-    program = jit(total)
-    assert [float(program(number * 1.0)) for number in range(3)] == [0, SIZE, 2 * SIZE]

@@ -1,11 +1,11 @@
-"""One exchange, described by values alone, so that compiled code can carry it; and how it is carried out.
+"""Exchanges of JAX arrays: at once, or as primitives of compiled programs.
 
-An ``Exchange`` is the same for eager and compiled calls. Eagerly it runs at once on views of the arrays.
-In ``jit`` it becomes a primitive with an ordered effect: calls of one program keep their order, which has
-to be the same on all ranks, and none is dropped because nobody uses its result. On the CPU the primitive is
-a call through XLA's foreign function interface (``ffi``) that reads and writes XLA's own memory; where that
-is not possible (an accelerator, an unknown layout) it is a callback with arrays. ``programs`` has the effect,
-and says how programs are started.
+An ``Exchange`` describes by values alone what is exchanged, so that compiled code can hold it; it is the same
+for eager and compiled calls. Eagerly it runs at once on views of the arrays. In ``jit`` it becomes a
+primitive with an ordered effect: calls of one program keep their order, which has to be the same on all
+ranks, and none is dropped because its result is unused. On the CPU the primitive is a call through XLA's
+foreign function interface (``ffi``) that reads and writes XLA's own memory; where that is not possible (an
+accelerator, an unknown layout) it is a callback with arrays. ``programs`` says how programs are started.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax._src import core
-from jax._src.callback import _callback_op_sharding as one_device_of
-from jax._src.sharding_impls import SPMDAxisContext
+from jax.experimental import io_callback
+from jax.extend import core
 from jax.interpreters import batching, mlir
 
 from ringdance import session
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError, CollectiveError
-from ringdance.jax import ffi
+from ringdance.jax import _private, ffi
+from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
-from ringdance.jax.programs import EFFECT, by_address, settle, start_quickly
-from ringdance.training.collectives import Call
+from ringdance.jax.programs import by_address, settle, start_quickly
+from ringdance.training import collectives
+from ringdance.training.calls import Call
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -43,13 +44,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """A call, and what JAX fixes about it beside the arrays; hashable, and to be written as text.
+    """A call with what JAX fixes about it beside the arrays; hashable, and convertible to text.
 
     Args:
-        call: what is exchanged, and how.
-        back: its gradient instead.
+        call: the collective and its options.
+        back: whether to run its gradient instead.
         splits: of an alltoall, rows for each member.
-        rows: of the arrays that go in, for collectives that change the number of rows.
+        rows: of each input, for collectives that change the number of rows.
     """
 
     call: Call
@@ -58,7 +59,7 @@ class Exchange:
     rows: tuple[int, ...] = ()
 
     def text(self) -> str:
-        """Return it as text."""
+        """Return the exchange as text."""
         return json.dumps([self.call.text(), self.back, self.splits, self.rows])
 
 
@@ -68,14 +69,20 @@ def _from_text(text: str) -> Exchange:
     return Exchange(Call.from_text(call), back, None if splits is None else tuple(splits), tuple(rows))
 
 
-# Carrying it out, on NumPy arrays.
+# Running it, on NumPy arrays.
 
 
 def run(
     what: Exchange, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None = None,
     shapes: Shapes | None = None,
 ) -> list[Array]:
-    """Exchange, and return the results, written to ``outputs`` if given, of ``shapes`` if given.
+    """Run an exchange.
+
+    Args:
+        what: the exchange.
+        inputs: contiguous arrays.
+        outputs: arrays to write the results to.
+        shapes: that the results must have.
 
     Raises:
         CollectiveError: it failed, or a result has another shape than compiled code expects.
@@ -103,7 +110,7 @@ def run(
     return results
 
 
-_failed: list[CollectiveError] = []  # the last one within a program
+_last_error: list[CollectiveError] = []  # of a program
 
 
 def _run_compiled(
@@ -112,14 +119,13 @@ def _run_compiled(
     try:
         return run(what, inputs, outputs, shapes)
     except CollectiveError as error:
-        _failed[:] = [error]
+        _last_error[:] = [error]
         raise
 
 
 def origin_of(error: RuntimeError) -> CollectiveError | None:
     """Return the error of a collective because of which a compiled program failed, or None."""
-    told = [one for one in _failed if f"{type(one).__name__}: {one}" in str(error)]
-    return told[0] if told else None
+    return next((one for one in _last_error if f"{type(one).__name__}: {one}" in str(error)), None)
 
 
 def _average(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
@@ -129,23 +135,23 @@ def _average(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[
 
 
 def _allgather_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    """The gradient is averaged; this rank's rows are its part."""
+    """Average the gradient; return this rank's rows of it."""
     averaged = _average(engine, what, inputs)
     counts = np.array([what.rows], np.int64)
-    gathered = Call(Collective.ALLGATHER, set_id=what.call.set_id).submit(engine, (counts,)).wait()[0]
+    gathered = collectives.allgather(engine, (counts,), set_id=what.call.set_id, wake=False).wait()[0]
     before = gathered[: engine.members(what.call.set_id).index(engine.rank)].sum(axis=0)
     rows = zip(averaged, before, counts[0], strict=True)
     return [one[start : start + count] for one, start, count in rows]
 
 
 def _broadcast_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    """The gradient is averaged and belongs to the root; the others get zeros."""
+    """Average the gradient; it is the root's, other ranks return zeros."""
     averaged = _average(engine, what, inputs)
     return averaged if engine.rank == what.call.root else [np.zeros_like(one) for one in averaged]
 
 
 def _reducescatter_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    """The ranks' gradients are gathered; for Sum they are multiplied by the number of ranks."""
+    """Gather the ranks' gradients; multiply them by the number of ranks for Sum."""
     call = what.call
     gathered: list[Array] = call.but(kind=Collective.ALLGATHER).submit(engine, inputs).wait()
     times = len(engine.members(call.set_id)) if call.operation is ReduceOp.SUM else 1
@@ -163,19 +169,19 @@ _BACK = {
 
 
 def is_traced(values: Sequence[Any]) -> bool:
-    """Return whether JAX is recording a program, so that there are no values yet."""
+    """Return whether JAX is tracing a program, so that there are no values yet."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def eager(what: Exchange, values: Sequence[Any]) -> list[jax.Array]:
-    """Exchange now. Programs that run in the background come first: the order is that of the calls."""
+    """Run an exchange now, after programs that run in the background: the order is that of the calls."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
-    places = [*values, *[None] * (len(results) - len(values))]
-    return [from_array(result, like) for result, like in zip(results, places, strict=True)]
+    devices = [*values, *[None] * (len(results) - len(values))]
+    return [from_array(result, like) for result, like in zip(results, devices, strict=True)]
 
 
-# In JAX 0.7 this was no argument, and always so.
+# JAX 0.7 has no such argument, and always returns the token.
 _known = inspect.signature(mlir.emit_python_callback).parameters
 _RETURNS_TOKEN = {"returns_token": True} if "returns_token" in _known else {}
 
@@ -188,28 +194,28 @@ def _now(*values: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) 
 
 
 def _abstract(*avals: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
-    results = [core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    results = [jax.core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     return results, {EFFECT}
 
 
 def _batched(
-    values: Sequence[Any], places: Sequence[Any], *, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]
+    values: Sequence[Any], axes: Sequence[Any], *, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]
 ) -> tuple[list[Any], list[Any]]:
-    """Exchange in ``vmap``: all of a batch at once, as a second dimension, since the first may be cut.
+    """Exchange a whole batch of ``vmap`` at once.
 
-    What ``vmap`` adds to arrays without dimensions comes first.
+    The batch becomes dimension 1, since dimension 0 may be cut; of arrays without dimensions, dimension 0.
     """
     if what.call.operation is ReduceOp.ADASUM:
         raise ArgumentError("Adasum weighs whole tensors: within vmap it is not defined.")
     moved: list[Any] = []
     after: list[int | None] = []
     count = 0
-    for value, place in zip(values, places, strict=True):
-        new = None if place is None else min(1, value.ndim - 1)
+    for value, axis in zip(values, axes, strict=True):
+        new = None if axis is None else min(1, value.ndim - 1)
         after.append(new)
-        moved.append(value if new is None else jax.numpy.moveaxis(value, place, new))
+        moved.append(value if new is None else jax.numpy.moveaxis(value, axis, new))
         count = count if new is None else moved[-1].shape[new]
-    # An alltoall also gives how many rows came from each rank: the same for all.
+    # An alltoall also returns how many rows came from each rank: the same for the whole batch.
     after += [None] * (len(shapes) - len(after))
     larger = [
         shape if new is None else (*shape[:new], count, *shape[new:])
@@ -227,35 +233,44 @@ batching.primitive_batchers[_primitive] = _batched
 def compiled(
     what: Exchange, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Exchange in the program that is being recorded.
+    """Add an exchange to the program that is being traced.
 
     Args:
-        what: what to do.
+        what: the exchange.
         values: traced arrays.
         shapes: of the results.
-        dtypes: of the results; those of the values if not given.
+        dtypes: of the results; by default those of the values.
     """
     kinds = tuple(np.dtype(kind) for kind in (dtypes or [value.dtype for value in values]))
+    if EFFECT is None:
+        results = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
+        return list(io_callback(_callback(what, shapes), tuple(results), *values, ordered=True))
     done: list[Any] = _primitive.bind(*values, what=what, shapes=tuple(shapes), dtypes=kinds)
     return done
 
 
-def _once(ctx: Any) -> Any:
+def _callback(what: Exchange, shapes: Shapes) -> Any:
+    """Return a function of arrays that runs the exchange."""
+    return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(one) for one in arrays]), None, shapes))
+
+
+def _sharding(ctx: Any) -> Any:
     """Return what makes a program for several devices call Python once, with whole arrays; None for one."""
     context = ctx.module_context.axis_context
-    if isinstance(context, SPMDAxisContext):
+    if isinstance(context, _private.SPMDAxisContext):
         raise ArgumentError(
             "A collective within shard_map or pmap would be called by each device of this process, in no "
             "order. Call it in jit around them: there it gets the whole array, however it is sharded."
         )
     if _devices(ctx) == 1:
         return None
-    if jax.__version_info__ < (0, 10):  # XLA's partitioner cannot place the token that keeps the order
+    # Before JAX 0.10 XLA's partitioner does not place the token that keeps the order.
+    if jax.__version_info__ < (0, 10) or _private.one_device_of is None:
         raise ArgumentError(
             "With this version of JAX a program with a collective must be for one device of this process: "
             "use JAX 0.10 or newer, or keep the arrays on one device."
         )
-    return one_device_of(context, None, ctx.avals_out)
+    return _private.one_device_of(context, None, ctx.avals_out)
 
 
 def _devices(ctx: Any) -> int:
@@ -264,13 +279,9 @@ def _devices(ctx: Any) -> int:
 
 def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: Any) -> Any:
     """Lower to a call of Python with arrays: for accelerators, and where XLA's layout is unknown."""
-
-    def call(*arrays: Any) -> tuple[Array, ...]:
-        return tuple(_run_compiled(what, tuple([array_of(array) for array in arrays]), None, shapes))
-
     results, token, _ = mlir.emit_python_callback(
-        ctx, call, ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
-        has_side_effect=True, sharding=_once(ctx), **_RETURNS_TOKEN,
+        ctx, _callback(what, shapes), ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
+        has_side_effect=True, sharding=_sharding(ctx), **_RETURNS_TOKEN,
     )
     ctx.set_tokens_out(mlir.TokenSet({EFFECT: token}))
     return results
@@ -282,10 +293,9 @@ def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: An
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {}
     if what.call.keeps_shapes and not what.back:
-        aliases = {place + 1: place + 1 for place in range(len(operands))}
-    inner = ctx.replace(
-        avals_in=[core.abstract_token, *ctx.avals_in], avals_out=[core.abstract_token, *ctx.avals_out]
-    )
+        aliases = {index + 1: index + 1 for index in range(len(operands))}
+    token = _private.abstract_token
+    inner = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
     memory = [
         [(aval.shape, np.dtype(aval.dtype).name) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
@@ -297,12 +307,12 @@ def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: An
     return results
 
 
-def _called(text: str, inputs: list[Array], outputs: list[Array]) -> None:
+def _call_from_xla(text: str, inputs: list[Array], outputs: list[Array]) -> None:
     shapes = tuple([output.shape for output in outputs])
     _run_compiled(_from_text(text), tuple(inputs), tuple(outputs), shapes)
 
 
-ffi.call(_called)
+ffi.set_handler(_call_from_xla)
 mlir.register_lowering(_primitive, _by_callback)
 mlir.register_lowering(_primitive, _by_ffi, platform="cpu")
 start_quickly()

@@ -1,4 +1,4 @@
-"""JAX arrays as NumPy views, and back, without copying where that is possible."""
+"""Convert between JAX arrays and NumPy views, without copying where that is possible."""
 
 from __future__ import annotations
 
@@ -8,34 +8,15 @@ import jax
 import numpy as np
 
 from ringdance.errors import ArgumentError
+from ringdance.training.memory import array_at
 
-__all__ = ["array_of", "at_address", "from_array"]
+__all__ = ["array_of", "from_array"]
 
 Array = np.ndarray[Any, Any]
 
 
-class _Lent:
-    """Memory as NumPy's array interface describes it, writable; keeps its owner alive."""
-
-    def __init__(self, address: int, count: int, owner: Any) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3,
-        }
-
-
-def at_address(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Array:
-    """Return a writable array over this memory."""
-    count = dtype.itemsize
-    for length in shape:
-        count *= length
-    if not count:
-        return np.empty(shape, dtype)
-    return np.asarray(_Lent(address, count, owner)).view(dtype).reshape(shape)
-
-
 def array_of(value: Any) -> Array:
-    """Return the values of an array; a view if it lies on the CPU, a copy if on an accelerator.
+    """Return the values of an array: a view if it is on the CPU, a copy if on an accelerator.
 
     The view is for reading; it is marked as writable only because MPI refuses other memory.
 
@@ -53,13 +34,14 @@ def array_of(value: Any) -> Array:
         return view.copy()
     if view.flags.writeable:
         return view
-    return at_address(view.__array_interface__["data"][0], view.shape, view.dtype, view)
+    writable: Array = array_at(view.__array_interface__["data"][0], view.shape, view.dtype, view)
+    return writable
 
 
 def from_array(array: Array, like: Any = None) -> jax.Array:
-    """Return an array that the engine has made as a JAX array where ``like`` lies.
+    """Return an array of the engine as a JAX array on the device of ``like``.
 
     On the CPU it shares the memory if that is aligned to 64 bytes, as the engine's is.
     """
-    place = like.sharding if isinstance(like, jax.Array) else None
-    return jax.device_put(array, place, may_alias=True)
+    sharding = like.sharding if isinstance(like, jax.Array) else None
+    return jax.device_put(array, sharding, may_alias=True)

@@ -1,10 +1,10 @@
-"""The collectives on JAX arrays: at once, or within ``jit``, ``grad`` and control flow. Contract 2.2, 3.6.
+"""The collectives on JAX arrays: at once, or within ``jit``, ``grad`` and control flow.
 
-Within ``jit`` all shapes are fixed when the program is recorded: there ``allgather`` and ``alltoall`` need
+Within ``jit`` all shapes are fixed when the program is traced: there ``allgather`` and ``alltoall`` need
 equally many rows on all ranks, and ``splits`` cannot be given. Unnamed calls match by order, which XLA keeps.
 Gradients are for ``grad`` and ``vjp``; forward-mode differentiation (``jvp``) is not defined. ``vmap`` makes
 one exchange of the whole batch. Arrays that are sharded over several devices of this process are exchanged
-whole; within ``shard_map`` there is an error. A failure within ``jit`` arrives as
+whole; within ``shard_map`` there is an error. A failure within ``jit`` is raised as
 ``jax.errors.JaxRuntimeError`` with the message of the error that is raised outside.
 """
 
@@ -25,8 +25,8 @@ from ringdance.jax.compression import Compression
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
-from ringdance.training.checks import pick_operation
-from ringdance.training.collectives import Call
+from ringdance.training.calls import Call
+from ringdance.training.collectives import pick_operation
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -50,7 +50,7 @@ _NO_SPLITS = "alltoall(splits=...) gives results of unknown shape: call it outsi
 # Gradients.
 
 
-def _plain(what: Exchange, shapes: Shapes, values: Values) -> tuple[Any, ...]:
+def _bind(what: Exchange, shapes: Shapes, values: Values) -> tuple[Any, ...]:
     if not is_traced(values):
         return tuple(eager(what, values))
     dtypes = [value.dtype for value in values]
@@ -66,8 +66,8 @@ def _plain(what: Exchange, shapes: Shapes, values: Values) -> tuple[Any, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _recorded(what: Exchange, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
-    """Return what the exchange gives; ``shapes`` are those of the results within ``jit``."""
-    return _plain(what, shapes, values)
+    """Return the exchange's results, which within ``jit`` have ``shapes``."""
+    return _bind(what, shapes, values)
 
 
 def _forward(what: Exchange, shapes: Shapes, *values: Any) -> tuple[tuple[Any, ...], Any]:
@@ -82,20 +82,20 @@ def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[An
     if call.kind is Collective.ALLTOALL:
         return (_alltoall_back(call, what.rows[0], received, gradients[0]),)
     # Integers have no gradient, and what JAX passes for them cannot be exchanged.
-    places = [place for place, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
-    chosen = [gradients[place] for place in places]
+    floating = [index for index, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+    chosen = [gradients[index] for index in floating]
     shapes = tuple([one.shape for one in chosen])
     rows: tuple[int, ...] = ()
     if what.rows:
-        rows = tuple([what.rows[place] for place in places])
+        rows = tuple([what.rows[index] for index in floating])
         shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
     back = Exchange(call, call.kind is not Collective.ALLREDUCE, None, rows)
     done = iter(_recorded(back, shapes, *chosen) if chosen else ())
-    return tuple([next(done) if place in places else None for place in range(len(gradients))])
+    return tuple([next(done) if index in floating else None for index in range(len(gradients))])
 
 
 def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
-    """The gradient goes back the way the rows came; rows that were not sent get zeros."""
+    """Send the gradient back the way the rows came; rows that were not sent get zeros."""
     splits = None if is_traced((received,)) else tuple(np.asarray(received).tolist())
     if splits is not None and is_traced((gradient,)) and len(set(splits)) == 1:
         splits = None
@@ -110,28 +110,59 @@ def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
 _recorded.defvjp(_forward, _backward)
 
 
-def _exchange(what: Exchange, values: Values, shapes: Shapes) -> list[Any]:
-    if not is_traced(values):
-        return list(eager(what, values))
-    call = what.call
-    alone = len(session.engine().members(call.set_id)) == 1 and what.splits is None
-    if alone and call.prescale == call.postscale == 1.0:
-        return [*values, jnp.array(what.rows, np.int32)] if call.kind is Collective.ALLTOALL else list(values)
-    return list(_recorded(what, shapes, *values))
-
-
-def _group(values: Values) -> list[Any]:
-    group = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
-    if not group:
+def _run(
+    call: Call, arrays: Values, splits: tuple[int, ...] | None = None, compression: Any = Compression.none
+) -> list[Any]:
+    """Exchange arrays now or in the traced program; of an alltoall also return received splits."""
+    pairs = [
+        compression.compress(array if isinstance(array, jax.Array) else jnp.asarray(array))
+        for array in arrays
+    ]
+    if not pairs:
         raise ArgumentError("A group needs at least one array.")
-    return group
+    values = [value for value, _ in pairs]
+    shapes, rows = _shapes(call, values)
+    what = Exchange(call, splits=splits, rows=rows)
+    alone = len(session.engine().members(call.set_id)) == 1 and splits is None
+    if not is_traced(values):
+        results = list(eager(what, values))
+    elif alone and call.prescale == call.postscale == 1.0:
+        results = [*values, jnp.array(rows, np.int32)] if call.kind is Collective.ALLTOALL else values
+    else:
+        results = list(_recorded(what, shapes, *values))
+    restored = zip(results, pairs, strict=False)
+    return [compression.decompress(one, context) for one, (_, context) in restored] + results[len(pairs) :]
 
 
-def _with_rows(verb: str, values: Values) -> tuple[int, ...]:
-    for value in values:
-        if not value.ndim:
-            raise ArgumentError(f"{verb} needs arrays with at least one dimension; use x.reshape(1).")
-    return tuple([value.shape[0] for value in values])
+def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
+    """Return the results' shapes where all ranks have equally many rows, and the rows of the inputs."""
+    if call.keeps_shapes:
+        return tuple([value.shape for value in values]), ()
+    if not all(value.ndim for value in values):
+        name = call.kind.name.lower()
+        raise ArgumentError(f"{name} needs arrays with at least one dimension; use x.reshape(1).")
+    engine = session.engine()
+    members = engine.members(call.set_id)
+    size, rows = len(members), tuple([value.shape[0] for value in values])
+    if call.kind is Collective.ALLTOALL:
+        return (values[0].shape, (size,)), rows
+    if call.kind is Collective.ALLGATHER:
+        counts = [size * count for count in rows]
+    else:
+        set_rank = members.index(engine.rank) if engine.rank in members else 0
+        counts = [count // size + (set_rank < count % size) for count in rows]
+    return tuple([(count, *one.shape[1:]) for count, one in zip(counts, values, strict=True)]), rows
+
+
+def _reduce(
+    kind: Collective, arrays: Values, name: str | None, op: int | None, prescale: float, postscale: float,
+    process_set: ProcessSet, grouped: bool, compression: Any = Compression.none,
+) -> list[Any]:
+    call = Call(
+        kind, name, pick_operation(None, op), float(prescale), float(postscale), set_id(process_set),
+        grouped=grouped,
+    )
+    return _run(call, arrays, None, compression)
 
 
 # The collectives.
@@ -157,8 +188,10 @@ def allreduce(
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    arguments = name, op, prescale_factor, postscale_factor, process_set, compression
-    return _allreduce([array], *arguments, False)[0]
+    return _reduce(
+        Collective.ALLREDUCE, [array], name, op, prescale_factor, postscale_factor, process_set, False,
+        compression,
+    )[0]
 
 
 def grouped_allreduce(
@@ -167,22 +200,10 @@ def grouped_allreduce(
     compression: Any = Compression.none,
 ) -> list[Any]:
     """Return the reductions of several arrays, in one exchange; as ``allreduce``."""
-    return _allreduce(arrays, name, op, prescale_factor, postscale_factor, process_set, compression, True)
-
-
-def _allreduce(
-    arrays: Values, name: str | None, op: int | None, prescale: float, postscale: float,
-    process_set: ProcessSet, compression: Any, grouped: bool,
-) -> list[Any]:
-    packed = [compression.compress(array) for array in _group(arrays)]
-    small = [one for one, _ in packed]
-    call = Call(
-        Collective.ALLREDUCE, name, pick_operation(None, op), float(prescale), float(postscale),
-        set_id(process_set), grouped=grouped,
+    return _reduce(
+        Collective.ALLREDUCE, arrays, name, op, prescale_factor, postscale_factor, process_set, True,
+        compression,
     )
-    reduced = _exchange(Exchange(call), small, tuple([one.shape for one in small]))
-    pairs = zip(reduced, packed, strict=True)
-    return [compression.decompress(one, context) for one, (_, context) in pairs]
 
 
 def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -190,46 +211,30 @@ def allgather(array: Any, name: str | None = None, process_set: ProcessSet = glo
 
     That dimension may differ between ranks, but not within ``jit``.
     """
-    return _allgather([array], name, process_set, False)[0]
+    return _run(Call(Collective.ALLGATHER, name, set_id=set_id(process_set)), [array])[0]
 
 
 def grouped_allgather(
     arrays: Values, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Gather several arrays; as ``allgather``."""
-    return _allgather(arrays, name, process_set, True)
-
-
-def _allgather(arrays: Values, name: str | None, process_set: ProcessSet, grouped: bool) -> list[Any]:
-    group = _group(arrays)
-    number = set_id(process_set)
-    rows = _with_rows("allgather", group)
-    size = len(session.engine().members(number))
-    shapes = tuple([(size * one.shape[0], *one.shape[1:]) for one in group])
-    call = Call(Collective.ALLGATHER, name, set_id=number, grouped=grouped)
-    return _exchange(Exchange(call, rows=rows), group, shapes)
+    return _run(Call(Collective.ALLGATHER, name, set_id=set_id(process_set), grouped=True), arrays)
 
 
 def broadcast(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the array of global rank ``root_rank``; shape and type equal on all ranks; differentiable."""
-    return _broadcast([array], root_rank, name, process_set, False)[0]
+    call = Call(Collective.BROADCAST, name, set_id=set_id(process_set), root=int(root_rank))
+    return _run(call, [array])[0]
 
 
 def grouped_broadcast(
     arrays: Values, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Broadcast several arrays in one exchange; as ``broadcast``."""
-    return _broadcast(arrays, root_rank, name, process_set, True)
-
-
-def _broadcast(
-    arrays: Values, root: int, name: str | None, process_set: ProcessSet, grouped: bool
-) -> list[Any]:
-    group = _group(arrays)
-    call = Call(Collective.BROADCAST, name, set_id=set_id(process_set), root=int(root), grouped=grouped)
-    return _exchange(Exchange(call), group, tuple([one.shape for one in group]))
+    call = Call(Collective.BROADCAST, name, set_id=set_id(process_set), root=int(root_rank), grouped=True)
+    return _run(call, arrays)
 
 
 def alltoall(
@@ -240,21 +245,17 @@ def alltoall(
     Args:
         array: at least one dimension; all but the first equal on all ranks.
         splits: integers, one for each rank; their sum may be less than the rows. Not within ``jit``.
-            Without it all ranks get equally many.
+            Without it all ranks receive equally many.
         name: key that matches the ranks' calls.
         process_set: the ranks that take part.
 
     Returns:
         The received rows; with ``splits`` also how many came from each rank (int32).
     """
-    group, number = _group([array]), set_id(process_set)
     if splits is not None and is_traced((splits,)):
         raise ArgumentError(_NO_SPLITS)
     cut = None if splits is None else tuple(np.asarray(splits).tolist())
-    size = len(session.engine().members(number))
-    call = Call(Collective.ALLTOALL, name, set_id=number)
-    what = Exchange(call, splits=cut, rows=_with_rows("alltoall", group))
-    output, received = _exchange(what, group, (group[0].shape, (size,)))
+    output, received = _run(Call(Collective.ALLTOALL, name, set_id=set_id(process_set)), [array], cut)
     return output if splits is None else (output, received)
 
 
@@ -264,7 +265,9 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
-    return _reducescatter([array], name, op, process_set, prescale_factor, postscale_factor, False)[0]
+    return _reduce(
+        Collective.REDUCESCATTER, [array], name, op, prescale_factor, postscale_factor, process_set, False
+    )[0]
 
 
 def grouped_reducescatter(
@@ -273,29 +276,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several arrays; as ``reducescatter``."""
-    return _reducescatter(arrays, name, op, process_set, prescale_factor, postscale_factor, True)
-
-
-def _reducescatter(
-    arrays: Values, name: str | None, op: int | None, process_set: ProcessSet, prescale: float,
-    postscale: float, grouped: bool,
-) -> list[Any]:
-    group, number = _group(arrays), set_id(process_set)
-    engine = session.engine()
-    members = engine.members(number)
-    place = members.index(engine.rank) if engine.rank in members else 0
-    rows = _with_rows("reducescatter", group)
-    own = [count // len(members) + (place < count % len(members)) for count in rows]
-    shapes = tuple([(count, *one.shape[1:]) for count, one in zip(own, group, strict=True)])
-    call = Call(
-        Collective.REDUCESCATTER, name, pick_operation(None, op), float(prescale), float(postscale), number,
-        grouped=grouped,
+    return _reduce(
+        Collective.REDUCESCATTER, arrays, name, op, prescale_factor, postscale_factor, process_set, True
     )
-    return _exchange(Exchange(call, rows=rows), group, shapes)
 
 
 def join() -> int:
-    """Say that this rank has no more data; help the others with zeros until all have joined.
+    """Take part in other ranks' reductions with zeros until all ranks have joined.
 
     Returns:
         The global rank that joined last, the same on all.
@@ -305,6 +292,6 @@ def join() -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return after all ranks of the set have called it."""
+    """Block until all ranks of the set have called it."""
     settle()
     collectives.barrier(session.engine(), set_id(process_set))

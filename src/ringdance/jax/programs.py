@@ -1,15 +1,14 @@
-"""How compiled programs with exchanges keep their order, and are started without a detour.
+"""Keep compiled programs with exchanges in order, and start them by JAX's C++ code.
 
-Within a program an ordered effect keeps the exchanges in the order in which they are written, and keeps
-those whose results nobody uses: JAX hands a token from one to the next, through loops, branches and nested
-functions. Between programs JAX hands on a token, too; but it starts a program that takes tokens by its Python
-code instead of its C++ code, which for hundreds of arrays takes longer than to exchange them.
+Note [Programs without tokens]: within a program an ordered effect keeps the exchanges in order: JAX passes
+a token from one to the next, through loops, branches and nested functions. Between programs JAX passes a
+token, too; but it starts a program that takes tokens by its Python code instead of its C++ code, which for
+hundreds of arrays takes longer than to exchange them.
 
-Where all programs run on one CPU device that token says nothing new, for there a thread's programs run one
-after the other, in the order in which they were started (``runtime_tokens`` of JAX relies on the same). So
-there a program's effect ends where the program ends: before JAX lowers the recorded program, it becomes one
-operation without an effect that makes the first token itself. JAX has no public place for that. Where the
-one that is used here is missing, or does not do what is expected, programs are started in JAX's own way.
+Where all programs run on one CPU device that token is redundant: a thread's programs run one after the
+other, in the order in which they were started (``runtime_tokens`` of JAX relies on the same). So there the
+effect ends where the program ends: before JAX lowers the traced program, it becomes one operation
+without an effect that makes the first token itself. JAX has no public place for that: see ``_private``.
 """
 
 from __future__ import annotations
@@ -22,35 +21,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import core, effects  # ordered effects cannot be declared by public names
+from jax.extend import core
 from jax.interpreters import mlir
 
 from ringdance import session
-from ringdance.jax import ffi
+from ringdance.jax import _private, ffi
+from ringdance.jax._private import EFFECT
 
-__all__ = ["EFFECT", "by_address", "settle", "start_quickly"]
+__all__ = ["by_address", "settle", "start_quickly"]
 
 _log = logging.getLogger("ringdance")
 
 
-class _ExchangeEffect(effects.Effect):  # type: ignore[misc]
-    """Keeps exchanges in order."""
-
-    __str__ = lambda self: "RingdanceExchange"  # noqa: E731
-
-
-EFFECT = _ExchangeEffect()
-for _allowed in (
-    effects.ordered_effects, effects.shardable_ordered_effects, effects.lowerable_effects,
-    effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects,
-    effects.remat_allowed_effects,
-):
-    _allowed.add_type(_ExchangeEffect)
-
-
 def by_address() -> bool:
-    """Return whether XLA on the CPU may call us with the addresses of its memory."""
-    return session.engine().settings.jax_ffi != "off" and ffi.available()
+    """Return whether XLA on the CPU may call back with the addresses of its memory."""
+    known = _private.abstract_token is not None
+    return known and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
 # One operation for a whole program, without an effect.
@@ -61,7 +47,7 @@ _program.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
 
 
 def _lower_program(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-    """Lower what the program consists of, after a token of its own; nobody waits for the last one."""
+    """Lower the program's operations after a token of its own; the last token is dropped."""
     inner = ctx.replace(tokens_in=mlir.TokenSet.create([EFFECT]), tokens_out=None)
     return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *operands)
 
@@ -70,14 +56,14 @@ mlir.register_lowering(_program, _lower_program)
 
 
 def _without_effect(jaxpr: Any) -> Any:
-    """Return the recorded program as that operation."""
+    """Return the traced program as that operation."""
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
     return jax.make_jaxpr(functools.partial(_program.bind, jaxpr=jaxpr))(*arguments)
 
 
-# For each device whose programs JAX's own barrier overlooks: starts one more, and returns its result.
+# For each device whose programs jax.effects_barrier() does not wait for: starts one more, returns its result.
 _last: dict[Any, Callable[[], jax.Array]] = {}
-_PATIENCE = 10.0  # seconds
+_EXIT_SECONDS = 10.0
 
 
 def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
@@ -91,10 +77,8 @@ def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
 
 
 def start_quickly() -> None:
-    """Let programs that are compiled from now on be started by JAX's C++ code, where that is possible."""
-    from jax._src.interpreters import pxla
-
-    original: Callable[..., Any] | None = getattr(pxla, "_cached_lowering_to_hlo", None)
+    """Let JAX's C++ code start programs that are compiled from now on, where that is possible."""
+    original = _private.lowering_to_hlo()
     if original is None:
         _log.debug("JAX %s: programs with exchanges are started by its Python code.", jax.__version__)
         return
@@ -108,39 +92,39 @@ def start_quickly() -> None:
                     _watch(backend.local_devices()[0])
                     return lowered
             except Exception as error:
-                # What is wrong with the program itself is said below, in terms of the program.
+                # An error of the program itself is raised again below, in terms of the program.
                 _log.debug("JAX %s: a program is started by its Python code: %r", jax.__version__, error)
         return original(jaxpr, *rest, **named)
 
-    pxla._cached_lowering_to_hlo = lower
-    atexit.register(settle)  # before the job is joined: so it is called after the job has been left
+    _private.replace_lowering_to_hlo(lower)
+    atexit.register(settle)  # registered before the job is joined: runs after the job has been left
 
 
 def _watch(device: Any) -> None:
-    """Wait for the programs of this device, too, from now on."""
+    """Include this device's programs in ``settle`` from now on."""
     if device in _last:
         return
     with jax.ensure_compile_time_eval():
         zero = jax.device_put(0, device)
     program = jax.jit(jax.numpy.negative).lower(zero).compile()
     if not _last:
-        atexit.register(_finish)  # called before the job is left
+        atexit.register(_finish)  # runs before the job is left
     _last[device] = lambda: program(zero)
 
 
 def settle() -> None:
-    """Wait until all exchanges in programs that this thread has started are over."""
+    """Wait until all exchanges in programs that this thread has started are complete."""
     jax.effects_barrier()
     for start in tuple(_last.values()):
         start().block_until_ready()
 
 
 def _finish() -> None:
-    """Let a script end whose last program still runs: other ranks wait for its exchanges.
+    """Wait for programs that still run when the script ends: other ranks wait for their exchanges.
 
-    Not for ever: where the others do not come to them, they shall hear that this rank has ended.
+    Only for a while: where other ranks do not take part, they are to see that this rank has ended.
     """
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _EXIT_SECONDS
     for result in [start() for start in tuple(_last.values())]:
         while not result.is_ready() and time.monotonic() < until:
             time.sleep(0.001)

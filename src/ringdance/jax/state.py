@@ -1,4 +1,4 @@
-"""Equal beginnings: the leaves of a pytree from one rank to all."""
+"""Broadcast the leaves of a pytree."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def broadcast_parameters(
     leaves, structure = jax.tree.flatten(params)
     if session.engine().size == 1 or not leaves:
         return params
-    arrays = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+    arrays = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
     keys = {
-        place: jax.random.key_impl(leaves[place]) for place in arrays
-        if jax.dtypes.issubdtype(leaves[place].dtype, jax.dtypes.prng_key)
+        index: jax.random.key_impl(leaves[index]) for index in arrays
+        if jax.dtypes.issubdtype(leaves[index].dtype, jax.dtypes.prng_key)
     }
     if arrays:
-        sent = [jax.random.key_data(leaves[place]) if place in keys else leaves[place] for place in arrays]
+        sent = [jax.random.key_data(leaves[index]) if index in keys else leaves[index] for index in arrays]
         given = grouped_broadcast(sent, root_rank, "broadcast_parameters", process_set)
-        for place, leaf in zip(arrays, given, strict=True):
-            leaves[place] = jax.random.wrap_key_data(leaf, impl=keys[place]) if place in keys else leaf
-    others = [place for place, leaf in enumerate(leaves) if not _is_array(leaf)]
+        for index, leaf in zip(arrays, given, strict=True):
+            leaves[index] = jax.random.wrap_key_data(leaf, impl=keys[index]) if index in keys else leaf
+    others = [index for index, leaf in enumerate(leaves) if not _is_array(leaf)]
     if others:
         objects = broadcast_object(
-            [leaves[place] for place in others], root_rank, "broadcast_parameters.others", process_set
+            [leaves[index] for index in others], root_rank, "broadcast_parameters.others", process_set
         )
-        for place, leaf in zip(others, objects, strict=True):
-            leaves[place] = leaf
+        for index, leaf in zip(others, objects, strict=True):
+            leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)

@@ -1,4 +1,4 @@
-"""How many threads XLA computes with on the CPU: a rank's share of the cores, unless told otherwise."""
+"""Limit XLA's threads on the CPU to a rank's share of the cores."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from jax._src import xla_bridge  # whether JAX computes already has no public name
-
 from ringdance import session
+from ringdance.jax._private import backends_are_initialized
 from ringdance.training import basics
 from ringdance.training.options import share_of_cores
 from ringdance.training.process_sets import ProcessSet
@@ -17,21 +16,21 @@ from ringdance.training.process_sets import ProcessSet
 __all__ = ["init"]
 
 _log = logging.getLogger("ringdance")
-# Both are XLA's; the second is older and goes without the first.
+# Both are XLA's; the second is the older one.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job, as ``ringdance.training.basics.init``; and let XLA use this rank's share of the cores.
+    """Join the job, as ``ringdance.training.basics.init``, and limit XLA to this rank's share of the cores.
 
-    Each process else takes all cores, and ranks of one host take them from each other. The user's ``NPROC``
-    or ``PJRT_NPROC`` stays, and so do threads that XLA has already started.
+    Otherwise each process would use all cores of the host. The user's ``NPROC`` or ``PJRT_NPROC`` stays,
+    and so do threads that XLA has already started.
     """
     basics.init(comm, process_sets)
     local_size = session.engine().local_size
     if local_size == 1 or any(name in os.environ for name in _VARIABLES):
         return
-    if xla_bridge.backends_are_initialized():
+    if backends_are_initialized():
         _log.info("JAX was in use before init(): XLA keeps as many threads as there are cores.")
         return
     for name in _VARIABLES:

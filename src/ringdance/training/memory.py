@@ -1,0 +1,21 @@
+"""Memory of frameworks as NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+
+__all__ = ["array_at"]
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
+    """Return a writable array over memory; it keeps ``owner``, to which the memory belongs, alive."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    memory.owner = owner
+    return np.ndarray(shape, dtype, memory)
