@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ import tensorflow as tf
 from other_settings import other_settings
 
 import ringdance.tensorflow as hvd
-from ringdance.tensorflow import capi, started
+from ringdance.tensorflow.graph import capi, in_flight
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -30,7 +29,7 @@ def test_backward_can_wait_for_the_first_exchange(overlap: str, monkeypatch: pyt
     def until_exchanged(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
         while True:
-            done = [work.done() for work in started.pending()]
+            done = [work.done() for work in in_flight.pending()]
             if (done and all(done)) or time.monotonic() > end:
                 exchanged.append(done)
                 return dy
@@ -92,7 +91,7 @@ def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
 
     def until_started(dy: Any) -> Any:
         end = time.monotonic() + PATIENCE
-        while not started.pending() and time.monotonic() < end:
+        while not in_flight.pending() and time.monotonic() < end:
             time.sleep(0.001)
         return dy
 
@@ -123,33 +122,9 @@ def test_a_run_that_fails_between_start_and_wait(overlap: str) -> None:
                 said = "indices" if here else "because of the call on rank 0 on host .*: the run of its graph"
                 with pytest.raises(error, match=said):
                     running.run(gradients, given | {index: 7 if here else 0})
-                assert not started.pending()
+                assert not in_flight.pending()
                 got = running.run(gradients, given | {index: 0})
                 np.testing.assert_allclose(got, [np.full(300_000, (SIZE + 1) / 2), np.zeros(300_000)])
-    assert not started._leftover
-    assert not started._unstarted
-    assert not capi._lent
-
-
-@pytest.mark.ranks(2)
-def test_what_kernels_carry_goes_with_their_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced anew for each shape, as where the batch's length varies."""
-
-    def trace(times: int) -> None:
-        @tf.function
-        def function(x: Any) -> Any:
-            return hvd.allreduce(x, name="traced", op=hvd.Sum)
-
-        for length in range(1, times + 1):
-            function(tf.ones(length))
-
-    def count() -> tuple[int, int]:
-        gc.collect()
-        monkeypatch.setattr(capi, "_sweep_at", 0)  # as if as many had been made as before
-        trace(1)
-        return len(capi._carried), len(capi._views)
-
-    before = count()
-    for _ in range(4):
-        trace(6)
-    assert count() == before
+    assert not in_flight._leftover
+    assert not in_flight._unstarted
+    assert not capi._numbers_in_use

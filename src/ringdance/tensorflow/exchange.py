@@ -1,130 +1,130 @@
-"""Runs collective calls on tensors, at once or as operations of a graph; and their gradients (contract 3.6).
+"""Run collective calls on tensors, at once or as operations of a graph; and their gradients.
 
 Eager calls go straight to the engine, on views of the tensors' memory. In a graph they become the
-operations of ``kernels``. Both are recorded for gradient tapes in the same way, by the type of operation.
-All ranks of the process set have to run the backward pass. A call's gradient is named ``<name>.grad``.
+operations of ``graph.kernels``. Both are recorded for gradient tapes in the same way, by the type of
+operation. All ranks of the process set have to run the backward pass. A call's gradient is named
+``<name>.grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import ml_dtypes
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import backprop as _backprop  # noqa: F401  # makes execute record gradients
-from tensorflow.python.eager import execute
-from tensorflow.python.framework import op_def_library
-from tensorflow.python.ops import control_flow_util
 
 from ringdance import session
+from ringdance.core.exchange import aligned_empty
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow import kernels
+from ringdance.tensorflow import _private
 from ringdance.tensorflow.errors import as_tensorflow
-from ringdance.tensorflow.memory import tensor_of, view_of
-from ringdance.training.collectives import Call
-from ringdance.training.sparse import submit
+from ringdance.tensorflow.graph import kernels
+from ringdance.training.calls import Call
 
 __all__ = ["number", "perform", "perform_all", "plain"]
 
+Array = np.ndarray[Any, Any]
 Tensor = Any
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_register = cache(kernels.register_all)
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def plain(function: Function) -> Function:
-    """Return a function that AutoGraph leaves as it is written, where a ``tf.function`` calls it."""
-    left: Function = tf.autograph.experimental.do_not_convert(function)
-    return left
-
-
-def _gradient_of(kind: str) -> Callable[[Function], Function]:
-    """Register a function as the gradient of a kind of operation."""
-    register: Callable[[Function], Function] = tf.RegisterGradient(kind)
-    return register
+    """Return a function that AutoGraph does not convert where a ``tf.function`` calls it."""
+    unconverted: Function = tf.autograph.experimental.do_not_convert(function)
+    return unconverted
 
 
 def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
     """Return the results of a call, one for each tensor; of an alltoall also the received splits.
 
     Args:
-        call: what to do.
+        call: the collective and its options.
         tensors: the members of a group or one tensor; of an alltoall with splits also these.
         name: of the operation in a graph.
 
     Raises:
         RingdanceError: eager only, and also one of ``tf.errors``; running a graph raises the latter alone.
     """
-    if tf.executing_eagerly():
-        with as_tensorflow():
-            results = _at_once(call, tensors)
-    elif not tf.compat.v1.get_default_graph().building_function:
-        return _in_session(call, tensors)
-    else:
-        types = _types(call, tensors)
-        _, results = _operation(
-            "RingdanceCall", name, tensors=tensors, Tout=types, call=call.text(),
-            memory=kernels.memory_text(tensors),
-        )
-        for result, tensor in zip(results, tensors, strict=False):
-            _set_shape(call, result, tensor)
-    _record("RingdanceCall", tensors, ("call", call.text()), results)
+    in_session = not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
+    if in_session or not _private.RECORDS:
+        run = _from_data_set if in_session else _run
+        return _with_gradient(call, tensors, lambda given: run(call, given, name))
+    results = _run(call, tensors, name)
+    _private.record("RingdanceCall", tensors, ("call", call.text()), results)
     return results
 
 
-def _record(kind: str, inputs: Sequence[Tensor], attribute: tuple[str, str], outputs: list[Tensor]) -> None:
-    """Tell gradient tapes what was done, as an operation of this kind, whose gradient is registered below."""
-    if execute.must_record_gradient():
-        _register()
-        execute.record_gradient(kind, list(inputs), (attribute[0], attribute[1].encode()), outputs)
+def _run(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor]:
+    """Run a call at once, or add it to the function that is being traced."""
+    if tf.executing_eagerly():
+        with as_tensorflow():
+            return _at_once(call, tensors)
+    types = [tensor.dtype for tensor in tensors]
+    if call.kind is Collective.ALLTOALL:
+        types = [types[0], tf.int32]
+    results = _operation(
+        "RingdanceCall", name, tensors, types, Tin=[tensor.dtype for tensor in tensors], Tout=types,
+        call=call.text(), memory=kernels.memory_text(tensors),
+    ).outputs
+    for result, tensor in zip(results, tensors, strict=False):
+        if call.keeps_shapes:
+            result.set_shape(tensor.shape)
+        elif tensor.shape.rank:
+            result.set_shape([None, *tensor.shape[1:]])
+    return list(results)
+
+
+def _view_of(tensor: Any) -> Array:
+    """Return a contiguous NumPy view of an eager tensor; a copy only of what is not in the host's memory."""
+    array = _private.numpy_of(tensor)
+    return array if isinstance(array, np.ndarray) else np.asarray(array)
+
+
+def _tensor_of(array: Array) -> Any:
+    """Return an eager tensor that shares the memory of an array that is not written to any more.
+
+    TensorFlow needs memory aligned to 64 bytes, as the engine's own is; other memory is copied.
+    """
+    if array.ctypes.data % 64 and array.size:
+        aligned = aligned_empty(array.shape, array.dtype)
+        aligned[...] = array
+        array = aligned
+    if array.dtype == _BFLOAT16:  # which NumPy cannot export by DLPack: the same bits under another name
+        return tf.bitcast(tf.experimental.dlpack.from_dlpack(array.view(np.uint16).__dlpack__()), tf.bfloat16)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
 def _at_once(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     engine = session.engine()
+    views = tuple([_view_of(tensor) for tensor in tensors])
     if call.kind is Collective.ALLTOALL:
-        splits = None if call.equal_splits else view_of(tensors[1])
-        work = call.submit(engine, (view_of(tensors[0]),), splits=(splits,))
-        result = tensor_of(work.wait()[0])
+        work = call.submit(engine, views[:1], splits=(None if call.equal_splits else views[1],))
+        result = _tensor_of(work.wait()[0])
         assert work.received_splits is not None
         return [result, tf.constant(work.received_splits[0], tf.int32)]
-    views = tuple([view_of(tensor) for tensor in tensors])
-    return [tensor_of(array) for array in submit(call, engine, views).wait()]
+    return [_tensor_of(array) for array in call.submit(engine, views).wait()]
 
 
-def _in_session(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Add a call to a graph of ``tf.compat.v1``, where nothing orders it and it must not block a thread.
-
-    A session has few threads, and ranks may run the calls of one graph in different orders. tf.data runs the
-    function of a data set of one element on a thread that is made for it.
-    """
-
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-    def function(*given: Tensor) -> tuple[Tensor, ...]:
-        return tuple(perform(call, given))
+def _with_gradient(
+    call: Call, tensors: Sequence[Tensor], run: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """Run a call so that tapes and ``tf.gradients`` know its gradient, without TensorFlow's private names."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> Any:
-        concrete = function.get_concrete_function(*[tf.TensorSpec(one.shape, one.dtype) for one in given])
-        concrete.add_to_graph(tf.compat.v1.get_default_graph())
-        types = [one.dtype for one in concrete.outputs]
-        shapes = [one.shape for one in concrete.outputs]
-        elements = tf.raw_ops.TensorDataset(components=given, output_shapes=[one.shape for one in given])
-        mapped = tf.raw_ops.MapDataset(
-            input_dataset=elements, other_arguments=[], f=concrete, output_types=types, output_shapes=shapes,
-            use_inter_op_parallelism=False,
-        )
-        results = tf.raw_ops.DatasetToSingleElement(
-            dataset=mapped, output_types=types, output_shapes=shapes
-        )
+        results = run(given)
         done = SimpleNamespace(inputs=given, outputs=results)
 
         def gradient(*gradients: Tensor) -> list[Tensor]:
             back = _of_gradient(call)
-            if back.name is not None:  # asked for twice, both may be in one run
+            if back.name is not None and not tf.executing_eagerly():  # two of them may be in one run
                 back = back.but(name=tf.compat.v1.get_default_graph().unique_name(back.name))
             return _GRADIENTS[call.kind](back, done, list(gradients))
 
@@ -133,35 +133,63 @@ def _in_session(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(differentiable(*tensors))
 
 
-def _types(call: Call, tensors: Sequence[Tensor]) -> list[Any]:
-    if call.kind is Collective.ALLTOALL:
-        return [tensors[0].dtype, tf.int32]
-    return [tensor.dtype for tensor in tensors]
+def _from_data_set(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor]:
+    """Add a call to a graph of ``tf.compat.v1``, where nothing orders it and it must not block a thread.
+
+    A session has few threads, and ranks may run the calls of one graph in different orders. tf.data runs the
+    function of a data set of one element on a thread that is made for it.
+    """
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def function(*given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_run(call, given, name))
+
+    concrete = function.get_concrete_function(*[tf.TensorSpec(one.shape, one.dtype) for one in tensors])
+    concrete.add_to_graph(tf.compat.v1.get_default_graph())
+    types = [one.dtype for one in concrete.outputs]
+    shapes = [one.shape for one in concrete.outputs]
+    elements = tf.raw_ops.TensorDataset(components=tensors, output_shapes=[one.shape for one in tensors])
+    mapped = tf.raw_ops.MapDataset(
+        input_dataset=elements, other_arguments=[], f=concrete, output_types=types, output_shapes=shapes,
+        use_inter_op_parallelism=False,
+    )
+    return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=types, output_shapes=shapes))
 
 
-def _set_shape(call: Call, result: Tensor, tensor: Tensor) -> None:
-    if call.keeps_shapes:
-        result.set_shape(tensor.shape)
-    elif tensor.shape.rank:
-        result.set_shape([None, *tensor.shape[1:]])
+def _operation(
+    kind: str, name: str | None, inputs: Sequence[Tensor], outputs: Sequence[Any], **attributes: Any
+) -> Any:
+    """Add an operation to the graph and return it.
 
-
-def _operation(kind: str, name: str | None, **arguments: Any) -> tuple[Any, list[Tensor]]:
-    """Add an operation to the graph; return it, and its results.
+    Args:
+        kind: the type of operation.
+        name: of the operation; by default the kind.
+        inputs: tensors.
+        outputs: types of the results.
+        attributes: texts, numbers, and lists of types.
 
     Raises:
         ArgumentError: in a function that XLA compiles.
     """
-    _register()
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    graph = tf.compat.v1.get_default_graph()
+    if _private.in_xla_context(graph):
         raise ArgumentError(
             f"{name or kind}: a function with jit_compile=True cannot hold communication between ranks, "
             "which XLA would have to compile. Say jit_compile=False for the function (for Keras: "
             "model.compile(..., jit_compile=False)), or compile only what computes the gradients "
             "and reduce them in a function around it."
         )
-    operation, results = op_def_library._apply_op_helper(kind, name=name, **arguments)[2:4]
-    return operation, list(results) if isinstance(results, (list, tuple)) else [results]
+    attrs = {key: _attribute(value) for key, value in attributes.items()}
+    return graph.create_op(kind, list(inputs), list(outputs), name=name or kind, attrs=attrs)
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, str):
+        return tf.compat.v1.AttrValue(s=value.encode())
+    if isinstance(value, int):
+        return tf.compat.v1.AttrValue(i=value)
+    types = [one.as_datatype_enum for one in value]
+    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))
 
 
 def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
@@ -171,6 +199,8 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
     """
     if len(calls) == 1:
         return [perform(*calls[0])]
+    if not _private.RECORDS:
+        return [perform(*one) for one in calls]
     if tf.executing_eagerly():
         return _together(calls)
     if not tf.compat.v1.get_default_graph().building_function:
@@ -180,7 +210,7 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
         _start(call, tensors, [] if index else listed[1:]) for index, (call, tensors) in enumerate(calls)
     ]
     # It has no results: the operation itself is what the others have to wait for.
-    wait, _ = _operation("RingdanceWait", None, numbers=[number for _, number in started])
+    wait = _operation("RingdanceWait", None, [number for _, number in started], [], N=len(started))
     with tf.control_dependencies([wait]):
         # One operation of TensorFlow's own for all: nothing else may see the results before they are there.
         results = iter(tf.raw_ops.IdentityN(input=[one for group, _ in started for one in group]))
@@ -191,11 +221,11 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
     with as_tensorflow():
         engine = session.engine()
         works = [
-            call.submit(engine, tuple([view_of(tensor) for tensor in tensors])) for call, tensors in calls
+            call.submit(engine, tuple([_view_of(tensor) for tensor in tensors])) for call, tensors in calls
         ]
-        done = [[tensor_of(array) for array in work.wait()] for work in works]
+        done = [[_tensor_of(array) for array in work.wait()] for work in works]
     for (call, tensors), results in zip(calls, done, strict=True):
-        _record("RingdanceCall", tensors, ("call", call.text()), results)
+        _private.record("RingdanceCall", tensors, ("call", call.text()), results)
     return done
 
 
@@ -204,13 +234,14 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
 
     ``others``: for the first of a group the others, which are refused if a run fails before they start.
     """
-    _, (*results, number) = _operation(
-        "RingdanceStart", None, tensors=tensors, call=call.text(), memory=kernels.memory_text(tensors),
-        others=kernels.calls_text(others),
-    )
+    types = [tensor.dtype for tensor in tensors]
+    *results, number = _operation(
+        "RingdanceStart", None, tensors, [*types, tf.int64], T=types, call=call.text(),
+        memory=kernels.memory_text(tensors), others=kernels.calls_text(others),
+    ).outputs
     for result, tensor in zip(results, tensors, strict=True):
         result.set_shape(tensor.shape)
-    _record("RingdanceStart", tensors, ("call", call.text()), [*results, number])
+    _private.record("RingdanceStart", tensors, ("call", call.text()), [*results, number])
     return results, number
 
 
@@ -219,21 +250,22 @@ def number(what: str, set_id: int = 0, name: str | None = None) -> Tensor:
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](set_id), tf.int32)
-    _, (result,) = _operation("RingdanceNumber", name, what=f"{what}:{set_id}")
+    (result,) = _operation("RingdanceNumber", name, [], [tf.int32], what=f"{what}:{set_id}").outputs
     result.set_shape([])
     return result
 
 
+kernels.register_all()
 tf.no_gradient("RingdanceNumber")
 
 
-@_gradient_of("RingdanceStart")
+@tf.RegisterGradient("RingdanceStart")  # type: ignore[untyped-decorator]
 def _start_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
     call = _call_of(op)
     return perform(call, gradients[:-1], _graph_name(call))
 
 
-@_gradient_of("RingdanceCall")
+@tf.RegisterGradient("RingdanceCall")  # type: ignore[untyped-decorator]
 def _call_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
     call = _call_of(op)
     return _GRADIENTS[call.kind](call, op, list(gradients))
@@ -261,7 +293,7 @@ def _averaged(call: Call, gradients: list[Tensor]) -> list[Tensor]:
     return perform(mean, gradients, _graph_name(call))
 
 
-def _told(what: str, set_id: int = 0) -> Any:
+def _current(what: str, set_id: int = 0) -> Any:
     """Return one of ``kernels.NUMBERS``; in a graph of a job that may change its size as a tensor."""
     if tf.executing_eagerly() or not session.engine().settings.elastic:
         return kernels.NUMBERS[what](set_id)
@@ -269,25 +301,25 @@ def _told(what: str, set_id: int = 0) -> Any:
 
 
 def _of_allgather(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """The average, of which this rank's rows are its part."""
+    """Average the gradients; return this rank's rows."""
     averaged = _averaged(call, gradients)
     rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
     name = None if call.name is None else f"{call.name}.rows"
     counts = Call(Collective.ALLGATHER, name, set_id=call.set_id)
     gathered = perform(counts, [rows[None]], _graph_name(call))[0]
-    before = tf.reduce_sum(gathered[: _told("place", call.set_id)], 0)
+    before = tf.reduce_sum(gathered[: _current("set_rank", call.set_id)], 0)
     return [
         one[before[index] : before[index] + rows[index]] for index, one in enumerate(averaged)
     ]
 
 
 def _of_broadcast(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    averaged, here = _averaged(call, gradients), _told("rank") == call.root
+    averaged, here = _averaged(call, gradients), _current("rank") == call.root
     return [tf.where(here, one, tf.zeros_like(one)) for one in averaged]
 
 
 def _of_alltoall(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """Rows go back the way they came; those that were not sent get zeros."""
+    """Send rows back the way they came; those that were not sent get zeros."""
     back = call.but(equal_splits=False)
     returned = perform(back, [gradients[0], op.outputs[1]], _graph_name(call))[0]
     given = op.inputs[0]
@@ -299,7 +331,7 @@ def _of_alltoall(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _of_reducescatter(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    members = _told("size", call.set_id) if call.operation is ReduceOp.SUM else 1
+    members = _current("size", call.set_id) if call.operation is ReduceOp.SUM else 1
     scale = call.prescale * call.postscale
     gather = Call(Collective.ALLGATHER, call.name, set_id=call.set_id, grouped=call.grouped)
     scaled = [one * tf.cast(scale, one.dtype) * tf.cast(members, one.dtype) for one in gradients]
@@ -308,6 +340,6 @@ def _of_reducescatter(call: Call, op: Any, gradients: list[Tensor]) -> list[Tens
 
 _GRADIENTS = {
     Collective.ALLREDUCE: _of_allreduce, Collective.ALLGATHER: _of_allgather,
-    Collective.BROADCAST: _of_broadcast, Collective.ALLTOALL: _of_alltoall,
-    Collective.REDUCESCATTER: _of_reducescatter,
+    Collective.BROADCAST: _of_broadcast,
+    Collective.ALLTOALL: _of_alltoall, Collective.REDUCESCATTER: _of_reducescatter,
 }  # fmt: skip

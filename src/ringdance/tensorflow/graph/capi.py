@@ -1,7 +1,7 @@
-"""TensorFlow's C interface for operations and kernels, by ctypes: what is needed of it.
+"""TensorFlow's C interface for operations and kernels, by ctypes, as far as it is needed.
 
 The functions are those of tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h, stable since 2.4. They are
-called with the GIL held (``PyDLL``): each is short, and giving the GIL away would cost more than the call.
+called with the GIL held (``PyDLL``): each is short, and releasing the GIL would cost more than the call.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
-from functools import cache
+from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,48 +21,46 @@ import tensorflow as tf
 
 from ringdance.core.exchange import aligned_empty
 from ringdance.errors import ArgumentError
+from ringdance.training.memory import array_at
 
 __all__ = ["Context", "Slot", "drop", "register"]
 
 Array = np.ndarray[Any, Any]
 
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "TF_NewStatus": (c_void_p, []),
-    "TF_DeleteStatus": (None, [c_void_p]),
-    "TF_SetStatus": (None, [c_void_p, c_int, c_char_p]),
-    "TF_GetCode": (c_int, [c_void_p]),
-    "TF_Message": (c_char_p, [c_void_p]),
-    "TF_NewOpDefinitionBuilder": (c_void_p, [c_char_p]),
-    "TF_OpDefinitionBuilderAddInput": (None, [c_void_p, c_char_p]),
-    "TF_OpDefinitionBuilderAddOutput": (None, [c_void_p, c_char_p]),
-    "TF_OpDefinitionBuilderAddAttr": (None, [c_void_p, c_char_p]),
-    "TF_OpDefinitionBuilderSetIsStateful": (None, [c_void_p, ctypes.c_bool]),
-    "TF_RegisterOpDefinition": (None, [c_void_p, c_void_p]),
-    "TF_NewKernelBuilder": (c_void_p, [c_char_p, c_char_p, c_void_p, c_void_p, c_void_p]),
-    "TF_RegisterKernelBuilder": (None, [c_char_p, c_void_p, c_void_p]),
-    "TF_OpKernelConstruction_GetAttrSize": (
-        None, [c_void_p, c_char_p, POINTER(c_int32), POINTER(c_int32), c_void_p]
-    ),
-    "TF_OpKernelConstruction_GetAttrString": (None, [c_void_p, c_char_p, c_char_p, c_size_t, c_void_p]),
-    "TF_OpKernelContext_Failure": (None, [c_void_p, c_void_p]),
-    "TF_NumInputs": (c_int, [c_void_p]),
-    "TF_GetInput": (None, [c_void_p, c_int, POINTER(c_void_p), c_void_p]),
-    "TF_AllocateOutput": (
-        c_void_p, [c_void_p, c_int, c_int, POINTER(c_int64), c_int, c_size_t, c_void_p]
-    ),
-    "TF_ForwardInputOrAllocateOutput": (
-        c_void_p, [c_void_p, POINTER(c_int), c_int, c_int, POINTER(c_int64), c_int, POINTER(c_int), c_void_p]
-    ),
-    "TF_NewTensor": (
-        c_void_p, [c_int, POINTER(c_int64), c_int, c_void_p, c_size_t, c_void_p, c_void_p]
-    ),
-    "TF_SetOutput": (None, [c_void_p, c_int, c_void_p, c_void_p]),
-    "TF_DeleteTensor": (None, [c_void_p]),
-    "TF_TensorType": (c_int, [c_void_p]),
-    "TF_NumDims": (c_int, [c_void_p]),
-    "TF_Dim": (c_int64, [c_void_p, c_int]),
-    "TF_TensorData": (c_void_p, [c_void_p]),
-    "TF_TensorByteSize": (c_size_t, [c_void_p]),
+# The type of the result, then those of the arguments: p pointer, s char*, i int, q int64_t, n size_t, b bool.
+_TYPES = {
+    "v": None, "p": c_void_p, "s": ctypes.c_char_p, "i": c_int, "q": c_int64, "n": c_size_t,
+    "b": ctypes.c_bool,
+}  # fmt: skip
+_FUNCTIONS = {
+    "TF_NewStatus": "p",
+    "TF_DeleteStatus": "vp",
+    "TF_SetStatus": "vpis",
+    "TF_GetCode": "ip",
+    "TF_Message": "sp",
+    "TF_NewOpDefinitionBuilder": "ps",
+    "TF_OpDefinitionBuilderAddInput": "vps",
+    "TF_OpDefinitionBuilderAddOutput": "vps",
+    "TF_OpDefinitionBuilderAddAttr": "vps",
+    "TF_OpDefinitionBuilderSetIsStateful": "vpb",
+    "TF_RegisterOpDefinition": "vpp",
+    "TF_NewKernelBuilder": "pssppp",
+    "TF_RegisterKernelBuilder": "vspp",
+    "TF_OpKernelConstruction_GetAttrSize": "vpsppp",
+    "TF_OpKernelConstruction_GetAttrString": "vpspnp",
+    "TF_OpKernelContext_Failure": "vpp",
+    "TF_NumInputs": "ip",
+    "TF_GetInput": "vpipp",
+    "TF_AllocateOutput": "ppiipinp",
+    "TF_ForwardInputOrAllocateOutput": "pppiipipp",
+    "TF_NewTensor": "pipipnpp",
+    "TF_SetOutput": "vpipp",
+    "TF_DeleteTensor": "vp",
+    "TF_TensorType": "ip",
+    "TF_NumDims": "ip",
+    "TF_Dim": "qpi",
+    "TF_TensorData": "pp",
+    "TF_TensorByteSize": "np",
 }
 
 # TF_DataType of tf_datatype.h.
@@ -77,10 +75,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 _MOST_VIEWS = 1024  # remembered for each type and shape
-_WRITE = 0x200  # PyBUF_WRITE
-_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory.restype = ctypes.py_object
-_memory.argtypes = [c_void_p, ctypes.c_ssize_t, c_int]
 
 
 @cache
@@ -90,26 +84,19 @@ def _library() -> Any:
     Raises:
         ImportError: this TensorFlow has no library with them.
     """
-    folder = Path(tf.__file__).parent
+    directory = Path(tf.__file__).parent
     for pattern in ("libtensorflow_framework*", "libtensorflow_cc*", "python/_pywrap_tensorflow_internal*"):
-        for path in sorted(folder.glob(pattern)):
+        for path in sorted(directory.glob(pattern)):
             library = ctypes.PyDLL(str(path))
             if all(hasattr(library, name) for name in _FUNCTIONS):
-                for name, (result, arguments) in _FUNCTIONS.items():
-                    function = getattr(library, name)
-                    function.restype, function.argtypes = result, arguments
+                for name, letters in _FUNCTIONS.items():
+                    function, types = getattr(library, name), [_TYPES[one] for one in letters]
+                    function.restype, function.argtypes = types[0], types[1:]
                 return library
     raise ImportError(
         f"ringdance.tensorflow does not find the C interface for kernels in TensorFlow {tf.__version__} "
-        f"({folder}); versions from 2.16 on have it."
+        f"({directory}); versions from 2.16 on have it."
     )
-
-
-def _array(address: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    nbytes = math.prod(shape) * dtype.itemsize
-    if not nbytes:
-        return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, _memory(address, nbytes, _WRITE))
 
 
 def _dtype(number: int) -> np.dtype[Any]:
@@ -122,14 +109,14 @@ def _dtype(number: int) -> np.dtype[Any]:
 
 
 class _Views(dict[int, Array]):
-    """Views for all inputs of a type and shape, by address: TensorFlow uses memory again and again."""
+    """Views of all inputs of a type and shape, by address: TensorFlow uses memory again and again."""
 
 
 _views: WeakValueDictionary[tuple[np.dtype[Any], tuple[int, ...]], _Views] = WeakValueDictionary()
 
 
 def drop(tensor: int | c_void_p) -> None:
-    """Give a reference to a tensor back."""
+    """Release a reference to a tensor."""
     _library().TF_DeleteTensor(tensor)
 
 
@@ -138,8 +125,8 @@ class Slot:
 
     Args:
         index: of the input, and of the output that is like it.
-        number: its type, by TensorFlow's number.
-        shape: all of it, or None if it is known only at run time.
+        number: TensorFlow's number of its type.
+        shape: complete, or None if it is known only at run time.
     """
 
     __slots__ = ("_views", "candidate", "dims", "dtype", "nbytes", "shape")
@@ -162,7 +149,7 @@ class Slot:
             assert self.dtype is not None
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            found = self._views[address] = _array(address, self.shape, self.dtype)
+            found = self._views[address] = array_at(address, self.shape, self.dtype)
         return found
 
 
@@ -175,7 +162,7 @@ class Context:
         self._status = self._library.TF_NewStatus()
 
     def close(self) -> None:
-        """Free what belongs to this run."""
+        """Free the resources of this run."""
         self._library.TF_DeleteStatus(self._status)
 
     def fail(self, code: int, message: str) -> None:
@@ -188,7 +175,7 @@ class Context:
             raise RuntimeError(self._library.TF_Message(self._status).decode(errors="replace"))
 
     def _take(self, index: int) -> c_void_p:
-        """Return a reference to an input tensor; to be given to ``drop``."""
+        """Return a new reference to an input tensor; release it with ``drop``."""
         handle = c_void_p()
         self._library.TF_GetInput(self._pointer, index, byref(handle), self._status)
         if not handle:
@@ -196,10 +183,11 @@ class Context:
         return handle
 
     def _view(self, tensor: int | c_void_p) -> Array:
-        """Return a tensor's memory. It is valid as long as TensorFlow holds the tensor."""
+        """Return a tensor's memory, valid as long as TensorFlow holds the tensor."""
         library = self._library
-        shape = [library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))]
-        return _array(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
+        shape = tuple([library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))])
+        view: Array = array_at(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
+        return view
 
     def inputs(self) -> list[Array]:
         """Return views of all inputs, valid until the kernel returns."""
@@ -209,20 +197,20 @@ class Context:
             try:
                 views.append(self._view(tensor))
             finally:
-                drop(tensor)  # the caller of the kernel has its own
+                drop(tensor)  # the caller of the kernel has a reference of its own
         return views
 
-    def lend(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
-        """Make an output like each input, in the input's own memory where nobody else needs that.
+    def in_place(self, slots: Sequence[Slot]) -> tuple[list[Array], list[Array], list[int | c_void_p]]:
+        """Make an output like each input, in the input's own memory where TensorFlow can spare it.
 
-        Hundreds of gradients pass here in each step, so it makes as few calls for each as can be.
+        Hundreds of gradients pass here in each step, so it makes as few calls for each as possible.
 
         Args:
             slots: one for each input.
 
         Returns:
-            Views of the inputs; of the outputs, which are the same objects where the memory is the same; and
-            references, to be given to ``drop`` when nobody reads or writes through the views any more.
+            Views of the inputs; of the outputs, the same objects where the memory is the same; and
+            references to release with ``drop`` after the last access through the views.
         """
         library, pointer, status = self._library, self._pointer, self._status
         get, data, size, drop = (
@@ -236,12 +224,12 @@ class Context:
         try:
             for index, slot in enumerate(slots):
                 get(pointer, index, to_handle, status)
-                # A static shape can be wrong (``set_shape``): memory is what the tensor says.
+                # A static shape can be wrong (``set_shape``): the size of the memory is the tensor's.
                 known = size(handle) == slot.nbytes
                 try:
                     view = slot.view(data(handle)) if known else self._view(handle)
                 finally:
-                    drop(handle)  # with a reference of ours it could not become the output
+                    drop(handle)  # while this reference exists it could not become the output
                 dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
                 tensor = forward(
                     pointer, slot.candidate, 1, index, dims, len(dims), to_used, status
@@ -262,8 +250,8 @@ class Context:
             raise
         return inputs, outputs, kept
 
-    def put(self, index: int, array: Array) -> None:
-        """Make a copy of an array output ``index``."""
+    def set_output(self, index: int, array: Array) -> None:
+        """Make output ``index`` a copy of an array."""
         shape = (c_int64 * array.ndim)(*array.shape)
         tensor = self._library.TF_AllocateOutput(
             self._pointer, index, _NUMBERS[array.dtype], shape, array.ndim, array.nbytes, self._status
@@ -272,18 +260,18 @@ class Context:
         self._view(tensor)[...] = array
         drop(tensor)
 
-    def put_number(self, index: int, number: int, on_free: Callable[[int], None]) -> None:
-        """Make an int64 scalar output ``index``.
+    def set_number(self, index: int, number: int, on_free: Callable[[int], None]) -> None:
+        """Make output ``index`` an int64 scalar.
 
         Args:
             index: of the output.
             number: its value, another one each time.
-            on_free: is called with it, on any thread, once nobody holds the output any more: the operations
-                that read it have run, or the graph's run has ended in an error. It must not raise.
+            on_free: called with it, on any thread, when the last reference to the output is gone: the
+                operations that read it have run, or the graph's run has failed. It must not raise.
         """
         memory = aligned_empty((1,), np.dtype(np.int64))  # TensorFlow would copy what is not aligned
         memory[0] = number
-        _lent[number] = memory, on_free
+        _numbers_in_use[number] = memory, on_free
         tensor = self._library.TF_NewTensor(
             _NUMBERS[memory.dtype], None, 0, memory.ctypes.data, 8, ctypes.cast(_freed, c_void_p), number
         )
@@ -292,50 +280,30 @@ class Context:
         self._check()
 
 
-# Memory of the outputs of ``put_number``, and what is to be called when it is free.
-_lent: dict[int, tuple[Array, Callable[[int], None]]] = {}
+# Memory of the outputs of ``set_number``, and the function to call when it is free.
+_numbers_in_use: dict[int, tuple[Array, Callable[[int], None]]] = {}
 
 
-def _take_back(data: int, length: int, number: int) -> None:
+def _on_free(data: int, length: int, number: int) -> None:
     """Forget the memory of an output; TensorFlow's ``deallocator``."""
-    _, on_free = _lent.pop(number)
+    _, on_free = _numbers_in_use.pop(number)
     on_free(number)
 
 
-_freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_take_back)
+_freed = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)(_on_free)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
-_callbacks: list[Any] = []  # what TensorFlow calls must live as long as it does
-# Note [Kernels]: a kernel is known by the address of eight zero bytes. When TensorFlow deletes it, with the
-# function it belongs to, it calls the C library's ``time(address)``, which writes a number there. It cannot
-# call Python: the last kernels are deleted after Python has ended.
-_carried: dict[int, Any] = {}
-_LEAST_SWEEP = 64
-_sweep_at = _LEAST_SWEEP
+_callbacks: list[Any] = []  # functions that TensorFlow calls must live as long as it does
 
 
 @cache
 def _c_library() -> Any:
     library = ctypes.PyDLL(None)
-    library.calloc.restype, library.calloc.argtypes = c_void_p, [c_size_t, c_size_t]
-    library.free.restype, library.free.argtypes = None, [c_void_p]
+    library.strdup.restype, library.strdup.argtypes = c_void_p, [ctypes.c_char_p]
     return library
 
 
-def _carry(prepared: Any) -> int:
-    """Keep what a kernel carries; return its address. See Note [Kernels]."""
-    global _sweep_at
-    if len(_carried) >= _sweep_at:  # so that looking at all takes little for each
-        for address in [one for one in list(_carried) if c_int64.from_address(one).value]:
-            del _carried[address]
-            _c_library().free(address)
-        _sweep_at = max(_LEAST_SWEEP, 2 * len(_carried))
-    address = int(_c_library().calloc(1, 8))
-    _carried[address] = prepared
-    return address
-
-
-def _attribute(construction: int, name: bytes) -> str:
+def _attribute(construction: int, name: bytes) -> bytes:
     library = _library()
     status = library.TF_NewStatus()
     try:
@@ -343,7 +311,7 @@ def _attribute(construction: int, name: bytes) -> str:
         library.TF_OpKernelConstruction_GetAttrSize(construction, name, byref(listed), byref(total), status)
         buffer = ctypes.create_string_buffer(total.value + 1)
         library.TF_OpKernelConstruction_GetAttrString(construction, name, buffer, total.value, status)
-        return buffer.value.decode()
+        return buffer.value
     finally:
         library.TF_DeleteStatus(status)
 
@@ -352,7 +320,11 @@ def register(
     name: str, texts: Sequence[str], inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str],
     prepare: Callable[..., Any], compute: Callable[[Any, Context], None],
 ) -> None:
-    """Make a stateful operation known to TensorFlow, with a kernel for the CPU.
+    """Register a stateful operation with a kernel for the CPU.
+
+    Note [Kernels]: a kernel is a copy of its attributes in C memory, which TensorFlow frees by ``free`` when
+    it deletes the kernel with the function it belongs to. It cannot call Python for that: the last kernels
+    are deleted after Python has ended. What ``prepare`` makes of the attributes is cached by their text.
 
     Args:
         name: of the operation.
@@ -360,9 +332,8 @@ def register(
         inputs: specifications as in TensorFlow's ``REGISTER_OP``; so are the next two.
         outputs: likewise.
         attributes: those beside ``texts``.
-        prepare: is called for each kernel with the values of ``texts``; what it returns is given to
-            ``compute``.
-        compute: is called with that and the context; it must not raise.
+        prepare: called with the values of ``texts``; its result is passed to ``compute``.
+        compute: called with that and the context; it must not raise.
     """
     library = _library()
     status = library.TF_NewStatus()
@@ -377,12 +348,17 @@ def register(
     library.TF_RegisterOpDefinition(builder, status)
 
     def created(construction: int) -> int:
-        return _carry(prepare(*[_attribute(construction, text.encode()) for text in texts]))
+        values = [_attribute(construction, text.encode()) for text in texts]
+        return int(_c_library().strdup(b"\n".join(values)))
+
+    @lru_cache(maxsize=1024)
+    def prepared(joined: bytes) -> Any:
+        return prepare(*joined.decode().split("\n")[: len(texts)])
 
     def computed(address: int, pointer: int) -> None:
         context = Context(pointer)
         try:
-            compute(_carried[address], context)
+            compute(prepared(ctypes.string_at(address)), context)
         finally:
             context.close()
 
@@ -390,7 +366,7 @@ def register(
     _callbacks.extend((create, run))
     kernel = library.TF_NewKernelBuilder(
         name.encode(), b"CPU", ctypes.cast(create, c_void_p), ctypes.cast(run, c_void_p),
-        ctypes.cast(_c_library().time, c_void_p),
+        ctypes.cast(_c_library().free, c_void_p),
     )
     library.TF_RegisterKernelBuilder(name.encode(), kernel, status)
     code, message = library.TF_GetCode(status), library.TF_Message(status)

@@ -1,7 +1,7 @@
-"""Exchanges that a graph has started and not yet waited for, and what becomes of them if its run fails.
+"""Exchanges that a graph has started and not yet waited for; what happens to them if its run fails.
 
-Note [Failed runs]: any operation of a graph may fail after some exchanges have been started, and then nobody
-waits for them. They cannot be taken back, since other ranks may have been told of them: they are carried out,
+Note [Failed runs]: any operation of a graph may fail after some exchanges have been started, and then no
+operation waits for them. They cannot be withdrawn, since other ranks may know of them: they are executed,
 their memory is kept until then, and the same call of a later run waits for that. Calls of the same group that
 have not been started are refused, so that the other ranks' runs fail too. Otherwise a later run of this rank
 would be reduced with an earlier one of theirs.
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringdance.core.engine import Engine
-from ringdance.core.request import Work
+from ringdance.core.request import Description, Request, Work
 from ringdance.errors import RingdanceError
-from ringdance.tensorflow.capi import drop
-from ringdance.training.collectives import Call
+from ringdance.tensorflow.graph.capi import drop
+from ringdance.training.calls import Call
 
-__all__ = ["Group", "Started", "abandon", "add", "begin", "freed", "leave", "pending", "take"]
+__all__ = ["Group", "InFlight", "abandon", "add", "begin", "on_freed", "pending", "release", "take"]
 
 _FAILED = "the run of its graph ended in an error before it came to the call; see the output of that rank."
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Calls that one operation waits for: those not started in this run yet, and the others' numbers."""
+    """Calls that one operation waits for: those not started in this run, and the numbers of the others."""
 
     engine: Engine
     calls: set[Call]
@@ -36,8 +36,8 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
-class Started:
-    """A call under way, and the references to tensors whose memory the engine reads and writes."""
+class InFlight:
+    """A started call, and the references to tensors whose memory the engine reads and writes."""
 
     call: Call
     work: Work
@@ -46,18 +46,18 @@ class Started:
 
 
 _numbers = itertools.count(1)
-_started: dict[int, Started] = {}
+_started: dict[int, InFlight] = {}
 _unstarted: dict[Call, Group] = {}
-_leftover: list[Started] = []
+_leftover: list[InFlight] = []
 
 
 def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
     """Return the group of a call that is about to be started; wait until an earlier run's is complete.
 
     Args:
-        engine: carries it out.
+        engine: the engine.
         call: the call.
-        others: if it is the first of its group, the others.
+        others: the other calls of the group if it is the first, else empty.
     """
     for one in list(_leftover):
         if one.call == call and not one.work.done():
@@ -65,7 +65,7 @@ def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
                 one.work.wait()
         if one.work.done():
             _leftover.remove(one)
-            _release(one)
+            _drop_all(one)
     group = _unstarted.pop(call, None)
     if group is None:
         group = Group(engine, set(others), [])
@@ -74,39 +74,39 @@ def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
     return group
 
 
-def add(one: Started) -> int:
-    """Note that a call has been started; return its number."""
+def add(one: InFlight) -> int:
+    """Register a started call; return its number."""
     number = next(_numbers)
     _started[number] = one
     one.group.numbers.append(number)
     return number
 
 
-def take(number: int) -> Started:
-    """Return what was started under a number, which is to be waited for and then to be given to ``leave``."""
+def take(number: int) -> InFlight:
+    """Remove and return the call of a number, to wait for and then to ``release``."""
     return _started.pop(number)
 
 
 def pending() -> list[Work]:
-    """Return what has been started and not been waited for."""
+    """Return the work of calls that have been started and not been waited for."""
     return [one.work for one in list(_started.values())]
 
 
-def freed(number: int) -> None:
-    """Nobody can wait any more for the group that began with this number. See Note [Failed runs]."""
+def on_freed(number: int) -> None:
+    """Release a group for which no operation can wait any more. See Note [Failed runs]."""
     first = _started.get(number)
     if first is None:
         return
     abandon(first.group)
     for one in [_started.pop(each, None) for each in first.group.numbers]:
         if one is not None:
-            leave(one)
+            release(one)
 
 
-def leave(one: Started) -> None:
-    """Give the memory of a call back, at once if it is complete."""
+def release(one: InFlight) -> None:
+    """Release the memory of a call, at once if it is complete, else later."""
     if one.work.done():
-        _release(one)
+        _drop_all(one)
         return
     _leftover.append(one)
     with contextlib.suppress(RingdanceError):
@@ -120,10 +120,18 @@ def abandon(group: Group) -> None:
         if _unstarted.get(call) is group:
             del _unstarted[call]
         with contextlib.suppress(RingdanceError):
-            call.refuse(group.engine, _FAILED)
+            request = Request(Description(call.kind), name=_full_name(call), set_id=call.set_id)
+            group.engine.refuse(request, _FAILED)
 
 
-def _release(one: Started) -> None:
+def _full_name(call: Call) -> str | None:
+    """Return the engine's name of a call."""
+    if call.name is None:
+        return None
+    return f"{'grouped_' if call.grouped else ''}{call.kind.name.lower()}.{call.name}"
+
+
+def _drop_all(one: InFlight) -> None:
     kept, one.kept = one.kept, []
     for tensor in kept:
         drop(tensor)

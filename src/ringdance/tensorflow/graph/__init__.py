@@ -1,0 +1,1 @@
+"""Collectives as operations of a TensorFlow graph: their kernels, written in Python."""
