@@ -8,51 +8,14 @@ One process for each rank, each with devices of its own. The collectives work on
     params = hvd.broadcast_parameters(params, root_rank=0)
 """
 
-from ringdance.errors import CollectiveError
+from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+
 from ringdance.jax.compression import Compression
-from ringdance.jax.operations import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_broadcast,
-    grouped_reducescatter,
-    join,
-    reducescatter,
-)
+from ringdance.jax.operations import *
 from ringdance.jax.optimizer import DistributedState, distributed
 from ringdance.jax.state import broadcast_parameters
 from ringdance.jax.threads import init
-from ringdance.training.basics import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
 from ringdance.training.compression import Compressor
-from ringdance.training.objects import allgather_object, broadcast_object
-from ringdance.training.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [

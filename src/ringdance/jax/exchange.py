@@ -30,8 +30,7 @@ from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
-from ringdance.training import collectives
-from ringdance.training.calls import Call
+from ringdance.training.collectives import Call, Keep
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -89,7 +88,7 @@ def run(
     """
     engine, call = session.engine(), what.call
     if what.back:
-        results = _BACK[call.kind](engine, what, inputs)
+        results = _backward(engine, what, inputs)
     else:
         splits = None if what.splits is None else np.array(what.splits, np.int64)
         work = call.submit(engine, inputs, outputs if call.keeps_shapes else None, (splits,))
@@ -128,41 +127,22 @@ def origin_of(error: RuntimeError) -> CollectiveError | None:
     return next((one for one in _last_error if f"{type(one).__name__}: {one}" in str(error)), None)
 
 
-def _average(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    call = what.call.but(kind=Collective.ALLREDUCE, operation=ReduceOp.AVERAGE)
-    done: list[Array] = call.submit(engine, inputs).wait()
-    return done
-
-
-def _allgather_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    """Average the gradient; return this rank's rows of it."""
-    averaged = _average(engine, what, inputs)
-    counts = np.array([what.rows], np.int64)
-    gathered = collectives.allgather(engine, (counts,), set_id=what.call.set_id, wake=False).wait()[0]
-    before = gathered[: engine.members(what.call.set_id).index(engine.rank)].sum(axis=0)
-    rows = zip(averaged, before, counts[0], strict=True)
-    return [one[start : start + count] for one, start, count in rows]
-
-
-def _broadcast_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    """Average the gradient; it is the root's, other ranks return zeros."""
-    averaged = _average(engine, what, inputs)
-    return averaged if engine.rank == what.call.root else [np.zeros_like(one) for one in averaged]
-
-
-def _reducescatter_back(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
-    """Gather the ranks' gradients; multiply them by the number of ranks for Sum."""
-    call = what.call
-    gathered: list[Array] = call.but(kind=Collective.ALLGATHER).submit(engine, inputs).wait()
-    times = len(engine.members(call.set_id)) if call.operation is ReduceOp.SUM else 1
-    scale = call.prescale * call.postscale * times
-    return gathered if scale == 1.0 else [one * one.dtype.type(scale) for one in gathered]
-
-
-_BACK = {
-    Collective.ALLGATHER: _allgather_back, Collective.BROADCAST: _broadcast_back,
-    Collective.REDUCESCATTER: _reducescatter_back,
-}  # fmt: skip
+def _backward(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
+    """Run the gradient of a call, see ``Backward``: on the gradients of its results."""
+    rule, members = what.call.backward(), engine.members(what.call.set_id)
+    scale = rule.scale * (len(members) if rule.times_size else 1)
+    if scale != 1.0:
+        inputs = tuple([one * one.dtype.type(scale) for one in inputs])
+    results: list[Array] = rule.call.submit(engine, inputs).wait()
+    if rule.keep is Keep.ROOT and engine.rank != rule.root:
+        return [np.zeros_like(one) for one in results]
+    if rule.keep is Keep.OWN_ROWS:
+        counts = np.array([what.rows], np.int64)
+        gathered = Call(Collective.ALLGATHER, set_id=what.call.set_id).submit(engine, (counts,)).wait()[0]
+        first = gathered[: members.index(engine.rank)].sum(axis=0)
+        rows = zip(results, first, what.rows, strict=True)
+        return [one[start : start + count] for one, start, count in rows]
+    return results
 
 
 # From JAX: at once, or as a part of a compiled program.

@@ -19,30 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringdance import session
-from ringdance.core.request import Collective, ReduceOp
+from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.jax.compression import Compression
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
-from ringdance.training.calls import Call
-from ringdance.training.collectives import pick_operation
+from ringdance.training.collectives import Call, movement, reduction
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allreduce", "alltoall", "barrier",
-    "broadcast", "grouped_allgather", "grouped_allreduce", "grouped_broadcast", "grouped_reducescatter",
-    "join", "reducescatter",
+    "allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce",
+    "grouped_broadcast", "grouped_reducescatter", "join", "reducescatter",
 ]
 
 Values = Sequence[Any]
-
-Average = int(ReduceOp.AVERAGE)
-Sum = int(ReduceOp.SUM)
-Adasum = int(ReduceOp.ADASUM)
-Min = int(ReduceOp.MIN)
-Max = int(ReduceOp.MAX)
-Product = int(ReduceOp.PRODUCT)
 
 _NO_SPLITS = "alltoall(splits=...) gives results of unknown shape: call it outside of jit."
 
@@ -78,9 +69,8 @@ def _forward(what: Exchange, shapes: Shapes, *values: Any) -> tuple[tuple[Any, .
 def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     if what.back:
         raise NotImplementedError(f"The gradient of {what.call.kind.name.lower()} has no gradient here.")
-    call = what.call if what.call.name is None else what.call.but(name=f"{what.call.name}.grad")
-    if call.kind is Collective.ALLTOALL:
-        return (_alltoall_back(call, what.rows[0], received, gradients[0]),)
+    if what.call.kind is Collective.ALLTOALL:
+        return (_alltoall_back(what.call.backward().call, what.rows[0], received, gradients[0]),)
     # Integers have no gradient, and what JAX passes for them cannot be exchanged.
     floating = [index for index, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
     chosen = [gradients[index] for index in floating]
@@ -89,7 +79,10 @@ def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[An
     if what.rows:
         rows = tuple([what.rows[index] for index in floating])
         shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
-    back = Exchange(call, call.kind is not Collective.ALLREDUCE, None, rows)
+    if what.call.kind is Collective.ALLREDUCE:  # its gradient has a gradient too
+        back = Exchange(what.call.backward().call)
+    else:
+        back = Exchange(what.call, True, None, rows)
     done = iter(_recorded(back, shapes, *chosen) if chosen else ())
     return tuple([next(done) if index in floating else None for index in range(len(gradients))])
 
@@ -154,17 +147,6 @@ def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
     return tuple([(count, *one.shape[1:]) for count, one in zip(counts, values, strict=True)]), rows
 
 
-def _reduce(
-    kind: Collective, arrays: Values, name: str | None, op: int | None, prescale: float, postscale: float,
-    process_set: ProcessSet, grouped: bool, compression: Any = Compression.none,
-) -> list[Any]:
-    call = Call(
-        kind, name, pick_operation(None, op), float(prescale), float(postscale), set_id(process_set),
-        grouped=grouped,
-    )
-    return _run(call, arrays, None, compression)
-
-
 # The collectives.
 
 
@@ -188,10 +170,9 @@ def allreduce(
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    return _reduce(
-        Collective.ALLREDUCE, [array], name, op, prescale_factor, postscale_factor, process_set, False,
-        compression,
-    )[0]
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set)
+    return _run(call, [array], None, compression)[0]
 
 
 def grouped_allreduce(
@@ -200,10 +181,9 @@ def grouped_allreduce(
     compression: Any = Compression.none,
 ) -> list[Any]:
     """Return the reductions of several arrays, in one exchange; as ``allreduce``."""
-    return _reduce(
-        Collective.ALLREDUCE, arrays, name, op, prescale_factor, postscale_factor, process_set, True,
-        compression,
-    )
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set, grouped=True)
+    return _run(call, arrays, None, compression)
 
 
 def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -211,30 +191,28 @@ def allgather(array: Any, name: str | None = None, process_set: ProcessSet = glo
 
     That dimension may differ between ranks, but not within ``jit``.
     """
-    return _run(Call(Collective.ALLGATHER, name, set_id=set_id(process_set)), [array])[0]
+    return _run(movement(Collective.ALLGATHER, name, process_set), [array])[0]
 
 
 def grouped_allgather(
     arrays: Values, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Gather several arrays; as ``allgather``."""
-    return _run(Call(Collective.ALLGATHER, name, set_id=set_id(process_set), grouped=True), arrays)
+    return _run(movement(Collective.ALLGATHER, name, process_set, grouped=True), arrays)
 
 
 def broadcast(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the array of global rank ``root_rank``; shape and type equal on all ranks; differentiable."""
-    call = Call(Collective.BROADCAST, name, set_id=set_id(process_set), root=int(root_rank))
-    return _run(call, [array])[0]
+    return _run(movement(Collective.BROADCAST, name, process_set, root=root_rank), [array])[0]
 
 
 def grouped_broadcast(
     arrays: Values, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Broadcast several arrays in one exchange; as ``broadcast``."""
-    call = Call(Collective.BROADCAST, name, set_id=set_id(process_set), root=int(root_rank), grouped=True)
-    return _run(call, arrays)
+    return _run(movement(Collective.BROADCAST, name, process_set, grouped=True, root=root_rank), arrays)
 
 
 def alltoall(
@@ -255,7 +233,7 @@ def alltoall(
     if splits is not None and is_traced((splits,)):
         raise ArgumentError(_NO_SPLITS)
     cut = None if splits is None else tuple(np.asarray(splits).tolist())
-    output, received = _run(Call(Collective.ALLTOALL, name, set_id=set_id(process_set)), [array], cut)
+    output, received = _run(movement(Collective.ALLTOALL, name, process_set), [array], cut)
     return output if splits is None else (output, received)
 
 
@@ -265,9 +243,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
-    return _reduce(
-        Collective.REDUCESCATTER, [array], name, op, prescale_factor, postscale_factor, process_set, False
-    )[0]
+    scales = prescale_factor, postscale_factor
+    return _run(reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set), [array])[0]
 
 
 def grouped_reducescatter(
@@ -276,9 +253,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several arrays; as ``reducescatter``."""
-    return _reduce(
-        Collective.REDUCESCATTER, arrays, name, op, prescale_factor, postscale_factor, process_set, True
-    )
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, grouped=True)
+    return _run(call, arrays)
 
 
 def join() -> int:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.jax.compression import Compression
-from ringdance.jax.operations import Average, grouped_allreduce
+from ringdance.jax.operations import grouped_allreduce
 from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import Average
 from ringdance.training.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 

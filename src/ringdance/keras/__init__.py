@@ -15,53 +15,15 @@
     model.fit(x, y, callbacks=callbacks)
 """
 
-from ringdance.errors import CollectiveError
+from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
 from ringdance.keras.compression import Compression
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.threads import init
-from ringdance.keras.values import (
-    Average,
-    Sum,
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    broadcast_variables,
-    reducescatter,
-)
-from ringdance.training.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from ringdance.keras.values import *
 from ringdance.training.compression import Compressor
-from ringdance.training.objects import allgather_object, broadcast_object
-from ringdance.training.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [

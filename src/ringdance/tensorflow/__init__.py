@@ -3,74 +3,18 @@
 Names, signatures and results are those of Horovod's tensorflow module; see the functions.
 """
 
-from ringdance.errors import CollectiveError
+from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
+
 from ringdance.tensorflow import elastic as elastic
 from ringdance.tensorflow.batch_norm import SyncBatchNormalization
-from ringdance.tensorflow.compression import Compression, Compressor
+from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.data.sharding import shard
-from ringdance.tensorflow.operations import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from ringdance.tensorflow.operations import *
 from ringdance.tensorflow.optimizer import DistributedOptimizer
-from ringdance.tensorflow.state import (
-    BroadcastGlobalVariablesHook,
-    allgather_object,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-)
+from ringdance.tensorflow.state import *  # type: ignore[assignment]
 from ringdance.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from ringdance.tensorflow.threads import init
-from ringdance.training.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from ringdance.training.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from ringdance.training.compression import Compressor
 from ringdance.training.sparse import sparse_routes
 
 __all__ = [

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow import operations as ops
+from ringdance.tensorflow.operations import allreduce
+from ringdance.training.collectives import Sum
 
 __all__ = ["SyncBatchNormalization"]
 
@@ -52,7 +53,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         mean = tf.where(count > 0, mean, 0)
         square = tf.where(count > 0, variance, 0) + mean * mean
         shares = tf.stack([mean * count, square * count, tf.fill(tf.shape(mean), count)])
-        total = ops.allreduce(shares, op=ops.Sum, name=f"sync_batch_norm.{self.name}")
+        total = allreduce(shares, op=Sum, name=f"sync_batch_norm.{self.name}")
         mean = total[0] / total[2]
         # Rounding can make the difference negative where all inputs are alike.
         return mean, tf.maximum(total[1] / total[2] - mean * mean, 0)

@@ -18,12 +18,13 @@ import tensorflow as tf
 
 from ringdance import session
 from ringdance.core.exchange import aligned_empty
-from ringdance.core.request import Collective, ReduceOp
+from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow import _private
 from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.graph import kernels
-from ringdance.training.calls import Call
+from ringdance.training.collectives import Call, Keep
+from ringdance.training.sparse import submit
 
 __all__ = ["number", "perform", "perform_all", "plain"]
 
@@ -109,7 +110,7 @@ def _at_once(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         result = _tensor_of(work.wait()[0])
         assert work.received_splits is not None
         return [result, tf.constant(work.received_splits[0], tf.int32)]
-    return [_tensor_of(array) for array in call.submit(engine, views).wait()]
+    return [_tensor_of(array) for array in submit(call, engine, views).wait()]
 
 
 def _with_gradient(
@@ -123,10 +124,7 @@ def _with_gradient(
         done = SimpleNamespace(inputs=given, outputs=results)
 
         def gradient(*gradients: Tensor) -> list[Tensor]:
-            back = _of_gradient(call)
-            if back.name is not None and not tf.executing_eagerly():  # two of them may be in one run
-                back = back.but(name=tf.compat.v1.get_default_graph().unique_name(back.name))
-            return _GRADIENTS[call.kind](back, done, list(gradients))
+            return _backward(call, done, list(gradients))
 
         return tuple(results), gradient
 
@@ -261,36 +259,61 @@ tf.no_gradient("RingdanceNumber")
 
 @tf.RegisterGradient("RingdanceStart")  # type: ignore[untyped-decorator]
 def _start_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
-    call = _call_of(op)
-    return perform(call, gradients[:-1], _graph_name(call))
+    return _backward(_call_of(op), op, list(gradients[:-1]))
 
 
 @tf.RegisterGradient("RingdanceCall")  # type: ignore[untyped-decorator]
 def _call_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
-    call = _call_of(op)
-    return _GRADIENTS[call.kind](call, op, list(gradients))
+    return _backward(_call_of(op), op, list(gradients))
 
 
 def _call_of(op: Any) -> Call:
     text = op.get_attr("call")
-    return _of_gradient(Call.from_text(text.decode() if isinstance(text, bytes) else text))
+    return Call.from_text(text.decode() if isinstance(text, bytes) else text)
 
 
-def _of_gradient(call: Call) -> Call:
-    return call if call.name is None else call.but(name=f"{call.name}.grad")
+def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of an operation's inputs: see ``Backward``.
+
+    Args:
+        call: the operation's call.
+        op: has its ``inputs`` and ``outputs``.
+        gradients: of the outputs.
+    """
+    rule = call.backward()
+    back, keep = rule.call, rule.keep
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    name = None if graph is None else f"{call.kind.name.title()}Gradient"
+    if graph is not None and not graph.building_function and back.name is not None:
+        back = back.but(name=graph.unique_name(back.name))  # asked for twice, both may be in one run
+    if keep is Keep.PADDED:
+        return _padded(perform(back, [gradients[0], op.outputs[1]], name)[0], op.inputs)
+    if rule.times_size or rule.scale != 1.0:
+        members = _current("size", call.set_id) if rule.times_size else 1
+        gradients = [
+            one * tf.cast(rule.scale, one.dtype) * tf.cast(members, one.dtype) for one in gradients
+        ]
+    results = perform(back, gradients, name)
+    if keep is Keep.ROOT:
+        here = _current("rank") == rule.root
+        return [tf.where(here, one, tf.zeros_like(one)) for one in results]
+    if keep is Keep.OWN_ROWS:
+        rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
+        key = None if back.name is None else f"{back.name}.rows"
+        gathered = perform(Call(Collective.ALLGATHER, key, set_id=call.set_id), [rows[None]], name)[0]
+        first = tf.reduce_sum(gathered[: _current("set_rank", call.set_id)], 0)
+        return [one[first[index] : first[index] + rows[index]] for index, one in enumerate(results)]
+    return results
 
 
-def _graph_name(call: Call) -> str | None:
-    return None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
-
-
-def _of_allreduce(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    return perform(call, gradients, _graph_name(call))
-
-
-def _averaged(call: Call, gradients: list[Tensor]) -> list[Tensor]:
-    mean = Call(Collective.ALLREDUCE, call.name, ReduceOp.AVERAGE, set_id=call.set_id, grouped=call.grouped)
-    return perform(mean, gradients, _graph_name(call))
+def _padded(returned: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return an alltoall's gradient: the returned rows, and zeros for those that were not sent."""
+    given = inputs[0]
+    rest = tf.shape(given)[0] - tf.shape(returned)[0]
+    padding = tf.concat([[[0, rest]], tf.zeros((tf.rank(given) - 1, 2), tf.int32)], 0)
+    result = tf.pad(returned, padding)
+    result.set_shape(given.shape)
+    return [result] + [None] * (len(inputs) - 1)
 
 
 def _current(what: str, set_id: int = 0) -> Any:
@@ -298,48 +321,3 @@ def _current(what: str, set_id: int = 0) -> Any:
     if tf.executing_eagerly() or not session.engine().settings.elastic:
         return kernels.NUMBERS[what](set_id)
     return number(what, set_id)
-
-
-def _of_allgather(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """Average the gradients; return this rank's rows."""
-    averaged = _averaged(call, gradients)
-    rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
-    name = None if call.name is None else f"{call.name}.rows"
-    counts = Call(Collective.ALLGATHER, name, set_id=call.set_id)
-    gathered = perform(counts, [rows[None]], _graph_name(call))[0]
-    before = tf.reduce_sum(gathered[: _current("set_rank", call.set_id)], 0)
-    return [
-        one[before[index] : before[index] + rows[index]] for index, one in enumerate(averaged)
-    ]
-
-
-def _of_broadcast(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    averaged, here = _averaged(call, gradients), _current("rank") == call.root
-    return [tf.where(here, one, tf.zeros_like(one)) for one in averaged]
-
-
-def _of_alltoall(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """Send rows back the way they came; those that were not sent get zeros."""
-    back = call.but(equal_splits=False)
-    returned = perform(back, [gradients[0], op.outputs[1]], _graph_name(call))[0]
-    given = op.inputs[0]
-    rest = tf.shape(given)[0] - tf.shape(returned)[0]
-    padding = tf.concat([[[0, rest]], tf.zeros((tf.rank(given) - 1, 2), tf.int32)], 0)
-    result = tf.pad(returned, padding)
-    result.set_shape(given.shape)
-    return [result] + [None] * (len(op.inputs) - 1)
-
-
-def _of_reducescatter(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
-    members = _current("size", call.set_id) if call.operation is ReduceOp.SUM else 1
-    scale = call.prescale * call.postscale
-    gather = Call(Collective.ALLGATHER, call.name, set_id=call.set_id, grouped=call.grouped)
-    scaled = [one * tf.cast(scale, one.dtype) * tf.cast(members, one.dtype) for one in gradients]
-    return perform(gather, scaled, _graph_name(call))
-
-
-_GRADIENTS = {
-    Collective.ALLREDUCE: _of_allreduce, Collective.ALLGATHER: _of_allgather,
-    Collective.BROADCAST: _of_broadcast,
-    Collective.ALLTOALL: _of_alltoall, Collective.REDUCESCATTER: _of_reducescatter,
-}  # fmt: skip

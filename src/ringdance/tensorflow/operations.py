@@ -1,12 +1,12 @@
-"""The collective functions on TensorFlow's tensors. Names, order of arguments and results: contract 2.2.1.
+"""The collectives on TensorFlow's tensors, under Horovod's names.
 
 They work eagerly, in a ``tf.function`` and in graphs of ``tf.compat.v1``, and are differentiable. Beyond
 Horovod: bfloat16, bool and all integers everywhere.
 
-What is told about ``allreduce`` holds for all: ``name`` is the key that matches the ranks' calls. Without
+Arguments of ``allreduce`` mean the same for all: ``name`` is the key that matches the ranks' calls. Without
 one eager calls match by order, and those in a graph by the name of their operation, made from the
 tensor's name and the name scopes (``ignore_name_scope``: without these). ``process_set`` are the
-ranks that take part. Errors are of ``tf.errors`` (contract 3.2), in eager calls Ringdance's as well.
+ranks that take part. Errors are of ``tf.errors``, in eager calls Ringdance's as well.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, plain
 from ringdance.tensorflow.sparse import reduce_rows
-from ringdance.training.checks import pick_operation
-from ringdance.training.collectives import Call
-from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.collectives import Average, Call, movement, reduction
+from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allreduce", "alltoall", "broadcast",
-    "broadcast_", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
-    "local_size_op", "process_set_included_op", "rank_op", "reducescatter", "size_op",
+    "allgather", "allreduce", "alltoall", "broadcast", "broadcast_", "grouped_allgather", "grouped_allreduce",
+    "grouped_reducescatter", "join", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op",
+    "reducescatter", "size_op",
 ]
 
 Tensor = Any
 
-Average = int(ReduceOp.AVERAGE)
-Sum = int(ReduceOp.SUM)
-Adasum = int(ReduceOp.ADASUM)
-Min = int(ReduceOp.MIN)
-Max = int(ReduceOp.MAX)
-Product = int(ReduceOp.PRODUCT)
 
-
-def _run(
-    call: Call, tensors: Sequence[Tensor], name: str | None, ignore_name_scope: bool = False
-) -> list[Tensor]:
-    """Run a call under its name: as given, or in a graph that of the operation."""
+def _run(call: Call, tensors: Sequence[Tensor], ignore_name_scope: bool = False) -> list[Tensor]:
+    """Run a call; one without a name gets that of its operation in a graph."""
     if tf.executing_eagerly():
-        return perform(call.but(name=name), tensors)
-    verb = ("Grouped" if call.grouped else "") + call.kind.name.title()
-    plain_name = name or f"Horovod{verb}_{_label(tensors[0])}"
+        return perform(call, tensors)
+    kind = ("Grouped" if call.grouped else "") + call.kind.name.title()
+    name = call.name or f"Horovod{kind}_{_label(tensors[0])}"
     graph = tf.compat.v1.get_default_graph()
-    key = plain_name if ignore_name_scope else graph.unique_name(plain_name, mark_as_used=False)
-    return perform(call.but(name=key), tensors, plain_name)
+    key = name if ignore_name_scope else graph.unique_name(name, mark_as_used=False)
+    return perform(call.but(name=key), tensors, name)
+
+
+def _reduce(
+    call: Call, tensors: Sequence[Any], device: str, compression: Any, ignore_name_scope: bool
+) -> list[Tensor]:
+    """Run a reduction on compressed tensors."""
+    with tf.device(device):
+        pairs = [compression.compress(_tensor(tensor)) for tensor in tensors]
+        results = _run(call, [small for small, _ in pairs], ignore_name_scope)
+        return [compression.decompress(one, pair[1]) for one, pair in zip(results, pairs, strict=True)]
 
 
 def _label(tensor: Tensor) -> str:
@@ -101,45 +101,37 @@ def allreduce(
         tf.errors.OpError: FailedPreconditionError where ranks called it with different things, raised on
             all; InvalidArgumentError for what only this rank can see.
     """
-    operation = pick_operation(average, op)
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
     if isinstance(tensor, tf.IndexedSlices):
-        _check_sparse(operation, prescale_factor, postscale_factor)
-        with tf.device(device_sparse):
-            return _allreduce_sparse(tensor, operation, name, process_set, ignore_name_scope)
-    call = Call(
-        Collective.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor),
-        set_id(process_set),
-    )
-    with tf.device(device_dense):
-        small, context = compression.compress(_tensor(tensor))
-        return compression.decompress(_run(call, [small], name, ignore_name_scope)[0], context)
+        return _reduce_rows(call, tensor, process_set, device_sparse, ignore_name_scope)
+    return _reduce(call, [tensor], device_dense, compression, ignore_name_scope)[0]
 
 
-def _check_sparse(operation: ReduceOp, prescale: float, postscale: float) -> None:
-    if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise NotImplementedError(
-            f"IndexedSlices can be reduced by Average or Sum, not by {operation.name.title()}: make them "
-            "dense first (tf.convert_to_tensor, or sparse_as_dense=True of the optimizer or tape)."
-        )
-    if (prescale, postscale) != (1.0, 1.0):
-        raise NotImplementedError("prescale_factor and postscale_factor are not for IndexedSlices.")
-
-
-def _allreduce_sparse(
-    slices: Any, operation: ReduceOp, name: str | None, process_set: ProcessSet, ignore_name_scope: bool
+def _reduce_rows(
+    call: Call, slices: Any, process_set: ProcessSet, device: str, ignore_name_scope: bool
 ) -> Any:
+    """Run a reduction of IndexedSlices."""
+    if call.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise NotImplementedError(
+            f"IndexedSlices can be reduced by Average or Sum, not by {call.operation.name.title()}: make "
+            "them dense first (tf.convert_to_tensor, or sparse_as_dense=True of the optimizer or tape)."
+        )
+    if (call.prescale, call.postscale) != (1.0, 1.0):
+        raise NotImplementedError("prescale_factor and postscale_factor are not for IndexedSlices.")
     # Integers are divided as TensorFlow does it, into fractions.
-    fractions = operation is ReduceOp.AVERAGE and slices.dtype.is_integer
-    operation = ReduceOp.SUM if fractions else operation
-    call = Call(Collective.ALLREDUCE, None, operation, set_id=set_id(process_set))
-    label = name or ("IndexedSlices" if tf.executing_eagerly() else slices.values.op.name)
-    (result,) = reduce_rows(
-        call, [slices], [label], lambda call, tensors: _run(call, tensors, name, ignore_name_scope)
-    )
+    fractions = call.operation is ReduceOp.AVERAGE and slices.dtype.is_integer
     if fractions:
-        divided = result.values / tf.cast(process_set.size(), result.dtype)
-        result = tf.IndexedSlices(divided, result.indices, result.dense_shape)
-    return result
+        call = call.but(operation=ReduceOp.SUM)
+    with tf.device(device):
+        label = call.name or ("IndexedSlices" if tf.executing_eagerly() else slices.values.op.name)
+        (result,) = reduce_rows(
+            call, [slices], [label], lambda call, tensors: _run(call, tensors, ignore_name_scope)
+        )
+        if fractions:
+            divided = result.values / tf.cast(process_set.size(), result.dtype)
+            result = tf.IndexedSlices(divided, result.indices, result.dense_shape)
+        return result
 
 
 @plain
@@ -150,28 +142,18 @@ def grouped_allreduce(
     ignore_name_scope: bool = False, name: str | None = None,
 ) -> list[Tensor]:
     """Return the reductions of several tensors: the dense ones together, IndexedSlices one by one."""
-    operation = pick_operation(average, op)
     group = _group(tensors)
-    results: list[Tensor] = [None] * len(group)
-    dense = [index for index, one in enumerate(group) if not isinstance(one, tf.IndexedSlices)]
-    if len(dense) < len(group):
-        _check_sparse(operation, prescale_factor, postscale_factor)
-    call = Call(
-        Collective.ALLREDUCE, None, operation, float(prescale_factor), float(postscale_factor),
-        set_id(process_set), grouped=True,
-    )
-    if dense:
-        with tf.device(device_dense):
-            pairs = [compression.compress(group[index]) for index in dense]
-            reduced = _run(call, [small for small, _ in pairs], name, ignore_name_scope)
-            for index, (_, context), one in zip(dense, pairs, reduced, strict=True):
-                results[index] = compression.decompress(one, context)
-    for index in [index for index, one in enumerate(results) if one is None]:
-        with tf.device(device_sparse):
-            results[index] = _allreduce_sparse(
-                group[index], operation, name and f"{name}.{index}", process_set, ignore_name_scope
-            )
-    return results
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, grouped=True)
+    dense = [one for one in group if not isinstance(one, tf.IndexedSlices)]
+    reduced = iter(_reduce(call, dense, device_dense, compression, ignore_name_scope) if dense else ())
+    return [
+        _reduce_rows(
+            call.but(name=name and f"{name}.{index}", grouped=False), one, process_set, device_sparse,
+            ignore_name_scope,
+        ) if isinstance(one, tf.IndexedSlices) else next(reduced)
+        for index, one in enumerate(group)
+    ]  # fmt: skip
 
 
 @plain
@@ -180,9 +162,8 @@ def allgather(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the ranks' tensors joined along dimension 0, which may differ between ranks."""
-    return _run(
-        Call(Collective.ALLGATHER, set_id=set_id(process_set)), [_tensor(tensor)], name, ignore_name_scope
-    )[0]
+    call = movement(Collective.ALLGATHER, name, process_set)
+    return _run(call, [_tensor(tensor)], ignore_name_scope)[0]
 
 
 @plain
@@ -191,8 +172,8 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Gather several tensors together; as ``allgather``."""
-    call = Call(Collective.ALLGATHER, set_id=set_id(process_set), grouped=True)
-    return _run(call, _group(tensors), name, ignore_name_scope)
+    call = movement(Collective.ALLGATHER, name, process_set, grouped=True)
+    return _run(call, _group(tensors), ignore_name_scope)
 
 
 @plain
@@ -201,8 +182,8 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the tensor of global rank ``root_rank``; shapes and types are equal on all ranks."""
-    call = Call(Collective.BROADCAST, set_id=set_id(process_set), root=int(root_rank))
-    return _run(call, [_tensor(tensor)], name, ignore_name_scope)[0]
+    call = movement(Collective.BROADCAST, name, process_set, root=root_rank)
+    return _run(call, [_tensor(tensor)], ignore_name_scope)[0]
 
 
 @plain
@@ -216,10 +197,10 @@ def broadcast_(
         The variables, in a list; in a graph of ``tf.compat.v1`` the operations that assign to them.
     """
     listed = list(variables)
-    call = Call(Collective.BROADCAST, set_id=set_id(process_set), root=int(root_rank), grouped=True)
+    call = movement(Collective.BROADCAST, name, process_set, grouped=True, root=root_rank)
     if not listed:
         return []
-    received = _run(call, [tf.convert_to_tensor(one) for one in listed], name)
+    received = _run(call, [tf.convert_to_tensor(one) for one in listed])
     assigned = [variable.assign(value) for variable, value in zip(listed, received, strict=True)]
     in_v1 = not tf.compat.v1.executing_eagerly_outside_functions()
     return assigned if in_v1 else listed
@@ -242,23 +223,10 @@ def alltoall(
     Returns:
         The received rows; with ``splits`` also how many came from each rank (int32).
     """
-    call = Call(Collective.ALLTOALL, set_id=set_id(process_set), equal_splits=splits is None)
+    call = movement(Collective.ALLTOALL, name, process_set, equal_splits=splits is None)
     given = [_tensor(tensor)] if splits is None else [_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)]
-    output, received = _run(call, given, name, ignore_name_scope)
+    output, received = _run(call, given, ignore_name_scope)
     return output if splits is None else (output, received)
-
-
-def _reducescatter(
-    tensors: list[Tensor], compression: Any, op: int, name: str | None, process_set: ProcessSet,
-    ignore_name_scope: bool, scales: tuple[float, float], grouped: bool,
-) -> list[Tensor]:
-    call = Call(
-        Collective.REDUCESCATTER, None, pick_operation(None, op), float(scales[0]), float(scales[1]),
-        set_id(process_set), grouped=grouped,
-    )
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    results = _run(call, [small for small, _ in pairs], name, ignore_name_scope)
-    return [compression.decompress(one, context) for one, (_, context) in zip(results, pairs, strict=True)]
 
 
 @plain
@@ -268,11 +236,9 @@ def reducescatter(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
-    with tf.device(device_dense):
-        return _reducescatter(
-            [_tensor(tensor)], compression, op, name, process_set, ignore_name_scope,
-            (prescale_factor, postscale_factor), False,
-        )[0]
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set)
+    return _reduce(call, [tensor], device_dense, compression, ignore_name_scope)[0]
 
 
 @plain
@@ -281,16 +247,14 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce and scatter several tensors together; as ``reducescatter``."""
-    with tf.device(device_dense):
-        return _reducescatter(
-            _group(tensors), compression, op, None, process_set, False,
-            (prescale_factor, postscale_factor), True,
-        )
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, None, None, op, *scales, process_set, grouped=True)
+    return _reduce(call, _group(tensors), device_dense, compression, False)
 
 
 @plain
 def join() -> Tensor:
-    """Help the others with zeros until all ranks have joined; return the rank that joined last (int32)."""
+    """Take part with zeros until all ranks have joined; return the rank that joined last (int32)."""
     return number("join")
 
 

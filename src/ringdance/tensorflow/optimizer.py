@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow import operations as ops
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.gradients import GradientReducer
 from ringdance.tensorflow.passes import PassSums
+from ringdance.training.collectives import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
@@ -112,7 +112,7 @@ class _Delta(_Delegating):
 def DistributedOptimizer(
     optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",
     device_sparse: str = "", compression: Any = Compression.none, sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1, op: int = ops.Average, gradient_predivide_factor: float = 1.0,
+    backward_passes_per_step: int = 1, op: int = Average, gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False, num_groups: int = 0, groups: Any = None,
     process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
 ) -> Any:

@@ -8,16 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import plain
 from ringdance.tensorflow.gradients import GradientReducer
+from ringdance.training.collectives import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
-
-Average = int(ReduceOp.AVERAGE)
 
 
 class _Tape:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringdance.core.engine import Engine
-from ringdance.core.request import Description, Request, Work
+from ringdance.core.request import Work
 from ringdance.errors import RingdanceError
 from ringdance.tensorflow.graph.capi import drop
-from ringdance.training.calls import Call
+from ringdance.training.collectives import Call
 
 __all__ = ["Group", "InFlight", "abandon", "add", "begin", "on_freed", "pending", "release", "take"]
 
@@ -120,15 +120,7 @@ def abandon(group: Group) -> None:
         if _unstarted.get(call) is group:
             del _unstarted[call]
         with contextlib.suppress(RingdanceError):
-            request = Request(Description(call.kind), name=_full_name(call), set_id=call.set_id)
-            group.engine.refuse(request, _FAILED)
-
-
-def _full_name(call: Call) -> str | None:
-    """Return the engine's name of a call."""
-    if call.name is None:
-        return None
-    return f"{'grouped_' if call.grouped else ''}{call.kind.name.lower()}.{call.name}"
+            call.refuse(group.engine, _FAILED)
 
 
 def _drop_all(one: InFlight) -> None:

@@ -24,8 +24,9 @@ from ringdance.tensorflow.graph import capi, in_flight
 from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, collectives
-from ringdance.training.calls import Call
+from ringdance.training.collectives import Call
 from ringdance.training.options import wants_overlap
+from ringdance.training.sparse import submit
 
 __all__ = ["NUMBERS", "calls_text", "memory_text", "register_all"]
 
@@ -86,7 +87,7 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
         assert work.received_splits is not None
         context.set_output(1, work.received_splits[0].astype(np.int32))
         return
-    for index, array in enumerate(call.submit(engine, tuple(inputs)).wait()):
+    for index, array in enumerate(submit(call, engine, inputs).wait()):
         context.set_output(index, array)
 
 
