@@ -205,7 +205,7 @@ def dense(case: Case) -> Callable[[], object]:
     def call() -> object:
         table = np.zeros((case.rows, case.columns), np.float32)
         np.add.at(table, case.keys, case.values)
-        return hvd.allreduce_(table, name="benchmark.dense")
+        return hvd.allreduce(table, name="benchmark.dense", out=table)
 
     return call
 

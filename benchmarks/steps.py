@@ -32,7 +32,7 @@ def from_numpy(shapes: Shapes) -> Callable[[], object]:
     import ringdance.numpy
 
     arrays = [np.ones(shape, np.float32) for shape in shapes]
-    return lambda: ringdance.numpy.grouped_allreduce_(arrays, name="benchmark") and None
+    return lambda: ringdance.numpy.allreduce(arrays, name="benchmark", out=arrays) and None
 
 
 def add_options(options: ArgumentParser) -> None:

@@ -45,7 +45,7 @@ def rank(nbytes: int, seconds: float) -> None:
     comm = MPI.COMM_WORLD.Dup()
     array = np.zeros(nbytes // 4, np.float32)
     calls: dict[str, Callable[[], object]] = {
-        ENGINE: lambda: rd.allreduce_(array, op=rd.Sum, name="wire"),
+        ENGINE: lambda: rd.allreduce(array, op=rd.Sum, name="wire", out=array),
         RAW: lambda: comm.Allreduce(MPI.IN_PLACE, array),
     }
     for call in calls.values():

@@ -1,69 +1,46 @@
 """Ringdance on NumPy arrays: ``import ringdance.numpy as hvd``.
 
-The collectives of the torch module, for arrays. bfloat16 is ``ml_dtypes.bfloat16``. Arrays that are not
-contiguous are copied first, except in place, where they raise. Functions with ``_async`` return
-handles for ``poll`` and ``synchronize``; those that end in ``_`` write into their argument.
+bfloat16 is ``ml_dtypes.bfloat16``. The collectives have these forms:
+
+- a list or tuple of arrays is exchanged together, and gives a list;
+- ``out``: where the results are written, with the shapes and types of the inputs; these themselves to work
+  in place, without a copy;
+- ``wait=False`` returns a handle at once, for ``poll`` and ``synchronize``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ringdance import session
-from ringdance.core.request import Collective, ReduceOp, Work
+from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives, handles
-from ringdance.training.basics import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from ringdance.training.collectives import movement, reduction
-from ringdance.training.objects import allgather_object, broadcast_object
-from ringdance.training.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-    set_id,
-)
+from ringdance.training.collectives import Call, movement, reduction
+from ringdance.training.exports import *
+from ringdance.training.handles import poll, synchronize
+from ringdance.training.process_sets import set_id
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Shard", "Sum", "add_process_set",
-    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
-    "broadcast_async", "broadcast_async_", "broadcast_object", "cross_rank", "cross_size",
-    "global_process_set", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
-    "local_size", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
-    "shard", "shutdown", "size", "synchronize",
+    "Adasum", "Average", "CollectiveError", "Max", "Min", "ProcessSet", "Product", "Shard", "Sum",
+    "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
+    "broadcast_object", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "join",
+    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll",
+    "rank", "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size",
+    "start_timeline", "stop_timeline", "synchronize",
 ]
 
 Array = np.ndarray[Any, Any]
-Arrays = Sequence[npt.ArrayLike]
+Arrays = npt.ArrayLike | list[Array] | tuple[Array, ...]
 
-Average = int(ReduceOp.AVERAGE)
-Sum = int(ReduceOp.SUM)
-Adasum = int(ReduceOp.ADASUM)
-Min = int(ReduceOp.MIN)
-Max = int(ReduceOp.MAX)
-Product = int(ReduceOp.PRODUCT)
 
-poll = handles.poll
-synchronize = handles.synchronize
+def _is_group(arrays: Any) -> bool:
+    return isinstance(arrays, (list, tuple)) and all([isinstance(one, np.ndarray) for one in arrays])
 
 
 def _view(value: npt.ArrayLike) -> Array:
@@ -71,221 +48,90 @@ def _view(value: npt.ArrayLike) -> Array:
     return array if array.flags.c_contiguous else array.copy(order="C")
 
 
-def _views(values: Arrays, in_place: bool = False) -> tuple[Array, ...]:
-    """Return contiguous arrays; for operations in place the arrays themselves."""
-    if not in_place:
-        return tuple([_view(value) for value in values])
-    for array in values:
+def _check_out(arrays: tuple[Array, ...], views: tuple[Array, ...]) -> None:
+    for array, view in zip(arrays, views, strict=True):
         if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
-            raise ArgumentError("An operation in place needs a contiguous, writable NumPy array.")
-    return tuple(values)  # type: ignore[arg-type]
+            raise ArgumentError("out needs contiguous, writable NumPy arrays.")
+        if (array.shape, array.dtype) != (view.shape, view.dtype):
+            raise ArgumentError(
+                f"out has {array.dtype} {array.shape}, but the result has {view.dtype} {view.shape}."
+            )
 
 
-def _first(work: Work) -> Any:
-    return work.result[0]
-
-
-def _all(work: Work) -> Any:
-    return tuple(work.result)
-
-
-def _submit(call: collectives.Call, arrays: Arrays, in_place: bool, wake: bool, splits: Any = None) -> Work:
-    engine = session.engine()
+def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: Any = None) -> Any:
+    """Run a call, or start it and return a handle."""
+    engine, grouped = session.engine(), call.grouped
     try:
-        views = _views(arrays, in_place)
+        views = tuple([_view(one) for one in (arrays if grouped else (arrays,))])
+        outputs = None if out is None else tuple(out) if grouped else (out,)
+        if outputs is not None:
+            _check_out(outputs, views)
         rows = None if splits is None else (np.asarray(splits),)
     except (ArgumentError, TypeError, ValueError) as error:
         call.refuse(engine, error)
         raise
-    return call.submit(engine, views, views if in_place else None, rows, wake)
 
+    def finish(done: Work) -> Any:
+        if out is not None:
+            return out
+        if done.received_splits is not None and splits is not None:
+            return done.result[0], done.received_splits[0]
+        return list(done.result) if grouped else done.result[0]
 
-def _allreduce(
-    arrays: Arrays, in_place: bool, name: str | None, op: int | None, prescale: float, postscale: float,
-    process_set: ProcessSet, grouped: bool, wake: bool,
-) -> Work:
-    call = reduction(Collective.ALLREDUCE, name, None, op, prescale, postscale, process_set, grouped)
-    return _submit(call, arrays, in_place, wake)
+    work = call.submit(engine, views, outputs, rows, not wait)
+    if not wait:
+        return handles.hold(work, finish)
+    work.wait()
+    return finish(work)
 
 
 def allreduce(
-    array: npt.ArrayLike, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Array:
+    array: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *, out: Any = None,
+    wait: bool = True,
+) -> Any:
     """Return the reduction of ``array`` over all ranks: same shape and type.
 
     Args:
-        array: equal shape and type on all ranks.
+        array: equal shape and type on all ranks; or a list of arrays.
         name: key that matches the ranks' calls; without one they match by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         prescale_factor: multiplies the input of each rank.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part.
+        out: where the result is written and what is returned then; ``array`` itself to work in place.
+        wait: False returns a handle.
 
     Raises:
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
     scales = prescale_factor, postscale_factor
-    work = _allreduce((array,), False, name, op, *scales, process_set, False, False)
-    result: Array = work.wait()[0]
-    return result
-
-
-def allreduce_(
-    array: Array, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Array:
-    """Reduce ``array`` over all ranks in place and return it."""
-    _allreduce((array,), True, name, op, prescale_factor, postscale_factor, process_set, False, False).wait()
-    return array
-
-
-def allreduce_async(
-    array: npt.ArrayLike, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start an ``allreduce``; returns a handle."""
-    scales = prescale_factor, postscale_factor
-    work = _allreduce((array,), False, name, op, *scales, process_set, False, True)
-    return handles.hold(work, _first)
-
-
-def allreduce_async_(
-    array: Array, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start an ``allreduce_``; returns a handle."""
-    work = _allreduce((array,), True, name, op, prescale_factor, postscale_factor, process_set, False, True)
-    return handles.hold(work, lambda _: array)
-
-
-def grouped_allreduce(
-    arrays: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> list[Array]:
-    """Return the reductions of several arrays that are exchanged together; as ``allreduce``."""
-    work = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, False)
-    return list(work.wait())
-
-
-def grouped_allreduce_(
-    arrays: Sequence[Array], name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> list[Array]:
-    """Reduce several arrays in place, exchanged together, and return them."""
-    _allreduce(arrays, True, name, op, prescale_factor, postscale_factor, process_set, True, False).wait()
-    return list(arrays)
-
-
-def grouped_allreduce_async(
-    arrays: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start a ``grouped_allreduce``; ``synchronize`` gives a tuple."""
-    work = _allreduce(arrays, False, name, op, prescale_factor, postscale_factor, process_set, True, True)
-    return handles.hold(work, _all)
-
-
-def grouped_allreduce_async_(
-    arrays: Sequence[Array], name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start a ``grouped_allreduce_``; ``synchronize`` gives a tuple of the arrays."""
-    work = _allreduce(arrays, True, name, op, prescale_factor, postscale_factor, process_set, True, True)
-    return handles.hold(work, lambda _: tuple(arrays))
-
-
-def _allgather(
-    arrays: Arrays, name: str | None, process_set: ProcessSet, grouped: bool, wake: bool
-) -> Work:
-    return _submit(movement(Collective.ALLGATHER, name, process_set, grouped), arrays, False, wake)
+    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set, _is_group(array))
+    return _run(call, array, out, wait)
 
 
 def allgather(
-    array: npt.ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Array:
+    array: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set, *,
+    wait: bool = True,
+) -> Any:
     """Return the ranks' arrays joined along dimension 0, which may differ between ranks."""
-    result: Array = _allgather((array,), name, process_set, False, False).wait()[0]
-    return result
-
-
-def allgather_async(
-    array: npt.ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Start an ``allgather``; returns a handle."""
-    return handles.hold(_allgather((array,), name, process_set, False, True), _first)
-
-
-def grouped_allgather(
-    arrays: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Array]:
-    """Gather several arrays together; as ``allgather``."""
-    return list(_allgather(arrays, name, process_set, True, False).wait())
-
-
-def grouped_allgather_async(
-    arrays: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Start a ``grouped_allgather``; ``synchronize`` gives a tuple."""
-    return handles.hold(_allgather(arrays, name, process_set, True, True), _all)
-
-
-def _broadcast(
-    array: npt.ArrayLike, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet,
-    wake: bool,
-) -> Work:
-    call = movement(Collective.BROADCAST, name, process_set, root=root_rank)
-    return _submit(call, (array,), in_place, wake)
+    return _run(movement(Collective.ALLGATHER, name, process_set, _is_group(array)), array, None, wait)
 
 
 def broadcast(
-    array: npt.ArrayLike, root_rank: int, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Array:
+    array: Arrays, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set, *,
+    out: Any = None, wait: bool = True,
+) -> Any:
     """Return the array of global rank ``root_rank``; shape and type equal on all ranks."""
-    result: Array = _broadcast(array, False, root_rank, name, process_set, False).wait()[0]
-    return result
-
-
-def broadcast_(
-    array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Array:
-    """Overwrite ``array`` with that of global rank ``root_rank`` and return it."""
-    _broadcast(array, True, root_rank, name, process_set, False).wait()
-    return array
-
-
-def broadcast_async(
-    array: npt.ArrayLike, root_rank: int, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start a ``broadcast``; returns a handle."""
-    return handles.hold(_broadcast(array, False, root_rank, name, process_set, True), _first)
-
-
-def broadcast_async_(
-    array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Start a ``broadcast_``; returns a handle."""
-    return handles.hold(_broadcast(array, True, root_rank, name, process_set, True), lambda _: array)
-
-
-def _alltoall(
-    array: npt.ArrayLike, splits: npt.ArrayLike | None, name: str | None, process_set: ProcessSet, wake: bool
-) -> Work:
-    return _submit(movement(Collective.ALLTOALL, name, process_set), (array,), False, wake, splits)
-
-
-def _exchanged(work: Work) -> tuple[Array, Array]:
-    assert work.received_splits is not None
-    return work.result[0], work.received_splits[0]
+    call = movement(Collective.BROADCAST, name, process_set, _is_group(array), root_rank)
+    return _run(call, array, out, wait)
 
 
 def alltoall(
     array: npt.ArrayLike, splits: npt.ArrayLike | None = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Array | tuple[Array, Array]:
+    process_set: ProcessSet = global_process_set, *, wait: bool = True,
+) -> Any:
     """Send ``splits[j]`` rows to rank j of the set and receive theirs, in rank order.
 
     Args:
@@ -293,68 +139,22 @@ def alltoall(
         splits: integers, one for each rank; their sum may be less than the rows. Without: equal shares.
         name: key that matches the ranks' calls.
         process_set: the ranks that take part.
+        wait: False returns a handle.
 
     Returns:
         The received rows; with ``splits`` also how many came from each rank (int64).
     """
-    work = _alltoall(array, splits, name, process_set, False)
-    work.wait()
-    return _first(work) if splits is None else _exchanged(work)
-
-
-def alltoall_async(
-    array: npt.ArrayLike, splits: npt.ArrayLike | None = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start an ``alltoall``; ``synchronize`` gives (rows, received splits)."""
-    return handles.hold(_alltoall(array, splits, name, process_set, True), _exchanged)
-
-
-def _reducescatter(
-    arrays: Arrays, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet,
-    grouped: bool, wake: bool,
-) -> Work:
-    call = reduction(Collective.REDUCESCATTER, name, None, op, prescale, postscale, process_set, grouped)
-    return _submit(call, arrays, False, wake)
+    return _run(movement(Collective.ALLTOALL, name, process_set), array, None, wait, splits)
 
 
 def reducescatter(
-    array: npt.ArrayLike, name: str | None = None, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Array:
+    array: Arrays, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, *, wait: bool = True,
+) -> Any:
     """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
-    work = _reducescatter(
-        (array,), name, op, prescale_factor, postscale_factor, process_set, False, False
-    )
-    result: Array = work.wait()[0]
-    return result
-
-
-def reducescatter_async(
-    array: npt.ArrayLike, name: str | None = None, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:
-    """Start a ``reducescatter``; returns a handle."""
-    work = _reducescatter((array,), name, op, prescale_factor, postscale_factor, process_set, False, True)
-    return handles.hold(work, _first)
-
-
-def grouped_reducescatter(
-    arrays: Arrays, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> list[Array]:
-    """Reduce and scatter several arrays together; as ``reducescatter``."""
-    work = _reducescatter(arrays, name, op, prescale_factor, postscale_factor, process_set, True, False)
-    return list(work.wait())
-
-
-def grouped_reducescatter_async(
-    arrays: Arrays, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:
-    """Start a ``grouped_reducescatter``; ``synchronize`` gives a tuple."""
-    work = _reducescatter(arrays, name, op, prescale_factor, postscale_factor, process_set, True, True)
-    return handles.hold(work, _all)
+    scales = prescale_factor, postscale_factor
+    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, _is_group(array))
+    return _run(call, array, None, wait)
 
 
 def join() -> int:

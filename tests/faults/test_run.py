@@ -439,7 +439,7 @@ def test_a_guardian_outlives_its_launcher_only_to_clean_up(tmp_path: Path) -> No
 def test_operations_that_are_lost_at_the_end_are_told(program: Callable[[str], str]) -> None:
     path = program(
         "import numpy as np, ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()\n"
-        "for i in range(20 * (1 - rank)): hvd.allreduce_async(np.ones(3), name=f'm{i}')\n"
+        "for i in range(20 * (1 - rank)): hvd.allreduce(np.ones(3), name=f'm{i}', wait=False)\n"
     )
     done = run("-np", "2", "python", path)
     assert done.returncode == 0

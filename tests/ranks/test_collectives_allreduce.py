@@ -79,7 +79,7 @@ def test_in_place(way: str, dtype: str) -> None:
     for shape in [(), (0,), (11,), *around_the_limits(dtype, way)]:
         inputs = all_values(SIZE, dtype, shape)
         array = inputs[RANK].copy()
-        assert hvd.allreduce_(array, op=OPERATIONS[operation]) is array
+        assert hvd.allreduce(array, op=OPERATIONS[operation], out=array) is array
         check(array, reduced(inputs, operation), way, operation)
 
 
@@ -88,7 +88,7 @@ def test_asynchronous_in_any_order(way: str) -> None:
     names = [f"tensor {i}" for i in range(40)]
     made = np.random.default_rng(RANK)
     handles = {
-        name: hvd.allreduce_async(values(RANK, "float32", (i * 37,), i), name=name, op=hvd.Sum)
+        name: hvd.allreduce(values(RANK, "float32", (i * 37,), i), name=name, op=hvd.Sum, wait=False)
         for i, name in made.permutation(list(enumerate(names))).tolist()
         for i in [int(i)]
     }
@@ -101,7 +101,7 @@ def test_asynchronous_in_any_order(way: str) -> None:
 def test_many_unnamed(way: str) -> None:
     """More than a run of unnamed requests, of different shapes, in flight at once."""
     inputs = [all_values(SIZE, "float64", (i % 5,), i) for i in range(50)]
-    handles = [hvd.allreduce_async(row[RANK], op=hvd.Max) for row in inputs]
+    handles = [hvd.allreduce(row[RANK], op=hvd.Max, wait=False) for row in inputs]
     for row, handle in zip(inputs, handles, strict=True):
         same(hvd.synchronize(handle), reduced(row, "max"))
 
@@ -110,7 +110,7 @@ def test_asynchronous_in_place(way: str) -> None:
     for shape in ((5,), (300_000,)):
         inputs = all_values(SIZE, "float32", shape)
         array = inputs[RANK].copy()
-        handle = hvd.allreduce_async_(array, name="in place")
+        handle = hvd.allreduce(array, name="in place", out=array, wait=False)
         result = hvd.synchronize(handle)
         assert result is array
         check(array, reduced(inputs, "average"), way, "average")
@@ -120,7 +120,7 @@ def test_group_of_many(way: str) -> None:
     shapes = [(i % 13, 1 + i % 7) for i in range(150)] + [(), (300_000,), (0,)]
     inputs = [all_values(SIZE, "float32", shape, i) for i, shape in enumerate(shapes)]
     for name in (None, "group", "group"):
-        results = hvd.grouped_allreduce([row[RANK] for row in inputs], name=name, op=hvd.Sum)
+        results = hvd.allreduce([row[RANK] for row in inputs], name=name, op=hvd.Sum)
         for got, row in zip(results, inputs, strict=True):
             check(got, reduced(row, "sum"), way, "sum")
 
@@ -129,8 +129,8 @@ def test_group_of_mixed_types_in_place_and_asynchronous(way: str) -> None:
     kinds = [dtype for dtype in DTYPES if dtype != "bool"] * 2
     inputs = [all_values(SIZE, dtype, (17 + i, 3), i) for i, dtype in enumerate(kinds)]
     mine = [row[RANK].copy() for row in inputs]
-    later = hvd.grouped_allreduce_async([row[RANK] for row in inputs], name="mixed")
-    hvd.grouped_allreduce_(mine)
+    later = hvd.allreduce([row[RANK] for row in inputs], name="mixed", wait=False)
+    hvd.allreduce(mine, out=mine)
     for array, result, row in zip(mine, hvd.synchronize(later), inputs, strict=True):
         check(array, reduced(row, "average"), way, "average")
         same(result, array)
@@ -170,7 +170,7 @@ def test_scaled_halves_are_rounded_once(way: str, dtype: str) -> None:
             scales = {"op": OPERATIONS[operation], "prescale_factor": 0.3, "postscale_factor": 1 / 7}
             for _ in range(2):
                 same(hvd.allreduce(inputs[RANK], name=f"{dtype} {operation} {shape}", **scales), want)
-            for got in hvd.grouped_allreduce([inputs[RANK]] * 2, **scales):
+            for got in hvd.allreduce([inputs[RANK]] * 2, **scales):
                 same(got, want)
 
 
@@ -219,7 +219,7 @@ def test_adasum(way: str, dtype: str) -> None:
 @pytest.mark.ranks(2, 4)
 def test_adasum_takes_each_tensor_of_a_group_by_itself(way: str) -> None:
     inputs = [all_values(SIZE, "float64", (6,), seed) for seed in range(3)]
-    results = hvd.grouped_allreduce([row[RANK] for row in inputs], op=hvd.Adasum, postscale_factor=2.0)
+    results = hvd.allreduce([row[RANK] for row in inputs], op=hvd.Adasum, postscale_factor=2.0)
     for got, row in zip(results, inputs, strict=True):
         np.testing.assert_allclose(got, 2 * adasum(row), rtol=1e-12)
 
@@ -249,7 +249,7 @@ def test_types_and_operations_that_do_not_go(way: str) -> None:
     with pytest.raises(ArgumentError, match="op=17"):
         hvd.allreduce(np.ones(2), op=17)
     with pytest.raises(ArgumentError, match="contiguous"):
-        hvd.allreduce_(np.ones((4, 4))[:, ::2])
+        hvd.allreduce(np.ones((4, 4))[:, ::2], out=np.ones((4, 4))[:, ::2])
 
 
 def test_arrays_that_are_not_contiguous_are_copied(way: str) -> None:

@@ -80,14 +80,14 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "(6, 3)",
     ),
     "members of a group": (
-        lambda: hvd.grouped_allreduce([np.ones(2)] * 3, name="disputed"),
-        lambda: hvd.grouped_allreduce([np.ones(2)] * 2, name="disputed"),
+        lambda: hvd.allreduce([np.ones(2)] * 3, name="disputed"),
+        lambda: hvd.allreduce([np.ones(2)] * 2, name="disputed"),
         "3",
         "2",
     ),
     "shape in a group": (
-        lambda: hvd.grouped_allreduce([np.ones(2), np.ones(5)], name="disputed"),
-        lambda: hvd.grouped_allreduce([np.ones(2), np.ones(6)], name="disputed"),
+        lambda: hvd.allreduce([np.ones(2), np.ones(5)], name="disputed"),
+        lambda: hvd.allreduce([np.ones(2), np.ones(6)], name="disputed"),
         "(2,), (5,)]",
         "(2,), (6,)]",
     ),
@@ -99,8 +99,8 @@ NORMAL: dict[str, Callable[[], Any]] = {
     "gathered dimensions": lambda: hvd.allgather(np.ones((RANK, 2)), name="disputed"),
     "alltoall rest": lambda: hvd.alltoall(np.ones((SIZE, 3)), name="disputed"),
     "reducescatter rows": lambda: hvd.reducescatter(np.ones((6, 3)), name="disputed"),
-    "members of a group": lambda: hvd.grouped_allreduce([np.ones(2)] * 3, name="disputed"),
-    "shape in a group": lambda: hvd.grouped_allreduce([np.ones(2)] * 3, name="disputed"),
+    "members of a group": lambda: hvd.allreduce([np.ones(2)] * 3, name="disputed"),
+    "shape in a group": lambda: hvd.allreduce([np.ones(2)] * 3, name="disputed"),
 }
 
 
@@ -131,7 +131,7 @@ def test_different_verbs_in_the_same_place(way: str) -> None:
 @several
 def test_unnamed_mismatch_amid_many_in_flight(way: str) -> None:
     """Of 40 unnamed reductions number 23 has another shape on one rank: it alone fails, everywhere."""
-    handles = [hvd.allreduce_async(np.ones(5 + (ODD and i == 23)), op=hvd.Sum) for i in range(40)]
+    handles = [hvd.allreduce(np.ones(5 + (ODD and i == 23)), op=hvd.Sum, wait=False) for i in range(40)]
     for i, handle in enumerate(handles):
         if i == 23:
             with pytest.raises(MismatchError, match="Mismatched shapes"):
@@ -144,17 +144,17 @@ def test_unnamed_mismatch_amid_many_in_flight(way: str) -> None:
 def test_outputs_are_untouched_by_a_mismatch(way: str) -> None:
     array = np.full(4 + ODD, 3.0)
     with pytest.raises(MismatchError):
-        hvd.allreduce_(array, name="in place")
+        hvd.allreduce(array, name="in place", out=array)
     same(array, np.full(4 + ODD, 3.0))
 
 
 @several
 def test_duplicate_name(way: str) -> None:
     """Only the rank that repeats the name hears of it, and its first request goes through."""
-    first = hvd.allreduce_async(np.full(3, 1.0), name="twice", op=hvd.Sum) if ODD else -1
+    first = hvd.allreduce(np.full(3, 1.0), name="twice", op=hvd.Sum, wait=False) if ODD else -1
     if ODD:
         with pytest.raises(DuplicateNameError, match=r"'allreduce\.twice' is already in flight"):
-            hvd.allreduce_async(np.ones(3), name="twice")
+            hvd.allreduce(np.ones(3), name="twice", wait=False)
         hvd.allgather_object(0)
         same(hvd.synchronize(first), np.full(3, float(SIZE)))
     else:
@@ -193,7 +193,8 @@ WRONG_ALONE: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "text": (hvd.allgather, lambda _, **k: hvd.allgather("abc", **k), "<U3"),
     "operation": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, op="sum", **k), "op='sum' is not one of"),
     "not a number": (hvd.reducescatter, lambda x, **k: hvd.reducescatter(x, prescale_factor="a", **k), "'a'"),
-    "in place": (hvd.allreduce_, lambda x, **k: hvd.allreduce_(np.ones((4, 4)).T, **k), "contiguous"),
+    "in place": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, **k, out=np.ones(8)[::2]), "contiguous"),
+    "another out": (hvd.allreduce, lambda x, **k: hvd.allreduce(x, **k, out=np.ones(5)), "out has float64"),
     "no Max": (hvd.reducescatter, lambda x, **k: hvd.reducescatter(x, op=hvd.Max, **k), "not Max"),
 }
 
@@ -291,15 +292,15 @@ def engine_request() -> Any:
 
 
 def test_handles(way: str) -> None:
-    handle = hvd.allreduce_async(np.ones(3), op=hvd.Sum)
+    handle = hvd.allreduce(np.ones(3), op=hvd.Sum, wait=False)
     result = hvd.synchronize(handle)
     same(result, np.full(3, float(SIZE)))
     for function in (hvd.synchronize, hvd.poll):
         with pytest.raises(ArgumentError, match="not a handle"):
             function(handle)
-    second = hvd.allreduce_async(np.ones(3))
+    second = hvd.allreduce(np.ones(3), wait=False)
     while not hvd.poll(second):  # completes without anybody waiting
         time.sleep(0.001)
     same(hvd.synchronize(second), np.ones(3))
     with pytest.raises(ArgumentError, match="at least one tensor"):
-        hvd.grouped_allreduce([])
+        hvd.allreduce([])

@@ -65,7 +65,7 @@ def test_groups_min_max_product_and_large(way: str) -> None:
             given = inputs_of("float64", (1 << 17,))[RANK]
             same(hvd.allreduce(given, op=op), expected(0, "float64", (1 << 17,), name))
         group = [inputs_of(dtype, (5, 2))[RANK] for dtype in ("int32", "float16")]
-        for got, dtype in zip(hvd.grouped_allreduce(group, op=hvd.Sum), ("int32", "float16"), strict=True):
+        for got, dtype in zip(hvd.allreduce(group, op=hvd.Sum), ("int32", "float16"), strict=True):
             same(got, expected(0, dtype, (5, 2), "sum"))
     hvd.join()
 
@@ -73,7 +73,9 @@ def test_groups_min_max_product_and_large(way: str) -> None:
 @several
 def test_what_was_pending_comes_before_the_join(way: str) -> None:
     """Own work in flight is finished with its own values, although join was called after it."""
-    handles = [hvd.allreduce_async(np.full(10, RANK + i), name=f"before {i}", op=hvd.Sum) for i in range(10)]
+    handles = [
+        hvd.allreduce(np.full(10, RANK + i), name=f"before {i}", op=hvd.Sum, wait=False) for i in range(10)
+    ]
     if RANK == SIZE - 1:
         hvd.join()
     results = [hvd.synchronize(handle) for handle in handles]
@@ -93,7 +95,7 @@ def test_only_allreduce_while_somebody_has_joined(way: str, named: bool) -> None
         lambda: hvd.broadcast(np.ones(3), SIZE - 1, name=name),
         lambda: hvd.alltoall(np.ones(2 * SIZE), name=name),
         lambda: hvd.reducescatter(np.ones((2, 3)), name=name),
-        lambda: hvd.grouped_allgather([np.ones(2), np.ones(3)], name=name),
+        lambda: hvd.allgather([np.ones(2), np.ones(3)], name=name),
     ]
     for kind in collectives:  # once while everybody is there, so that the names are known
         kind()

@@ -53,13 +53,13 @@ def _enough_memory() -> None:
 
 def test_allreduce(way: str) -> None:
     array = filled(BLOCKS)
-    hvd.allreduce_(array, op=hvd.Sum)
+    hvd.allreduce(array, op=hvd.Sum, out=array)
     check(array, BLOCKS, lambda block: number(0, block) + number(1, block))
 
 
 def test_broadcast(way: str) -> None:
     array = filled(BLOCKS)
-    hvd.broadcast_(array, 1)
+    hvd.broadcast(array, 1, out=array)
     check(array, BLOCKS, lambda block: number(1, block))
 
 

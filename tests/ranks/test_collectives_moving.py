@@ -47,9 +47,9 @@ def test_allgather_under_one_name_with_other_rows_each_time(way: str) -> None:
 
 def test_grouped_and_asynchronous_allgather(way: str) -> None:
     parts = [[values(r, dtype, (i + r, 2), i) for i, dtype in enumerate(DTYPES)] for r in range(SIZE)]
-    later = hvd.grouped_allgather_async(parts[RANK], name="later")
-    single = hvd.allgather_async(parts[RANK][3])
-    now = hvd.grouped_allgather(parts[RANK])
+    later = hvd.allgather(parts[RANK], name="later", wait=False)
+    single = hvd.allgather(parts[RANK][3], wait=False)
+    now = hvd.allgather(parts[RANK])
     for i, (first, second) in enumerate(zip(now, hvd.synchronize(later), strict=True)):
         same(first, np.concatenate([row[i] for row in parts]))
         same(second, first)
@@ -66,20 +66,20 @@ def test_broadcast_from_every_root(way: str, dtype: str) -> None:
             same(result, values(root, dtype, shape))
             same(given, kept)
             assert not np.shares_memory(result, given)
-            assert hvd.broadcast_(given, root) is given
+            assert hvd.broadcast(given, root, out=given) is given
             same(given, result)
 
 
 def test_broadcast_of_many_and_large(way: str) -> None:
     shapes = [(i, 3) for i in range(60)] + [(400_000,)]
     handles = [
-        hvd.broadcast_async(values(RANK, "float32", shape, i), SIZE - 1, name=f"weight {i}")
+        hvd.broadcast(values(RANK, "float32", shape, i), SIZE - 1, name=f"weight {i}", wait=False)
         for i, shape in enumerate(shapes)
     ]
     for i, (shape, handle) in enumerate(zip(shapes, handles, strict=True)):
         same(hvd.synchronize(handle), values(SIZE - 1, "float32", shape, i))
     array = values(RANK, "float64", (300_000,))
-    assert hvd.synchronize(hvd.broadcast_async_(array, 0)) is array
+    assert hvd.synchronize(hvd.broadcast(array, 0, out=array, wait=False)) is array
     same(array, values(0, "float64", (300_000,)))
 
 
@@ -127,7 +127,9 @@ def test_alltoall_in_equal_parts_and_asynchronous(way: str) -> None:
     given = values(RANK, "float32", (3 * SIZE, 4))
     want = np.concatenate(alltoall_expected("float32", (4,), splits, rows))
     same(hvd.alltoall(given), want)
-    got, received = hvd.synchronize(hvd.alltoall_async(given, name="later"))
+    same(hvd.synchronize(hvd.alltoall(given, name="later", wait=False)), want)
+    later = hvd.alltoall(given, [3] * SIZE, name="later", wait=False)
+    got, received = hvd.synchronize(later)
     same(got, want)
     assert received.tolist() == [3] * SIZE
 
@@ -152,9 +154,9 @@ def test_reducescatter_of_large_scaled_and_grouped(way: str) -> None:
         want = reduced(parts, "average", 0.3, 7.0)[rows_of(RANK, 101, SIZE)]
         same(hvd.reducescatter(parts[RANK], prescale_factor=0.3, postscale_factor=7.0), want)
     group = [all_values(SIZE, dtype, (4 + i, 3), i) for i, dtype in enumerate([*INTEGERS, *FLOATS])]
-    later = hvd.grouped_reducescatter_async([row[RANK] for row in group], name="later", op=hvd.Sum)
-    single = hvd.reducescatter_async(group[5][RANK])
-    now = hvd.grouped_reducescatter([row[RANK] for row in group])
+    later = hvd.reducescatter([row[RANK] for row in group], name="later", op=hvd.Sum, wait=False)
+    single = hvd.reducescatter(group[5][RANK], wait=False)
+    now = hvd.reducescatter([row[RANK] for row in group])
     for i, (row, average, total) in enumerate(zip(group, now, hvd.synchronize(later), strict=True)):
         own = rows_of(RANK, 4 + i, SIZE)
         same(average, reduced(row, "average")[own])

@@ -63,12 +63,12 @@ def test_overlapping_sets_at_once(way: str) -> None:
             for one, ranks in [*zip(made, rings, strict=True), (hvd.global_process_set, list(range(SIZE)))]:
                 if RANK in ranks:
                     inputs = all_values(ranks, "int64", (30,), step)
-                    handle = hvd.allreduce_async(
+                    handle = hvd.allreduce(
                         values(RANK, "int64", (30,), step),
                         name=f"same name {step}",
                         op=hvd.Sum,
                         process_set=one,
-                    )
+                    wait=False)
                     handles.append((handle, reduced(inputs, "sum")))
         for i in np.random.default_rng(RANK).permutation(len(handles)):
             same(hvd.synchronize(handles[i][0]), handles[i][1])
@@ -137,7 +137,7 @@ def test_pending_work_of_a_removed_set_fails(way: str) -> None:
     made = hvd.add_process_set(ranks) if SIZE > 2 else hvd.global_process_set
     if SIZE == 2:
         return
-    handle = hvd.allreduce_async(np.ones(4), name="never", process_set=made) if RANK == 0 else -1
+    handle = hvd.allreduce(np.ones(4), name="never", process_set=made, wait=False) if RANK == 0 else -1
     number = made.process_set_id
     assert hvd.remove_process_set(made)
     if RANK == 0:
@@ -155,7 +155,8 @@ def test_pending_work_of_a_removed_set_fails(way: str) -> None:
 def test_many_sets_made_and_removed_under_load(way: str) -> None:
     """Work of the global set is in flight all the while."""
     for step in range(5):
-        handles = [hvd.allreduce_async(np.full(20_000, 1.0), name=f"load {i}", op=hvd.Sum) for i in range(5)]
+        load = np.full(20_000, 1.0)
+        handles = [hvd.allreduce(load, name=f"load {i}", op=hvd.Sum, wait=False) for i in range(5)]
         with sets_of([step % SIZE], *([[0, 1]] if SIZE > 2 else [])) as made:
             for one in made:
                 if one.included():

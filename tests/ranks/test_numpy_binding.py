@@ -17,16 +17,18 @@ MINE = EVERY[RANK]
 def test_allreduce() -> None:
     total, mean = sum(EVERY), sum(EVERY) / SIZE
     assert np.allclose(hvd.allreduce(MINE, "a"), mean)
-    assert np.array_equal(hvd.synchronize(hvd.allreduce_async(MINE, op=hvd.Sum)), total)
-    for call in (hvd.allreduce_, lambda array, op: hvd.synchronize(hvd.allreduce_async_(array, op=op))):
-        mine = MINE.copy()
-        assert call(mine, op=hvd.Sum) is mine
-        assert np.array_equal(mine, total)
+    assert np.array_equal(hvd.synchronize(hvd.allreduce(MINE, op=hvd.Sum, wait=False)), total)
+    for wait in (True, False):
+        mine, other = MINE.copy(), np.empty_like(MINE)
+        for out in (other, mine):
+            done = hvd.allreduce(mine, op=hvd.Sum, out=out, wait=wait)
+            assert (done if wait else hvd.synchronize(done)) is out
+            assert np.array_equal(out, total)
     assert hvd.allreduce(np.array([1.5], ml_dtypes.bfloat16), op=hvd.Sum)[0] == 1.5 * SIZE
     assert np.array_equal(hvd.allreduce(MINE.T, op=hvd.Max), EVERY[-1].T)
     assert hvd.allreduce(2.0, op=hvd.Product).shape == ()
     with pytest.raises(ValueError, match="contiguous"):
-        hvd.allreduce_(MINE.T)
+        hvd.allreduce(MINE.T, out=MINE.T)
 
 
 def test_groups() -> None:
@@ -34,40 +36,43 @@ def test_groups() -> None:
     own = [one.copy() for one in pair]
     other = [one.copy() for one in pair]
     for results in (
-        hvd.grouped_allreduce(pair, op=hvd.Sum),
-        hvd.synchronize(hvd.grouped_allreduce_async(pair, op=hvd.Sum)),
-        hvd.grouped_allreduce_(own, op=hvd.Sum), own,
-        hvd.synchronize(hvd.grouped_allreduce_async_(other, op=hvd.Sum)), other,
+        hvd.allreduce(pair, op=hvd.Sum),
+        hvd.synchronize(hvd.allreduce(pair, op=hvd.Sum, wait=False)),
+        hvd.allreduce(own, op=hvd.Sum, out=own), own,
+        hvd.synchronize(hvd.allreduce(other, op=hvd.Sum, out=other, wait=False)), other,
     ):
         assert all(np.array_equal(mine, theirs) for mine, theirs in zip(results, totals, strict=True))
     joined = np.concatenate(EVERY)
-    assert np.array_equal(hvd.grouped_allgather([MINE])[0], joined)
-    assert np.array_equal(hvd.synchronize(hvd.grouped_allgather_async([MINE]))[0], joined)
+    assert np.array_equal(hvd.allgather([MINE])[0], joined)
+    assert np.array_equal(hvd.synchronize(hvd.allgather([MINE], wait=False))[0], joined)
 
 
 def test_the_others() -> None:
     assert np.array_equal(hvd.allgather(MINE), np.concatenate(EVERY))
-    assert np.array_equal(hvd.synchronize(hvd.allgather_async(MINE[:RANK])), np.concatenate(
+    assert np.array_equal(hvd.synchronize(hvd.allgather(MINE[:RANK], wait=False)), np.concatenate(
         [one[:rank] for rank, one in enumerate(EVERY)]
     ))
     root = SIZE - 1
-    for result in (hvd.broadcast(MINE, root), hvd.synchronize(hvd.broadcast_async(MINE, root))):
+    for result in (hvd.broadcast(MINE, root), hvd.synchronize(hvd.broadcast(MINE, root, wait=False))):
         assert np.array_equal(result, EVERY[root])
-    for call in (hvd.broadcast_, lambda array, root: hvd.synchronize(hvd.broadcast_async_(array, root))):
+    for wait in (True, False):
         mine = MINE.copy()
-        assert call(mine, root) is mine
+        done = hvd.broadcast(mine, root, out=mine, wait=wait)
+        assert (done if wait else hvd.synchronize(done)) is mine
         assert np.array_equal(mine, EVERY[root])
+    assert np.array_equal(hvd.broadcast([MINE, MINE[:1]], root)[1], EVERY[root][:1])
     sent = np.repeat(RANK, SIZE)
     assert np.array_equal(hvd.alltoall(sent), np.arange(SIZE))
     rows, received = hvd.alltoall(sent, [1] * SIZE)
     assert received.tolist() == [1] * SIZE
-    assert np.array_equal(hvd.synchronize(hvd.alltoall_async(sent))[0], rows)
+    assert np.array_equal(hvd.synchronize(hvd.alltoall(sent, wait=False)), rows)
     whole = np.concatenate([MINE] * SIZE)
     own = sum(EVERY)  # each of the SIZE equal blocks
     for result in (
-        hvd.reducescatter(whole, op=hvd.Sum), hvd.synchronize(hvd.reducescatter_async(whole, op=hvd.Sum)),
-        hvd.grouped_reducescatter([whole], op=hvd.Sum)[0],
-        hvd.synchronize(hvd.grouped_reducescatter_async([whole], op=hvd.Sum))[0],
+        hvd.reducescatter(whole, op=hvd.Sum),
+        hvd.synchronize(hvd.reducescatter(whole, op=hvd.Sum, wait=False)),
+        hvd.reducescatter([whole], op=hvd.Sum)[0],
+        hvd.synchronize(hvd.reducescatter([whole], op=hvd.Sum, wait=False))[0],
     ):
         assert np.array_equal(result, own)
     assert hvd.allgather_object(RANK) == list(range(SIZE))

@@ -43,10 +43,10 @@ def test_a_child_knows_its_rank() -> None:
 @pytest.mark.ranks(2, 3, 4)
 def test_a_child_takes_no_part() -> None:
     ones = np.ones(100_000, np.float32)
-    handle = hvd.allreduce_async(ones, op=hvd.Sum, name="from before") if RANK == 0 else None
+    handle = hvd.allreduce(ones, op=hvd.Sum, name="from before", wait=False) if RANK == 0 else None
     for call in (
         lambda: hvd.allreduce(ones, name="from before"),
-        lambda: hvd.allreduce_async(ones, name="from before"),
+        lambda: hvd.allreduce(ones, name="from before", wait=False),
         lambda: hvd.synchronize(handle) if handle is not None else hvd.barrier(),
         lambda: hvd.add_process_set([0]),
     ):
@@ -56,5 +56,5 @@ def test_a_child_takes_no_part() -> None:
     assert in_child(hvd.shutdown) == "None"
     hvd.barrier()  # what is done a child may have: rank 0's exchange must not be before its children ask
     if handle is None:
-        handle = hvd.allreduce_async(ones, op=hvd.Sum, name="from before")
+        handle = hvd.allreduce(ones, op=hvd.Sum, name="from before", wait=False)
     assert (hvd.synchronize(handle) == SIZE).all()

@@ -28,7 +28,7 @@ def resources() -> tuple[int, int, int]:
 def test_restarting_leaves_nothing_behind() -> None:
     before: list[tuple[int, int, int]] = []
     for _ in range(23):
-        hvd.allreduce_async(np.ones(3, np.float32), name=f"never complete {RANK}")
+        hvd.allreduce(np.ones(3, np.float32), name=f"never complete {RANK}", wait=False)
         assert hvd.allreduce(np.ones(300_000, np.float32), op=hvd.Sum)[-1] == SIZE
         if SIZE > 2:
             hvd.add_process_set([0, 1])

@@ -67,11 +67,11 @@ def test_who_computes_may_go_on() -> None:
     """A rank is late for much longer than the time, and has other work in flight."""
 
     def program(engine: Engine) -> None:
-        handle = hvd.allreduce_async(np.ones(3), name="x") if engine.rank == 0 else None
+        handle = hvd.allreduce(np.ones(3), name="x", wait=False) if engine.rank == 0 else None
         hvd.allreduce(np.ones(3), name="before")
         if handle is None:
             time.sleep(2.5 * SOON)
-            handle = hvd.allreduce_async(np.ones(3), name="x")
+            handle = hvd.allreduce(np.ones(3), name="x", wait=False)
         hvd.synchronize(handle)
 
     job(2, program, Settings(stall_check_time=0.2, deadlock_time=SOON))

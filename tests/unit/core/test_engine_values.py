@@ -120,9 +120,9 @@ def test_more_names_than_the_table_holds(capacity: int) -> None:
         made = np.random.default_rng(engine.rank)
         for step in range(3):
             handles = {
-                int(i): hvd.allreduce_async(
+                int(i): hvd.allreduce(
                     np.full(i % 3 + 1, float(engine.rank + step)), name=f"n{i}", op=hvd.Sum
-                )
+                , wait=False)
                 for i in made.permutation(40)
             }
             for i, handle in handles.items():
