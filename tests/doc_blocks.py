@@ -3,15 +3,15 @@
 A block's language decides what is done with it:
 
 - ``python``: the blocks of a page, in their order, are one script that runs on two ranks;
-- ``console``: each ``$ command`` runs in the page's folder; what follows is the output that it must have.
+- ``console``: each ``$ command`` runs in the page's directory; what follows is the output that it must have.
   Lines of the output that are ``...`` stand for any text;
-- ``sh``: each line runs as a command in the page's folder;
+- ``sh``: each line runs as a command in the page's directory;
 - ``toml``, ``yaml``, ``json``: parsed;
 - ``{directive}``: content that Sphinx makes; the build of the pages checks it.
 
 An HTML comment before a block, which readers do not see, says more (several are separated by ``;``):
 
-- ``<!-- test: file NAME -->``: not run, but written to that file of the page's folder for later commands;
+- ``<!-- test: file NAME -->``: not run, but written to that file of the page's directory for later commands;
 - ``<!-- test: exit N -->``: the exit code of the commands (0);
 - ``<!-- test: varies WORD WORD -->``: these words of the output are examples;
 - ``<!-- test: any order -->``: of the lines of the output;
@@ -200,16 +200,16 @@ def environment() -> dict[str, str]:
     return kept
 
 
-def put_files(page: Path, folder: Path) -> None:
-    """What the page's commands find in their folder: its own files, and what is in a clone."""
-    folder.mkdir(exist_ok=True)
+def put_files(page: Path, directory: Path) -> None:
+    """What the page's commands find in their directory: its own files, and what is in a clone."""
+    directory.mkdir(exist_ok=True)
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
-            (folder / path.name).symlink_to(path)
+            (directory / path.name).symlink_to(path)
     for block in blocks(page):
         if block.file:
-            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / block.file).write_text(block.text)
+            (directory / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (directory / block.file).write_text(block.text)
 
 
 def skip_if_some_were_missing(page: Path) -> None:

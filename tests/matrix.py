@@ -25,7 +25,7 @@ from run import digest, stream
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-FOLDER = ROOT / ".venv-matrix"
+DIRECTORY = ROOT / ".venv-matrix"
 FRAMEWORKS = ("tensorflow", "keras", "jax", "torch")
 LIMIT = 3600.0  # seconds for one run of tests; and for an installation
 
@@ -41,8 +41,8 @@ class Row:
     also: list[str] = field(default_factory=list)
 
     @property
-    def folder(self) -> Path:
-        return FOLDER / self.name
+    def directory(self) -> Path:
+        return DIRECTORY / self.name
 
     def requirements(self) -> list[str]:
         """What pip is to install."""
@@ -105,13 +105,13 @@ def find_python(version: str) -> str | None:
 def prepare(row: Row, python: str) -> str | None:
     """Make the row's environment, unless it is there already; what failed, or None."""
     wanted = json.dumps([python, row.requirements(), (ROOT / "pyproject.toml").read_text()])
-    mark = row.folder / "installed.json"
+    mark = row.directory / "installed.json"
     if mark.exists() and mark.read_text() == wanted:
         return None
     print(f"Installing {' '.join(row.requirements())}", flush=True)
-    shutil.rmtree(row.folder, ignore_errors=True)
-    subprocess.run([python, "-m", "venv", str(row.folder)], check=True, timeout=LIMIT)
-    pip = [str(row.folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-compile"]
+    shutil.rmtree(row.directory, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", str(row.directory)], check=True, timeout=LIMIT)
+    pip = [str(row.directory / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-compile"]
     code = subprocess.run([*pip, *row.requirements()], cwd=ROOT, timeout=LIMIT).returncode
     if code:
         return f"FAILED to install (pip's exit code {code})"
@@ -127,7 +127,8 @@ def installed(row: Row) -> dict[str, str]:
         "have['python'] = platform.python_version()\n"
         "print(json.dumps(have))"
     )
-    done = subprocess.run([str(row.folder / "bin" / "python"), "-c", code], capture_output=True, check=True)
+    python = str(row.directory / "bin" / "python")
+    done = subprocess.run([python, "-c", code], capture_output=True, check=True)
     have = json.loads(done.stdout)
     have["tensorflow"] = have.get("tensorflow-cpu") or have.get("tensorflow", "")
     return {name: have[name] for name in ("python", *FRAMEWORKS) if have.get(name)}
@@ -171,26 +172,27 @@ def run_tests(row: Row, words: list[str]) -> tuple[int, Counter[str]]:
     """Run tests/run.py in the row's environment: its exit code and its numbers."""
     # Commands of the environment first; nothing of what called this is wanted in it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    environ["PATH"] = f"{row.folder / 'bin'}{os.pathsep}{environ['PATH']}"
+    environ["PATH"] = f"{row.directory / 'bin'}{os.pathsep}{environ['PATH']}"
     lines = [""]
 
     def show(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
 
-    code = stream([str(row.folder / "bin" / "python"), str(TESTS / "run.py"), *words], environ, LIMIT, show)
+    command = [str(row.directory / "bin" / "python"), str(TESTS / "run.py"), *words]
+    code = stream(command, environ, LIMIT, show)
     found = re.findall(r"(\d+) (passed|failed|errors|skipped)", lines[-1])
     return code, Counter({what: int(number) for number, what in found})
 
 
 def record(row: Row, result: Result) -> None:
     """Keep what became of a row."""
-    (row.folder / "result.json").write_text(json.dumps(asdict(result), indent=1))
+    (row.directory / "result.json").write_text(json.dumps(asdict(result), indent=1))
 
 
 def recorded(row: Row, tree: str) -> Result | None:
     """What became of a row on these sources in this environment, if anything did."""
-    file = row.folder / "result.json"
+    file = row.directory / "result.json"
     if not file.exists():
         return None
     result = Result(**json.loads(file.read_text()))

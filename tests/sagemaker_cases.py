@@ -99,12 +99,12 @@ def sent_by_the_sdk(case: str, source_dir: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    (folder / "train.py").write_text("")
+    directory = Path(sys.argv[1])
+    (directory / "train.py").write_text("")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         os.environ[name] = "test"
     os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
     RECORDED.write_text(
-        json.dumps({case: sent_by_the_sdk(case, str(folder)) for case in CASES}, indent=1, sort_keys=True)
+        json.dumps({case: sent_by_the_sdk(case, str(directory)) for case in CASES}, indent=1, sort_keys=True)
         + "\n"
     )

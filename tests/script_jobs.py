@@ -44,7 +44,7 @@ class Outcome:
     code: int
     out: str  # without the launcher's prefixes
     err: str
-    folder: Path
+    directory: Path
     size: int
     ended: float = 0.0  # seconds since 1970
 
@@ -61,7 +61,7 @@ class Outcome:
         return [found[str(rank)] for rank in range(self.size)]
 
     def files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir())
+        return sorted(path.name for path in self.directory.iterdir())
 
 
 def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
@@ -73,44 +73,44 @@ def command(way: str, size: int) -> tuple[list[str], dict[str, str]]:
     return [str(BIN / "horovodrun"), "-np", str(size), "-H", f"localhost:{size}"], environ
 
 
-def run_each(way: str, size: int, line: list[str], folder: Path) -> Outcome:
+def run_each(way: str, size: int, line: list[str], directory: Path) -> Outcome:
     """Run a script as a job of its own."""
     start, environ = command(way, size)
     done = subprocess.run(
-        [*start, sys.executable, *line], cwd=folder, env=environ, capture_output=True, text=True,
+        [*start, sys.executable, *line], cwd=directory, env=environ, capture_output=True, text=True,
         errors="replace", check=False, timeout=LIMIT,
     )  # fmt: skip
     out, err = PREFIX.sub("", done.stdout), PREFIX.sub("", done.stderr)
-    return Outcome(done.returncode, out, err, folder, size)
+    return Outcome(done.returncode, out, err, directory, size)
 
 
-def run_together(way: str, size: int, lines: list[list[str]], folders: list[Path]) -> list[Outcome]:
+def run_together(way: str, size: int, lines: list[list[str]], directories: list[Path]) -> list[Outcome]:
     """Run all scripts in one job."""
     tasks = [
-        {"script": script, "words": words, "directory": str(folder)}
-        for (script, *words), folder in zip(lines, folders, strict=True)
+        {"script": script, "words": words, "directory": str(directory)}
+        for (script, *words), directory in zip(lines, directories, strict=True)
     ]
-    path = folders[0].parent / "plan.json"
+    path = directories[0].parent / "plan.json"
     path.write_text(json.dumps(tasks))
-    job = run_each(way, size, [str(RUNNER), str(path)], folders[0].parent)
+    job = run_each(way, size, [str(RUNNER), str(path)], directories[0].parent)
     assert job.code == 0, job.out + job.err
     outcomes = []
-    for folder in folders:
-        ends = [json.loads(Path(f"{folder}.{rank}.json").read_text()) for rank in range(size)]
+    for directory in directories:
+        ends = [json.loads(Path(f"{directory}.{rank}.json").read_text()) for rank in range(size)]
         out, err = (
-            "".join(Path(f"{folder}.{rank}.{ending}").read_text() for rank in range(size))
+            "".join(Path(f"{directory}.{rank}.{ending}").read_text() for rank in range(size))
             for ending in ("out", "err")
         )
         code = next((end["code"] for end in ends if end["code"]), 0)
-        outcomes.append(Outcome(code, out, err, folder, size, max(end["ended"] for end in ends)))
+        outcomes.append(Outcome(code, out, err, directory, size, max(end["ended"] for end in ends)))
     return outcomes
 
 
-def run_all(way: str, size: int, lines: list[list[str]], folders: list[Path]) -> list[Outcome]:
-    """Run scripts, each in its folder: in one job, or as jobs of their own where the way says each."""
+def run_all(way: str, size: int, lines: list[list[str]], directories: list[Path]) -> list[Outcome]:
+    """Run scripts, each in its directory: in one job, or as jobs of their own where the way says each."""
     if way.startswith("each"):
-        return [run_each(way, size, *pair) for pair in zip(lines, folders, strict=True)]
-    return run_together(way, size, lines, folders)
+        return [run_each(way, size, *pair) for pair in zip(lines, directories, strict=True)]
+    return run_together(way, size, lines, directories)
 
 
 def output_of(script: Path, *words: str) -> str:
@@ -121,15 +121,15 @@ def output_of(script: Path, *words: str) -> str:
     return out.getvalue()
 
 
-def check_shown_script(page: str, command: str, folder: Path, rank: int) -> None:
+def check_shown_script(page: str, command: str, directory: Path, rank: int) -> None:
     """Run on this rank what a page shows as `command`: it must print what the page shows for this rank."""
     found = blocks(ROOT / page)
     consoles = [block for block in found if block.language == "console"]
     shown = {line: output for block in consoles for line, output in block.commands()}
     name = command.split()[-1]
-    (folder / name).write_text(next(block.text for block in found if block.file == name))
+    (directory / name).write_text(next(block.text for block in found if block.file == name))
     prefix = f"[{rank}] "
     expected = [line.removeprefix(prefix) for line in shown[command].splitlines() if line.startswith(prefix)]
     assert expected
-    with contextlib.chdir(folder):
-        assert output_of(folder / name).splitlines() == expected
+    with contextlib.chdir(directory):
+        assert output_of(directory / name).splitlines() == expected

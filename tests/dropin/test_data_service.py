@@ -26,13 +26,13 @@ pytestmark = [
 
 
 @contextmanager
-def workers(folder: Path, number: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+def workers(directory: Path, number: int, *options: str) -> Iterator[subprocess.Popen[str]]:
     """The compute job; it is to end by itself when the training job says so."""
     module = "horovod.tensorflow.data.compute_worker"
     command = [*RUN, str(number), sys.executable, "-m", module, "service.json"]
-    with (folder / "workers.txt").open("w") as output:
+    with (directory / "workers.txt").open("w") as output:
         process = subprocess.Popen(
-            [*command, *options], cwd=folder, stdout=output, stderr=subprocess.STDOUT, text=True,
+            [*command, *options], cwd=directory, stdout=output, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}, start_new_session=True,
         )
         try:
@@ -43,12 +43,13 @@ def workers(folder: Path, number: int, *options: str) -> Iterator[subprocess.Pop
                 process.wait(30)
 
 
-def train(folder: Path, *options: str) -> str:
+def train(directory: Path, *options: str) -> str:
     done = subprocess.run(
-        [*RUN, "2", sys.executable, str(SCRIPT), "service.json", *options], cwd=folder, capture_output=True,
-        text=True, timeout=LIMIT, check=False, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        [*RUN, "2", sys.executable, str(SCRIPT), "service.json", *options], cwd=directory,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}, text=True,
+        capture_output=True, timeout=LIMIT, check=False,
     )
-    said = done.stdout + done.stderr + (folder / "workers.txt").read_text()
+    said = done.stdout + done.stderr + (directory / "workers.txt").read_text()
     assert done.returncode == 0, said
     return said
 

@@ -36,13 +36,13 @@ def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) 
     skip_if_some_were_missing(page)
 
 
-def run(block: Block, command: str, shown: str, folder: Path) -> None:
+def run(block: Block, command: str, shown: str, directory: Path) -> None:
     # What `make` would do is not done here, but its targets must exist.
     command = command.replace("make ", "make --dry-run ", 1) if command.startswith("make ") else command
     done = subprocess.run(
         ["bash", "-c", command],
-        cwd=folder, env=environment() | {"XDG_STATE_HOME": str(folder / "state")}, text=True, timeout=150,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=directory, env=environment() | {"XDG_STATE_HOME": str(directory / "state")}, text=True,
+        timeout=150, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     where = f"{block.place}: {command}"
     assert done.returncode == int(block.marks.get("exit", 0)), f"{where}: {done.returncode}\n{done.stdout}"

@@ -69,11 +69,11 @@ Start = Callable[..., Outcome]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the digits."""
-    folder = tmp_path_factory.mktemp("data")
-    lines = f"import digits; digits.digits({str(folder)!r}, train=True)"
+    """The directory of the digits."""
+    directory = tmp_path_factory.mktemp("data")
+    lines = f"import digits; digits.digits({str(directory)!r}, train=True)"
     subprocess.run([sys.executable, "-c", lines], cwd=SCRIPTS, check=True, timeout=LIMIT)
-    return folder
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +83,17 @@ def start(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     @functools.cache
     def outcomes(way: str, size: int) -> dict[str, Outcome]:
         above = tmp_path_factory.mktemp(way.replace(" ", "-"))
-        lines, folders = [], []
+        lines, directories = [], []
         runs = plan(size)
         for name, run in runs.items():
             path = SCRIPTS / f"{run.script}.py"
             place = ["--data-dir", str(data)] if "--data-dir" in path.read_text() else []
             lines.append([str(path), *run.words, *place])
             # The runner's own files of a run are named after its directory.
-            folder = above / name
-            folder.mkdir() if not run.after else folder.symlink_to(above / run.after)
-            folders.append(folder)
-        return dict(zip(runs, run_all(way, size, lines, folders), strict=True))
+            directory = above / name
+            directory.mkdir() if not run.after else directory.symlink_to(above / run.after)
+            directories.append(directory)
+        return dict(zip(runs, run_all(way, size, lines, directories), strict=True))
 
     def start(way: str, size: int, name: str, *, fine: bool = True) -> Outcome:
         outcome = outcomes(way, size)[name]
@@ -105,7 +105,7 @@ def start(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 def load(outcome: Outcome, name: str) -> dict[str, Any]:
-    return torch.load(outcome.folder / name)  # type: ignore[no-any-return]
+    return torch.load(outcome.directory / name)  # type: ignore[no-any-return]
 
 
 def assert_close(mine: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
@@ -186,7 +186,7 @@ def test_imagenet_resumed(start: Start) -> None:
     assert second.out.count("Starting from epoch 1") == 1
     assert (second.out.count("Train Epoch #1"), second.out.count("Train Epoch #2")) == (0, 1)
     assert second.files() == ["checkpoint-1.pth.tar", "checkpoint-2.pth.tar"]
-    assert (first.folder / "checkpoint-1.pth.tar").stat().st_mtime <= first.ended
+    assert (first.directory / "checkpoint-1.pth.tar").stat().st_mtime <= first.ended
     straight = start("horovodrun", 2, "imagenet_straight")
     assert second.of_ranks(r"weights \w{16}") == straight.of_ranks(r"weights \w{16}")
     assert first.of_ranks(r"weights \w{16}") != straight.of_ranks(r"weights \w{16}")

@@ -43,10 +43,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         above = tmp_path_factory.mktemp(way.replace(" ", "-"))
         (above / "session.py").write_text(next(one.text for one in blocks(PAGE) if one.file == "session.py"))
         lines = [[str(SCRIPTS / f"{name}.py")] for name in NAMES[:-1]] + [[str(above / "session.py")]]
-        folders = [above / name for name in NAMES]
-        for folder in folders:
-            folder.mkdir()
-        return dict(zip(NAMES, run_all(way, size, lines, folders), strict=True))
+        directories = [above / name for name in NAMES]
+        for directory in directories:
+            directory.mkdir()
+        return dict(zip(NAMES, run_all(way, size, lines, directories), strict=True))
 
     def start(way: str, size: int, name: str) -> Outcome:
         outcome = outcomes(way, size)[name]
@@ -62,7 +62,7 @@ def test_a_loop_with_a_tape(start: Start, way: str, size: int) -> None:
     assert len(set(done.of_ranks(r"weights [\d.]+"))) == 1
     assert done.one(r"last loss: ([\d.]+)") < 1.0
     assert len(re.findall(r"Step #\d+", done.out)) == -(-(240 // size) // 20)
-    assert any(path.name.startswith("model") for path in (done.folder / "checkpoints").iterdir())
+    assert any(path.name.startswith("model") for path in (done.directory / "checkpoints").iterdir())
 
 
 @every_way
@@ -70,7 +70,7 @@ def test_a_session_with_the_hook(start: Start, way: str, size: int) -> None:
     done = start(way, size, "tensorflow_session")
     (mean,) = set(done.of_ranks(r"mean loss [\d.e-]+"))
     assert float(mean.split()[-1]) < 0.5
-    assert any(path.name.startswith("model.ckpt") for path in (done.folder / "checkpoints").iterdir())
+    assert any(path.name.startswith("model.ckpt") for path in (done.directory / "checkpoints").iterdir())
 
 
 @every_way
@@ -84,7 +84,8 @@ def test_the_session_of_the_page(start: Start, way: str, size: int) -> None:
 def test_keras_by_horovodrun(tmp_path: Path) -> None:
     """The rank tests of Keras run this script too, within their processes (test_keras_scripts.py)."""
     pytest.importorskip("sklearn")
-    done = run_each("horovodrun", 2, [str(SCRIPTS / "keras_mnist.py"), "--folder", str(tmp_path)], tmp_path)
+    words = [str(SCRIPTS / "keras_mnist.py"), "--directory", str(tmp_path)]
+    done = run_each("horovodrun", 2, words, tmp_path)
     assert done.code == 0, done.out + done.err
     assert "equal: True" in done.out
     assert (tmp_path / "checkpoint-6.keras").exists()

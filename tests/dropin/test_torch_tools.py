@@ -27,18 +27,19 @@ def report(rank, size):
 """
 
 
-def results(folder: Path, size: int, name: str, *launcher: str) -> list[dict[str, torch.Tensor]]:
+def results(directory: Path, size: int, name: str, *launcher: str) -> list[dict[str, torch.Tensor]]:
     """Run a script of the page; return the weights of its ranks, which see their rank and size."""
-    out = folder / f"{launcher[1]}-{size}-{name}-"
+    out = directory / f"{launcher[1]}-{size}-{name}-"
     done = subprocess.run(
         [sys.executable, "-m", *launcher, f"{name}.py", str(out)],
-        cwd=folder, env=environment() | {"OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT,
+        cwd=directory, env=environment() | {"OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT,
         capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = [torch.load(f"{out}{rank}") for rank in range(size)]
     assert [(rank, of) for rank, of, _ in found] == [(rank, size) for rank in range(size)]
-    assert done.stdout.count("batches of each rank") == ("batches of" in (folder / f"{name}.py").read_text())
+    script = (directory / f"{name}.py").read_text()
+    assert done.stdout.count("batches of each rank") == ("batches of" in script)
     return [weights for _, _, weights in found]
 
 

@@ -38,7 +38,7 @@ callbacks = hvd.callbacks
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all ranks."""
+    """One directory for all ranks."""
     return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("shared"))))
 
 

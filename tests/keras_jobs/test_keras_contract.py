@@ -212,12 +212,12 @@ def test_a_set_of_ranks_averages_for_itself() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """One folder for all ranks."""
+def directory(tmp_path: Path) -> Path:
+    """One directory for all ranks."""
     return Path(by_rank_zero(lambda: str(tmp_path)))
 
 
-def test_load_a_model_with_objects_of_ones_own(folder: Path) -> None:
+def test_load_a_model_with_objects_of_ones_own(directory: Path) -> None:
     def closeness(expected: Any, predicted: Any) -> Any:
         return keras.ops.mean((expected - predicted) ** 2)
 
@@ -225,21 +225,21 @@ def test_load_a_model_with_objects_of_ones_own(folder: Path) -> None:
     net.compile(hvd.DistributedOptimizer(sgd()), closeness)
     net.fit(*data([RANK], 2), batch_size=ROWS, verbose=0)
     if RANK == 0:
-        net.save(folder / "model.keras")
+        net.save(directory / "model.keras")
     hvd.broadcast_object(None)
-    loaded = hvd.load_model(folder / "model.keras", custom_objects={"closeness": closeness})
+    loaded = hvd.load_model(directory / "model.keras", custom_objects={"closeness": closeness})
     x, y = data([RANK], 4)
     assert loaded.evaluate(x, y, verbose=0) == pytest.approx(net.evaluate(x, y, verbose=0))
     loaded.fit(x, y, batch_size=ROWS, verbose=0)
     assert same_on_all_ranks(loaded.get_weights())
 
 
-def test_rank_zero_loads_and_the_others_are_given_it(folder: Path) -> None:
+def test_rank_zero_loads_and_the_others_are_given_it(directory: Path) -> None:
     """A checkpoint that only rank 0 sees: weights, slots and iterations go to the others."""
     before = fit(hvd.DistributedOptimizer(sgd()), [RANK])
     if RANK == 0:
-        before.save(folder / "model.keras")
-        net = hvd.load_model(folder / "model.keras")
+        before.save(directory / "model.keras")
+        net = hvd.load_model(directory / "model.keras")
     else:
         net = model(RANK)
         net.compile(hvd.DistributedOptimizer(sgd()), "mse")
@@ -252,13 +252,13 @@ def test_rank_zero_loads_and_the_others_are_given_it(folder: Path) -> None:
     assert number(net.optimizer.iterations) == number(before.optimizer.iterations)
 
 
-def test_an_optimizer_that_one_rank_has_more(folder: Path) -> None:
+def test_an_optimizer_that_one_rank_has_more(directory: Path) -> None:
     """Names go by use, so a model that rank 0 loads to look at it disturbs nobody."""
     if RANK == 0:
         net = model()
         net.compile(sgd(), "mse")
-        net.save(folder / "model.keras")
-        hvd.load_model(folder / "model.keras")
+        net.save(directory / "model.keras")
+        hvd.load_model(directory / "model.keras")
     assert far(fit(hvd.DistributedOptimizer(sgd()), [RANK]).get_weights(), alone(sgd(), ALL)) < 1e-6
 
 

@@ -61,7 +61,7 @@ def test_the_example() -> None:
 def test_a_script_written_for_horovod(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("tensorflow")
-    out = output_of(SCRIPTS / "keras_mnist.py", "--folder", str(tmp_path))
+    out = output_of(SCRIPTS / "keras_mnist.py", "--directory", str(tmp_path))
     if RANK == 0:
         assert "equal: True" in out
         assert "lr: 0.004000" in out

@@ -1,7 +1,7 @@
 """Random programs of floating-point sums whose rounding shows in which order they were taken.
 
-``ringdance run ... python -m programs.sums COUNT`` (in the folder ``tests``) plays programs twice each under
-different delays on real ranks; with RINGDANCE_DETERMINISTIC=1 all must be bit-equal.
+``ringdance run ... python -m programs.sums COUNT`` (in the directory ``tests``) plays programs twice each
+under different delays on real ranks; with RINGDANCE_DETERMINISTIC=1 all must be bit-equal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random programs on a loopback world: play one, and say everything about one that hangs.
 
-`python -m programs.worlds FIRST COUNT [--mismatch]` (in the folder `tests`) tries many seeds.
+`python -m programs.worlds FIRST COUNT [--mismatch]` (in the directory `tests`) tries many seeds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lets the rank tests import the helpers in the folder above, and run again with other settings."""
+"""Lets the rank tests import the helpers in the directory above, and run again with other settings."""
 
 from __future__ import annotations
 

@@ -101,20 +101,20 @@ def test_disjoint_names_are_said_and_can_still_be_mended(hasty: None, said: list
 
 @several
 def test_a_rank_that_computes_is_named_with_its_line(hasty: None, said: list[str]) -> None:
-    folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
+    directory = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
     told = []
 
     def listen() -> None:
         told.append(wait_for(said, "it does not wait for anything; its main thread is at"))
-        (folder / "told").touch()
+        (directory / "told").touch()
 
     if RANK == 0:
         threading.Thread(target=listen).start()
-    while RANK == SIZE - 1 and not (folder / "told").exists():
+    while RANK == SIZE - 1 and not (directory / "told").exists():
         sum(range(1000))
     hvd.allreduce(np.ones(2), name="late")
     if RANK == 0:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
         assert "'allreduce.late'" in told[0]
         assert f"rank {SIZE - 1} on host" in told[0]
         assert "test_collectives_stall.py:" in told[0]
@@ -129,10 +129,10 @@ def late() -> Iterator[None]:
 
 @several
 def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]) -> None:
-    folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
+    directory = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
 
     def load() -> None:
-        while not (folder / "told").exists():
+        while not (directory / "told").exists():
             time.sleep(0.02)
 
     def train_in_thread() -> None:
@@ -149,10 +149,10 @@ def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]
         try:
             text = wait_for(said, "its thread 'loader' is at ")
         finally:
-            (folder / "told").touch()
+            (directory / "told").touch()
     trainer.join()
     if RANK == 0:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
         own, _, other = text.partition("Not submitted by")
         assert "(its thread 'trainer' is at " in own
         assert " in train_in_thread; its main thread is at " in own

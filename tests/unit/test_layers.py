@@ -41,8 +41,8 @@ def imported(module: str, whole: bool = True) -> set[str]:
     assert spec is not None, module
     names = [module]
     if whole:
-        folders = spec.submodule_search_locations or []
-        names += [found.name for found in pkgutil.walk_packages(folders, module + ".")]
+        directories = spec.submodule_search_locations or []
+        names += [found.name for found in pkgutil.walk_packages(directories, module + ".")]
     code = PROBE.format(names=", ".join(names))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

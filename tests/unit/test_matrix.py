@@ -62,19 +62,19 @@ def test_a_row_that_has_passed_on_these_sources_is_not_run_again(
 ) -> None:
     tree = matrix.digest()
     assert tree == matrix.digest()
-    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(matrix, "DIRECTORY", tmp_path)
     monkeypatch.setattr(matrix, "digest", lambda: tree)
     monkeypatch.setattr(matrix, "run_row", lambda row, tree, _: matrix.Result("FAILED (it was run)", tree))
     monkeypatch.setattr(sys, "argv", ["matrix.py", "--only", "newest-312"])
     passed = matrix.Result("passed", tree, {"python": "3.12.1"}, {"passed": 7}, 60.0)
-    folder = tmp_path / "newest-312"
-    folder.mkdir()
-    (folder / "result.json").write_text(json.dumps(asdict(passed)))
+    directory = tmp_path / "newest-312"
+    directory.mkdir()
+    (directory / "result.json").write_text(json.dumps(asdict(passed)))
     assert matrix.main() == 0
     said = capsys.readouterr().out
     assert "has passed on these sources" in said
     assert re.search(r"newest-312 +3\.12\.1 .* passed +7 passed in 1\.0 min", said)
-    (folder / "result.json").write_text(json.dumps(asdict(passed) | {"tree": "another"}))
+    (directory / "result.json").write_text(json.dumps(asdict(passed) | {"tree": "another"}))
     assert matrix.main() == 1
     assert "FAILED (it was run)" in capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_a_row_goes_on_after_the_runs_that_have_passed(
     row = matrix.Row("some", f"{sys.version_info.major}.{sys.version_info.minor}", {}, [["a"], ["b"], ["c"]])
     row_folder = tmp_path / row.name
     row_folder.mkdir()
-    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(matrix, "DIRECTORY", tmp_path)
     monkeypatch.setattr(matrix, "prepare", lambda row, python: None)
     monkeypatch.setattr(matrix, "installed", lambda row: {"python": "3.11.7"})
     failing, run = {"a"}, []

@@ -68,11 +68,11 @@ def test_a_gpu_is_there_if_required() -> None:
 
 @pytest.fixture
 def notes() -> Iterator[Path]:
-    folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
-    yield folder
+    directory = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
+    yield directory
     hvd.barrier()
     if RANK == 0:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
 
 
 def wait_until(true: Callable[[], bool]) -> None:

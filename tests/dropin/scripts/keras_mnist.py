@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 import horovod.tensorflow.keras as hvd
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--folder", required=True)
+parser.add_argument("--directory", required=True)
 parser.add_argument("--epochs", type=int, default=6)
 arguments = parser.parse_args()
 
@@ -52,7 +52,7 @@ callbacks = [
 
 # Horovod: save checkpoints only on worker 0 to prevent other workers from corrupting them.
 if hvd.rank() == 0:
-    path = os.path.join(arguments.folder, "checkpoint-{epoch}.keras")
+    path = os.path.join(arguments.directory, "checkpoint-{epoch}.keras")
     callbacks.append(keras.callbacks.ModelCheckpoint(path))
 
 # Horovod: write logs on worker 0.
@@ -67,5 +67,5 @@ if hvd.rank() == 0:
     print(f"equal: {bool((weights == weights[0]).all())}")
     print(f"accuracy: {history.history['accuracy'][-1]:.4f}")
     print(f"lr: {history.history['lr'][-1]:.6f}")
-    model = hvd.load_model(os.path.join(arguments.folder, f"checkpoint-{arguments.epochs}.keras"))
+    model = hvd.load_model(os.path.join(arguments.directory, f"checkpoint-{arguments.epochs}.keras"))
     print(f"loaded: {type(model.optimizer).__name__} {int(model.optimizer.iterations)}")

@@ -58,9 +58,9 @@ def test_ranks_that_wait_for_each_other_are_only_warned_of() -> None:
 
 def test_the_original_is_noticed(tmp_path: Path) -> None:
     """Its package would be mixed with this one, whichever was installed last."""
-    folder = tmp_path / "horovod-0.28.1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    directory = tmp_path / "horovod-0.28.1.dist-info"
+    directory.mkdir()
+    (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
     done = python("import horovod.torch", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     error = done.stderr.splitlines()[-1]

@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("horovod")
 
-FOLDER = Path(__file__).parents[3] / "compat" / "horovod"
+DIRECTORY = Path(__file__).parents[3] / "compat" / "horovod"
 
 
 @pytest.fixture(scope="module")
 def names() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_names", FOLDER / "compare_names.py")
+    spec = importlib.util.spec_from_file_location("compare_names", DIRECTORY / "compare_names.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,7 +32,7 @@ def test_every_name_agrees(names: ModuleType) -> None:
 
 
 def test_the_page_is_current(names: ModuleType) -> None:
-    assert names.page(*names.load()) == names.PAGE.read_text(), f"run {FOLDER}/compare_names.py --write"
+    assert names.page(*names.load()) == names.PAGE.read_text(), f"run {DIRECTORY}/compare_names.py --write"
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("horovod")
 
-FOLDER = Path(__file__).parents[2] / "dropin" / "contract"
+DIRECTORY = Path(__file__).parents[2] / "dropin" / "contract"
 
 
 @pytest.fixture(scope="module")
 def rows() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("contract_rows", FOLDER / "rows.py")
+    spec = importlib.util.spec_from_file_location("contract_rows", DIRECTORY / "rows.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +55,7 @@ def test_every_test_of_the_folder_is_named(rows: ModuleType) -> None:
     named = {test.partition("[")[0] for check in checks for test in check.get("tests", [])}
     there = {
         f"dropin/contract/{path.name}::{line[4:].partition('(')[0]}"
-        for path in FOLDER.glob("test_*.py")
+        for path in DIRECTORY.glob("test_*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def test_")
     }
@@ -64,7 +64,7 @@ def test_every_test_of_the_folder_is_named(rows: ModuleType) -> None:
 
 
 def test_the_page_is_current(rows: ModuleType) -> None:
-    assert rows.page(rows.load()) == rows.PAGE.read_text(), f"run {FOLDER}/rows.py --write"
+    assert rows.page(rows.load()) == rows.PAGE.read_text(), f"run {DIRECTORY}/rows.py --write"
 
 
 @pytest.mark.parametrize(
