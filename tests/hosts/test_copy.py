@@ -100,7 +100,7 @@ def test_a_host_that_falls_out_does_not_stop_the_others(four: Hosts, big: Path, 
         four.plug("h3")
     said = (tmp_path / "log").read_text()
     found = {row["host"]: row for row in json.loads(said[said.index("[") :])}
-    assert "it is gone" in found["h3"]["problem"]
+    assert "host lost" in found["h3"]["problem"]
     for name in ("h2", "h4"):
         assert not found[name]["problem"]
         assert digest(four, name, "/run/big") == digest(four, "h1", str(big))

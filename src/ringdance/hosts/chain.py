@@ -1,4 +1,4 @@
-"""Who passes on to whom: the hosts of a copy in a row, each connected to the next."""
+"""Connect the hosts of a copy to a chain, in which each passes on to the next."""
 
 from __future__ import annotations
 
@@ -6,64 +6,57 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from ringdance.hosts.talk import Talk
+from ringdance.hosts.host_set import HostSet
 from ringdance.launch.hosts import HostFacts, meet
-from ringdance.launch.remote.connect import Remote
 
 
-def chained(
-    talk: Talk, remotes: Mapping[str, Remote], hosts: Sequence[str], say: Callable[[str], None]
-) -> list[list[str]]:
-    """Connect each host to the next; rows of hosts, the first of each to be fed from here.
+def chained(hosts: HostSet, names: Sequence[str], say: Callable[[str], None]) -> list[list[str]]:
+    """Connect each host to the next; return chains, to whose first hosts this machine sends.
 
     Args:
-        talk: with the hosts' agents.
-        remotes: the same, for where the hosts can be reached.
-        hosts: in the order of the row.
-        say: told which links cannot be made.
+        hosts: connected.
+        names: those to chain, in this order.
+        say: shows which connections cannot be made.
     """
-    tokens = {host: secrets.token_hex(32) for host in hosts[1:]}
-    listen = {host: {"chore": "copy", "do": "listen", "token": token} for host, token in tokens.items()}
-    ports = talk.ask_each(listen)
-    where = addresses({host: remotes[host].facts for host in hosts})
-    broken: dict[str, str] = {host: said["problem"] for host, said in ports.items() if said["problem"]}
-    links = list(pairwise(hosts))
-    # Two turns: whoever connects does nothing else meanwhile, and must not be waited for.
-    for turn in (links[::2], links[1::2]):
-        found = talk.ask_each(
+    tokens = {host: secrets.token_hex(32) for host in names[1:]}
+    ports = hosts.ask_each(
+        {host: {"chore": "copy", "do": "listen", "token": token} for host, token in tokens.items()}
+    )
+    reachable = addresses({host: hosts.agents[host].facts for host in names})
+    broken: dict[str, str] = {host: answer["problem"] for host, answer in ports.items() if answer["problem"]}
+    links = list(pairwise(names))
+    # Every other link first: a host that connects does not accept connections meanwhile.
+    for half in (links[::2], links[1::2]):
+        tried = {before: after for before, after in half if after not in broken}
+        found = hosts.ask_each(
             {
                 before: {
                     "chore": "copy", "do": "next", "token": tokens[after], "port": ports[after]["port"],
-                    "addresses": where[after],
+                    "addresses": reachable[after],
                 }
-                for before, after in turn if after not in broken
+                for before, after in tried.items()
             }
         )  # fmt: skip
-        broken |= {after: found[before]["problem"] for before, after in turn if _problem(found, before)}
-    rows: list[list[str]] = []
-    for host in hosts:
-        if host in broken or not rows:
-            rows.append([])
-        rows[-1].append(host)
+        broken |= {tried[host]: answer["problem"] for host, answer in found.items() if answer["problem"]}
+    chains: list[list[str]] = [[names[0]]]
     for before, after in links:
-        if after in broken and before not in talk.lost and after not in talk.lost:
-            say(f"{before} cannot connect to {after} ({broken[after]}); its part goes there from here")
-    return rows
-
-
-def _problem(found: Mapping[str, Mapping[str, str]], host: str) -> str:
-    return found[host]["problem"] if host in found else ""
+        if after not in broken:
+            chains[-1].append(after)
+            continue
+        chains.append([after])
+        if before not in hosts.problems and after not in hosts.problems:
+            say(f"{before} cannot connect to {after} ({broken[after]}); this machine sends to it instead")
+    return chains
 
 
 def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
-    """Where each host may be connected to: first on the networks that all share."""
+    """Return the addresses at which each host may be reached, those on networks that all share first."""
     networks = meet(facts)
     found = {}
     for host, known in facts.items():
         shared = networks.interfaces.get(host, ())
         ordered = sorted(known.networks, key=lambda network: network[0] not in shared)
-        found[host] = [address for _, address, _ in ordered]
-        if known.reached:  # perhaps an IPv6 address, of which facts know nothing more
-            found[host].append(known.reached)
-        found[host] = list(dict.fromkeys(found[host])) or ["127.0.0.1"]
+        # The last may be an IPv6 address that is in no known network.
+        all_addresses = [address for _, address, _ in ordered] + [known.reached]
+        found[host] = list(dict.fromkeys(filter(None, all_addresses))) or ["127.0.0.1"]
     return found

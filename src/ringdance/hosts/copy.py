@@ -1,8 +1,9 @@
-"""``ringdance hosts copy``: from here to one host, from there to the next, and so on.
+"""Copy files from this machine to several hosts, which pass them on to one another.
 
-The bytes leave this machine once, however many hosts there are; each host writes what it gets and passes it
-on at the same time. What a host has already is not sent. A host that cannot be reached from the one before,
-or loses it, gets its part from here, from where it was. The hosts' side of it is ``launch/copy/receive.py``.
+The bytes leave this machine once, however many hosts there are; each host writes what it receives and passes
+it on at the same time. What a host has already is not sent. A host that the one before cannot reach, or
+loses, is served from this machine, from where it was. The hosts' part is ``launch/copy/receive.py``, which
+describes the messages.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringdance.hosts import show
+from rich.filesize import decimal
+
 from ringdance.hosts.chain import chained
-from ringdance.hosts.members import Members
-from ringdance.hosts.source import Entry, Source
-from ringdance.hosts.talk import Talk
+from ringdance.hosts.files import Entry, Source
+from ringdance.hosts.host_set import HostSet
 
 CHUNK = 1 << 20
-_AHEAD = 4 << 20  # bytes that may wait for a host
-_MANY = 5000  # entries in one message
-_SPARE = 1 << 20  # bytes that a host's file system keeps free
-_LONG_S = 3600.0  # for what a host may have to do with many files, such as reading them all
+_MAX_UNSENT = 4 << 20  # bytes that may wait for a host
+_MAX_ENTRIES = 5000  # in one message
+_RESERVE = 1 << 20  # bytes that stay free on a host's file system
+_LONG_S = 3600.0  # a host may have to read all its files
 
 
 @dataclass
 class Outcome:
-    """What has become of a host.
+    """How the copy ended on a host.
 
     Attributes:
-        problem: why there is no more of the copy there, or "".
-        bad: what is wrong with single files.
-        files: how many were written.
-        there: how many were there already.
-        bytes: that were written.
-        kept: bytes that an earlier copy had left.
+        problem: why the host was given up, or "".
+        bad: problems with single files.
+        files: number of files written.
+        there: number of files that were there already.
+        bytes: number of bytes written.
+        kept: bytes that an interrupted copy had left.
     """
 
     problem: str = ""
@@ -69,8 +70,8 @@ class _State:
     done: int = 0
     again: bool = False
 
-    def awaits(self, number: int) -> bool:
-        """Whether this file is still to come."""
+    def needs(self, number: int) -> bool:
+        """Whether this file is to be sent in this round."""
         return number in self.open and not self.again
 
 
@@ -78,202 +79,191 @@ class Copy:
     """One copy to several hosts.
 
     Args:
-        members: the hosts, connected.
+        hosts: connected.
         source: what to copy.
-        direct: send to each host from here, nothing from host to host.
-        checksum: whether files count as the same by content instead of by size and time.
-        progress: told, now and then, how many bytes of all each host has.
-        say: told what a person should know.
+        direct: send to each host from this machine, nothing from host to host.
+        checksum: whether files count as equal by content instead of by size and time.
+        on_progress: called repeatedly with the number of bytes that each host has.
+        say: shows a message.
     """
 
     def __init__(
         self,
-        members: Members,
+        hosts: HostSet,
         source: Source,
         *,
         direct: bool = False,
         checksum: bool = False,
-        progress: Callable[[Mapping[str, int]], None] = lambda have: None,
+        on_progress: Callable[[Mapping[str, int]], None] = lambda done: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._members, self._source, self._direct, self._checksum = members, source, direct, checksum
-        self._progress, self._say = progress, say
+        self._hosts, self._source, self._direct, self._checksum = hosts, source, direct, checksum
+        self._on_progress, self._say = on_progress, say
         self._files = source.files
-        self._talk = Talk(members.remotes)
         self._states: dict[str, _State] = {}
-        self._rows: list[list[str]] = []
-        self._spoiled: set[tuple[str, int]] = set()
-        self.outcomes = {host: Outcome(members.problems.get(host, "")) for host in members.names}
+        self._chains: list[list[str]] = []
+        self._corrupted: set[tuple[str, int]] = set()
+        self.outcomes = {host: Outcome(hosts.problems.get(host, "")) for host in hosts.names}
 
     def run(self) -> dict[str, Outcome]:
-        """Copy; what has become of each host."""
-        waiting = list(self._members.remotes)
-        for turn in range(len(waiting) + 2):
-            self._prepare(waiting, first=turn == 0)
-            self._rows = self._arrange(list(self._states))
-            for number, entry in enumerate(self._files):
-                self._copy(number, entry)
+        """Copy in rounds, until each host has everything or has failed."""
+        left = self._hosts.connected
+        for number in range(len(left) + 2):
+            self._prepare(left, first=number == 0)
+            self._arrange()
+            for file, entry in enumerate(self._files):
+                self._copy(file, entry)
             while any(state.open and not state.again for state in self._states.values()):
-                self._hear(1.0)
-            waiting = [host for host, state in self._states.items() if state.again and self._well(host)]
-            if not waiting:
+                self._receive(1.0)
+            left = [host for host, state in self._states.items() if state.again and self._is_well(host)]
+            if not left:
                 break
-        for host in waiting:
-            self._fail(host, "its connection to the host before was lost again and again; try --direct")
-        for host, said in self._talk.ask({"chore": "copy", "do": "over"}, seconds=_LONG_S).items():
-            self._fail(host, said["problem"])
-        self._talk.close()
+        for host in left:
+            self._fail(host, "the connection to the host before it was lost repeatedly; try --direct")
+        self._ask("over", self._hosts.connected)
         return self.outcomes
 
-    def _well(self, host: str) -> bool:
+    def _is_well(self, host: str) -> bool:
         return not self.outcomes[host].problem
 
     def _fail(self, host: str, problem: str) -> None:
-        if problem and self._well(host):
+        if problem and self._is_well(host):
             self.outcomes[host].problem = problem
             if host in self._states:
                 self._states[host].open.clear()
 
+    def _ask(
+        self, do: str, hosts: Sequence[str], payload: bytes = b"", **more: Any
+    ) -> dict[str, dict[str, Any]]:
+        """Have hosts do a step of the copy; return the answers of those that succeeded."""
+        answers = self._hosts.ask({"chore": "copy", "do": do, **more}, payload, hosts, _LONG_S)
+        for host, answer in answers.items():
+            self._fail(host, answer["problem"])
+        return {host: answer for host, answer in answers.items() if not answer["problem"]}
+
     # --- a round -------------------------------------------------------------------------------
 
     def _prepare(self, hosts: Sequence[str], first: bool) -> None:
-        """Tell the hosts what is to come, and hear what they have of it."""
-        source, ask = self._source, self._talk.ask
-        self._states = {}
-        begin = {"chore": "copy", "do": "begin", "root": source.root, "checksum": self._checksum}
-        for host, said in ask(begin, hosts=hosts).items():
-            self._fail(host, said["problem"])
-            self._states[host] = _State()
+        """Send the list of files, and learn what the hosts have already."""
+        source = self._source
+        begun = self._ask("begin", hosts, root=source.root, checksum=self._checksum)
+        self._states = {host: _State() for host in begun}
         free: dict[str, int] = {}
-        for at in range(0, len(source.entries), _MANY):
-            batch = json.dumps([entry.told() for entry in source.entries[at : at + _MANY]]).encode()
-            asked = [host for host in self._states if self._well(host)]
-            files = {"chore": "copy", "do": "files"}
-            for host, said in ask(files, batch, asked, _LONG_S).items():
-                self._fail(host, said["problem"])
-                self._states[host].have += said.get("have", [])
-                free[host] = said.get("free", 0)
-        for host in [host for host in self._states if not self._well(host)]:
-            del self._states[host]
+        for at in range(0, len(source.entries), _MAX_ENTRIES):
+            entries = [entry[:-1] for entry in source.entries[at : at + _MAX_ENTRIES]]
+            answers = self._ask("files", list(self._states), json.dumps(entries).encode())
+            self._states = {host: self._states[host] for host in answers}
+            for host, answer in answers.items():
+                self._states[host].have += answer["have"]
+                free[host] = answer["free"]
+        sizes = [entry.size for entry in self._files]
         for host, state in self._states.items():
-            self._count(host, state, first)
+            state.open = {file for file, have in enumerate(state.have) if have >= 0}
+            state.done = sum(size if have < 0 else have for size, have in zip(sizes, state.have, strict=True))
             if first:
-                self._check_room(host, state, free.get(host, 0))
+                self.outcomes[host].there = len(state.have) - len(state.open)
+                self.outcomes[host].kept = sum(state.have[file] for file in state.open)
+                needed = source.size - state.done
+                if needed and needed + _RESERVE > free[host]:
+                    self._fail(
+                        host,
+                        f"needs {decimal(needed)}, but {source.root} has only {decimal(free[host])} free",
+                    )
         self._show()
 
-    def _count(self, host: str, state: _State, first: bool) -> None:
-        sizes = [entry.size for entry in self._files]
-        state.open = {number for number, have in enumerate(state.have) if have >= 0}
-        state.done = sum(size if have < 0 else have for size, have in zip(sizes, state.have, strict=True))
-        if first:
-            self.outcomes[host].there = len(state.have) - len(state.open)
-            self.outcomes[host].kept = sum(state.have[number] for number in state.open)
-
-    def _check_room(self, host: str, state: _State, free: int) -> None:
-        needed = self._source.size - state.done
-        if needed and needed + _SPARE > free:
-            root = self._source.root
-            self._fail(host, f"{show.size(needed)} are to come, but {root} has only {show.size(free)} free")
-
-    def _arrange(self, hosts: Sequence[str]) -> list[list[str]]:
-        """Rows of hosts, each of which passes on to the next in its row; this machine alone."""
-        here = [host for host in hosts if host in self._members.reach.local]
-        others = [host for host in hosts if host not in here and self._states[host].open]
+    def _arrange(self) -> None:
+        """Chain the hosts; this machine stays outside of the chains."""
+        local = [host for host in self._states if host in self._hosts.shell.local]
+        others = [host for host, state in self._states.items() if host not in local and state.open]
         if self._direct or len(others) < 2:
-            rows = [[host] for host in others]
+            chains = [[host] for host in others]
         else:
-            rows = chained(self._talk, self._members.remotes, others, self._say)
-        return [[host] for host in here] + rows
+            chains = chained(self._hosts, others, self._say)
+        self._chains = [[host] for host in local] + chains
 
     # --- files ---------------------------------------------------------------------------------
 
-    def _copy(self, number: int, entry: Entry) -> None:
-        """Send a file to all that do not have it."""
-        wanting = [host for host, state in self._states.items() if state.awaits(number)]
-        if not wanting:
+    def _copy(self, file: int, entry: Entry) -> None:
+        """Send a file to all hosts that do not have it."""
+        receivers = [host for host, state in self._states.items() if state.needs(file)]
+        if not receivers:
             return
         try:
-            digest = self._send(number, entry)
+            digest = self._send(file, entry)
         except OSError as error:
-            problem = f"{entry.source}: {error.strerror or error}"
-            for host in wanting:
-                self.outcomes[host].bad.append(problem)
-                self._states[host].open.discard(number)
+            for host in receivers:
+                self.outcomes[host].bad.append(f"{entry.source}: {error.strerror or error}")
+                self._states[host].open.discard(file)
             return
-        for host in wanting:
-            self._talk.send(host, {"chore": "copy", "do": "end", "file": number, "digest": digest})
+        for host in receivers:
+            self._hosts.send(host, {"chore": "copy", "do": "end", "file": file, "digest": digest})
 
     def _send(self, number: int, entry: Entry) -> str:
-        """Send a file's bytes to the first host of each row; its SHA-256.
+        """Send a file's bytes to the first host of each chain; return its SHA-256.
 
         Raises:
-            OSError: it cannot be read, or is not what it was any more.
+            OSError: it cannot be read, or has changed.
         """
         digest, at = hashlib.sha256(), 0
         with open(entry.source, "rb", buffering=0) as file:
             while at < entry.size:
                 data = file.read(min(CHUNK, entry.size - at))
                 digest.update(data)
-                for row in self._rows:
-                    have = [s.have[number] for host in row if (s := self._states[host]).awaits(number)]
+                for chain in self._chains:
+                    have = [s.have[number] for host in chain if (s := self._states[host]).needs(number)]
                     if have and at + len(data) > min(have):
                         chunk = {"chore": "copy", "do": "chunk", "file": number, "at": at}
-                        self._talk.send(row[0], chunk, data)
+                        self._hosts.send(chain[0], chunk, data)
                 at += len(data)
-                self._wait_for_room()
+                self._receive(0.0)
+                while any(self._hosts.unsent(chain[0]) > _MAX_UNSENT for chain in self._chains):
+                    self._receive(1.0)
                 if not data:
                     break
             found = os.fstat(file.fileno())
         if (found.st_size, found.st_mtime_ns) != (entry.size, entry.changed):
-            raise OSError("it was changed while it was copied; copy again")
+            raise OSError("it changed during the copy; copy again")
         return digest.hexdigest()
 
-    def _wait_for_room(self) -> None:
-        self._hear(0.0)
-        while any(self._talk.unsent(row[0]) > _AHEAD for row in self._rows):
-            self._hear(1.0)
+    # --- reports -------------------------------------------------------------------------------
 
-    # --- what the hosts say --------------------------------------------------------------------
-
-    def _hear(self, timeout: float) -> None:
-        for host, said, _ in self._talk.step(timeout):
-            if said is None:
-                self._fail(host, self._talk.lost[host])
+    def _receive(self, timeout: float) -> None:
+        for host, message, _ in self._hosts.step(timeout):
+            if message is None:
+                self._fail(host, self._hosts.problems[host])
                 self._cut(host, behind=True)
-            elif host in self._states and said.get("did") == "copy":
-                self._take(host, self._states[host], said)
+            elif host in self._states and message.get("did") == "copy":
+                self._handle(host, self._states[host], message)
         self._show()
 
-    def _take(self, host: str, state: _State, said: Mapping[str, Any]) -> None:
-        what = said["what"]
-        if what == "got":
-            state.done += said["bytes"]
-            self.outcomes[host].bytes += said["bytes"]
-        elif what == "cut":
-            self._cut(host, behind=False)
-        elif what == "lost":
-            self._cut(host, behind=True)
-        elif what == "file" and said["file"] in state.open:
-            self._reported(host, state, said)
+    def _handle(self, host: str, state: _State, message: Mapping[str, Any]) -> None:
+        kind = message["what"]
+        if kind == "got":
+            state.done += message["bytes"]
+            self.outcomes[host].bytes += message["bytes"]
+        elif kind in ("cut", "lost"):  # the host before this one, or behind it
+            self._cut(host, behind=kind == "lost")
+        elif kind == "file" and message["file"] in state.open:
+            self._finish_file(host, state, message)
 
-    def _reported(self, host: str, state: _State, said: Mapping[str, Any]) -> None:
-        number, outcome = said["file"], self.outcomes[host]
-        state.open.discard(number)
-        if not said["problem"]:
+    def _finish_file(self, host: str, state: _State, message: Mapping[str, Any]) -> None:
+        file, outcome = message["file"], self.outcomes[host]
+        state.open.discard(file)
+        if not message["problem"]:
             outcome.files += 1
-        elif said["again"] and (host, number) not in self._spoiled:
-            self._spoiled.add((host, number))  # or what was left of an earlier copy was spoiled
+        elif message["again"] and (host, file) not in self._corrupted:
+            self._corrupted.add((host, file))  # or what an earlier copy has left was corrupt
             state.again = True
         else:
-            outcome.bad.append(f"{self._files[number].path}: {said['problem']}")
+            outcome.bad.append(f"{self._files[file].path}: {message['problem']}")
 
     def _cut(self, host: str, behind: bool) -> None:
-        """A host, or only those `behind` it in its row, get nothing any more: another round is for them."""
-        for row in self._rows:
-            if host in row:
-                for other in row[row.index(host) + behind :]:
+        """Leave a host, or only those `behind` it in its chain, to another round."""
+        for chain in self._chains:
+            if host in chain:
+                for other in chain[chain.index(host) + behind :]:
                     state = self._states[other]
                     state.again = state.again or bool(state.open)
 
     def _show(self) -> None:
-        self._progress({host: state.done for host, state in self._states.items() if self._well(host)})
+        self._on_progress({host: state.done for host, state in self._states.items() if self._is_well(host)})

@@ -9,16 +9,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringdance.doctor import link
 from ringdance.errors import LaunchError
-from ringdance.hosts import show, source, trust
-from ringdance.hosts.bar import Bar
+from ringdance.hosts import files, keys
 from ringdance.hosts.chain import addresses
-from ringdance.hosts.command import Ran, exit_code, grouped, shell_line
-from ringdance.hosts.members import names_or_slots
+from ringdance.hosts.host_set import names_or_slots
+from ringdance.hosts.progress import CopyProgress
+from ringdance.hosts.run import Result, exit_code, grouped, shell_line
 from ringdance.launch.copy.target import DONE, ReceivedFile, partials_in
 from ringdance.launch.hosts import HostFacts
 from ringdance.launch.remote import tcp
@@ -33,7 +34,7 @@ def test_where_things_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
 
     def places(what: str, where: str) -> list[str]:
-        found = source.look(what, where)
+        found = files.collect(what, where)
         return [os.path.join(found.root, entry.path).rstrip("/") for entry in found.entries]
 
     assert places("folder", "/there") == ["/there", "/there/file"]
@@ -46,11 +47,11 @@ def test_where_things_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_cannot_be_copied_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert source.look(str(tmp_path), "/x").skipped == (str(tmp_path / "pipe"),)
-    with pytest.raises(LaunchError, match="neither a file nor a folder"):
-        source.look(str(tmp_path / "pipe"), "/x")
+    assert files.collect(str(tmp_path), "/x").skipped == (str(tmp_path / "pipe"),)
+    with pytest.raises(LaunchError, match="neither a file nor a directory"):
+        files.collect(str(tmp_path / "pipe"), "/x")
     with pytest.raises(LaunchError, match="No such file"):
-        source.look(str(tmp_path / "nothing"), "/x")
+        files.collect(str(tmp_path / "nothing"), "/x")
 
 
 # --- a file that comes -------------------------------------------------------------------------
@@ -253,8 +254,8 @@ def test_the_shells_line(tmp_path: Path, words: list[str], folder: str, out: str
 
 
 def test_groups_and_exit_codes() -> None:
-    def ran(code: int, text: str = "", problem: str = "") -> Ran:
-        return Ran(code, bytearray(text.encode()), problem, seconds=float(code))
+    def ran(code: int, text: str = "", problem: str = "") -> Result:
+        return Result(code, bytearray(text.encode()), problem, seconds=float(code))
 
     found = {"a": ran(0, "x"), "b": ran(0, "y"), "c": ran(0, "x"), "d": ran(1, "x"), "e": ran(1, "x")}
     assert [hosts for hosts, _ in grouped(found)] == [["a", "c"], ["b"], ["d", "e"]]
@@ -286,28 +287,24 @@ def test_this_machine_needs_no_ssh() -> None:
 # --- what is shown -----------------------------------------------------------------------------
 
 
-def test_sizes_and_times() -> None:
-    sizes = [show.size(n) for n in (0, 999, 1000, 1_070_000, 999_600, 38_100_000_000, 5e15)]
-    assert sizes == ["0 B", "999 B", "1 kB", "1.07 MB", "1 MB", "38.1 GB", "5000 TB"]
-    assert [show.seconds(n) for n in (0.4, 59.9, 187, 8100, 273_600)] == [
-        "0 s", "59 s", "3:07", "2:15:00", "3 d 4 h",
-    ]  # fmt: skip
+def test_the_bar_shows_the_slowest_host(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    progress = CopyProgress(1_000_000_000)
+    progress.update({})
+    progress.update({"a": 500_000_000, "b": 250_000_000})
+    progress.stop()
+    shown = capsys.readouterr().err
+    assert "0.2/1.0 GB" in shown or "0.3/1.0 GB" in shown
+    assert "(b is behind)" in shown
 
 
-def test_the_bar_shows_the_slowest_host() -> None:
-    said: list[str] = []
-    now = [0.0]
-    bar = Bar(1_000_000_000, said.append, lambda: now[0])
-    bar({"a": 0, "b": 0})
-    now[0] = 0.1
-    bar({"a": 9, "b": 9})
-    now[0] = 2.0
-    bar({"a": 500_000_000, "b": 250_000_000})
-    assert len(said) == 2, "not more often than five times a second"
-    assert said[1].endswith("]  25%  250 MB of 1 GB  125 MB/s  6 s left  (b is behind)")
-    assert said[1].count("#") == 6
-    bar.end()
-    assert said[2] == "\r\033[K"
+def test_nothing_is_shown_where_there_is_no_terminal(capsys: Any) -> None:
+    progress = CopyProgress(100)
+    progress.update({"a": 50})
+    progress.stop()
+    assert capsys.readouterr().err == ""
 
 
 def test_fingerprints_are_those_of_ssh(tmp_path: Path) -> None:
@@ -320,10 +317,10 @@ def test_fingerprints_are_those_of_ssh(tmp_path: Path) -> None:
     line = ["ssh-keygen", "-lf", str(tmp_path / "key.pub")]
     shown = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()[1]
     key = (tmp_path / "key.pub").read_text().split()[1]
-    assert trust.fingerprint(key) == shown
+    assert keys.fingerprint(key) == shown
     known = tmp_path / "ssh" / "known"
-    keys = trust.Keys("h", "[h]:2222", str(known), {"ssh-ed25519": key})
+    found = keys.Keys("h", "[h]:2222", str(known), {"ssh-ed25519": key})
     known.parent.mkdir()
     known.write_text("other ssh-rsa AAAA")  # no newline at its end
-    assert trust.learn([keys]) == 1
+    assert keys.write([found]) == 1
     assert known.read_text() == f"other ssh-rsa AAAA\n[h]:2222 ssh-ed25519 {key}\n"

@@ -1,4 +1,4 @@
-"""``ringdance hosts trust``: learn the keys by which hosts prove who they are; never blindly.
+"""Look up the ssh keys of hosts and add them to the known hosts; never blindly.
 
 The keys come over the network, so they are shown as fingerprints to be compared with what the hosts' owner
 says (there: ``ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub``), and written only when that is confirmed. A
@@ -11,8 +11,8 @@ import base64
 import hashlib
 import os
 import subprocess
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ringdance.cluster.hostfile import NAME
@@ -25,15 +25,15 @@ _ORDER = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sh
 
 @dataclass
 class Keys:
-    """What is known and what was found of a host.
+    """The known and the offered keys of a host.
 
     Attributes:
         host: as given.
-        name: how ssh's file of known hosts calls it.
+        name: the host in ssh's file of known hosts.
         file: that file.
-        new: keys that are not known: their kind and the key itself.
-        known: kinds of those that are known and the same.
-        changed: kinds of those that differ from a known one.
+        new: keys that are not known: their type and the key itself.
+        known: types of those that are known and the same.
+        changed: types of those that differ from a known one.
         problem: why nothing was found, or "".
     """
 
@@ -46,48 +46,40 @@ class Keys:
     problem: str = ""
 
 
-def look(hosts: Sequence[str], reach: RemoteShell, timeout: float) -> list[Keys]:
-    """The keys of hosts, all asked at once.
+def scan(hosts: Sequence[str], shell: RemoteShell, timeout: float) -> list[Keys]:
+    """Get the keys of all hosts at once.
 
     Raises:
-        LaunchError: something is no host's name, or ssh's programs are not here.
+        LaunchError: a host's name is invalid.
     """
     for host in hosts:
         if not NAME.fullmatch(host):
             raise LaunchError(f"{host!r} is not the name of a host: letters, digits, dots and dashes")
-    found = {host: Keys(host) for host in hosts}
 
-    def one(keys: Keys) -> None:
+    def one(host: str) -> Keys:
+        keys = Keys(host)
         try:
-            _look(keys, reach, timeout)
+            _scan(keys, shell, timeout)
         except (OSError, subprocess.TimeoutExpired, ValueError) as error:
             keys.problem = str(error)
+        return keys
 
-    threads = [threading.Thread(target=one, args=(keys,), daemon=True) for keys in found.values()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return list(found.values())
+    with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
+        return list(pool.map(one, hosts))
 
 
-def _look(keys: Keys, reach: RemoteShell, timeout: float) -> None:
-    line = ["ssh", "-G", *reach.arguments, *(["-p", str(reach.port)] if reach.port else []), "--", keys.host]
+def _scan(keys: Keys, shell: RemoteShell, timeout: float) -> None:
+    port_option = ["-p", str(shell.port)] if shell.port else []
     settings: dict[str, str] = {}
-    for text in _output(line, 10.0).splitlines():
-        name, _, value = text.partition(" ")
+    for line in _output(["ssh", "-G", *shell.arguments, *port_option, "--", keys.host], 10.0).splitlines():
+        name, _, value = line.partition(" ")
         settings.setdefault(name, value)
     address, port = settings.get("hostname", keys.host), settings.get("port", "22")
     alias = settings.get("hostkeyalias", "").replace("none", "")
     keys.name = alias or (address if port == "22" else f"[{address}]:{port}")
-    file = settings.get("userknownhostsfile", "~/.ssh/known_hosts").split()[0]
-    try:
-        keys.file = in_home(file)
-    except FileNotFoundError as error:
-        keys.problem = f"{file}: {error.strerror}"
-        return
-    scan = ["ssh-keyscan", "-T", str(max(1, int(timeout))), "-p", port, "--", address]
-    offered = dict(_keys(_output(scan, timeout + 10.0)))
+    keys.file = in_home(settings.get("userknownhostsfile", "~/.ssh/known_hosts").split()[0])
+    command = ["ssh-keyscan", "-T", str(max(1, int(timeout))), "-p", port, "--", address]
+    offered = dict(_keys(_output(command, timeout + 10.0)))
     if not offered:
         keys.problem = f"no ssh answers at {address}, port {port}"
         return
@@ -95,29 +87,25 @@ def _look(keys: Keys, reach: RemoteShell, timeout: float) -> None:
     if os.path.exists(keys.file):
         for kind, key in _keys(_output(["ssh-keygen", "-F", keys.name, "-f", keys.file], 10.0)):
             known.setdefault(kind, set()).add(key)
-    for kind, key in sorted(offered.items(), key=lambda entry: _rank(entry[0])):
-        if key in known.get(kind, ()):
+    for kind in sorted(offered, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER)):
+        if offered[kind] in known.get(kind, ()):
             keys.known.append(kind)
         elif kind in known:
             keys.changed.append(kind)
         else:
-            keys.new[kind] = key
+            keys.new[kind] = offered[kind]
 
 
-def _rank(kind: str) -> int:
-    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
-
-
-def _output(line: Sequence[str], seconds: float) -> str:
+def _output(command: Sequence[str], timeout: float) -> str:
+    null = subprocess.DEVNULL
     done = subprocess.run(
-        line, capture_output=True, text=True, errors="replace", check=False, timeout=seconds,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    return done.stdout
+        command, stdin=null, stdout=subprocess.PIPE, stderr=null, check=False, timeout=timeout
+    )
+    return done.stdout.decode(errors="replace")
 
 
 def _keys(text: str) -> list[tuple[str, str]]:
-    """Kind and key of each line of a file of known hosts, or of ssh-keyscan's output."""
+    """Parse the lines of a file of known hosts, or of ssh-keyscan: type and key of each."""
     found = []
     for line in text.splitlines():
         words = line.split()
@@ -129,30 +117,26 @@ def _keys(text: str) -> list[tuple[str, str]]:
 
 
 def fingerprint(key: str) -> str:
-    """As ssh shows it: ``SHA256:...``."""
+    """Return a key's fingerprint as ssh shows it: ``SHA256:...``."""
     digest = hashlib.sha256(base64.b64decode(key)).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
-def learn(found: Sequence[Keys]) -> int:
-    """Write the new keys; how many there were. The file and its folder are private.
+def write(found: Sequence[Keys]) -> int:
+    """Write the new keys to the files of known hosts, which are private; return their number.
 
     Raises:
         LaunchError: a file cannot be written.
     """
-    count = 0
     for keys in found:
-        if not keys.new:
-            continue
         lines = "".join(f"{keys.name} {kind} {key}\n" for kind, key in keys.new.items())
         try:
             os.makedirs(os.path.dirname(keys.file), mode=0o700, exist_ok=True)
             descriptor = os.open(keys.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "r+b") as file:
                 size = os.fstat(descriptor).st_size
-                broken = size and os.pread(descriptor, 1, size - 1) != b"\n"
-                file.write((("\n" if broken else "") + lines).encode())
+                open_line = size and os.pread(descriptor, 1, size - 1) != b"\n"
+                file.write((("\n" if open_line else "") + lines).encode())
         except OSError as error:
             raise LaunchError(f"{keys.file}: {error.strerror}") from None
-        count += len(keys.new)
-    return count
+    return sum(len(keys.new) for keys in found)

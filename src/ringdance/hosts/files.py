@@ -1,0 +1,127 @@
+"""List what is copied: a file, or all that a directory contains."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ringdance.errors import LaunchError
+
+
+class Entry(NamedTuple):
+    """A file, directory or link below the destination; all but `source` is sent to the agents.
+
+    Attributes:
+        path: relative to the destination; "" for the destination itself.
+        kind: "file", "folder" or "link".
+        size: of a file, in bytes.
+        mode: permission bits.
+        changed: time of modification, ns since the epoch.
+        text: target of a link; SHA-256 of a file, where contents are compared.
+        source: its path on this machine.
+    """
+
+    path: str
+    kind: str
+    size: int
+    mode: int
+    changed: int
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is copied, and where it goes.
+
+    Attributes:
+        root: directory on the hosts below which all entries' paths lie.
+        entries: directories before their contents.
+        skipped: paths of what cannot be copied: sockets, pipes, devices.
+    """
+
+    root: str
+    entries: tuple[Entry, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> list[Entry]:
+        """The files; agents number them in this order."""
+        return [entry for entry in self.entries if entry.kind == "file"]
+
+    @property
+    def size(self) -> int:
+        """Of all files, in bytes."""
+        return sum(entry.size for entry in self.entries)
+
+    def with_digests(self) -> Source:
+        """Return the same with each file's SHA-256.
+
+        Raises:
+            LaunchError: a file cannot be read.
+        """
+        found = []
+        for entry in self.entries:
+            if entry.kind == "file":
+                try:
+                    with open(entry.source, "rb") as file:
+                        digest = hashlib.file_digest(file, "sha256").hexdigest()
+                except OSError as error:
+                    raise LaunchError(f"{error.filename}: {error.strerror}") from None
+                entry = entry._replace(text=digest)
+            found.append(entry)
+        return replace(self, entries=tuple(found))
+
+
+def collect(source: str, destination: str) -> Source:
+    """List all that is copied.
+
+    A directory's contents go to `destination` itself, a file becomes `destination`; with a slash at its end,
+    both go into it by their own names.
+
+    Args:
+        source: a file or a directory on this machine.
+        destination: a path on the hosts; relative to the current directory's path.
+
+    Raises:
+        LaunchError: something cannot be read.
+    """
+    if destination.endswith("/"):
+        destination += os.path.basename(os.path.abspath(source))
+    target = destination if destination.startswith("~") else os.path.abspath(destination)
+    try:
+        found = os.stat(source)
+        if stat.S_ISDIR(found.st_mode):
+            skipped: list[str] = []
+            return Source(target, tuple(_walk(source, skipped)), tuple(skipped))
+        if not stat.S_ISREG(found.st_mode):
+            raise LaunchError(f"{source} is neither a file nor a directory")
+        root, name = os.path.split(target)
+        return Source(root or "/", (_entry(name, "file", source, found),))
+    except OSError as error:
+        raise LaunchError(f"{error.filename or source}: {error.strerror}") from None
+
+
+def _walk(top: str, skipped: list[str], below: str = "") -> Iterator[Entry]:
+    yield _entry(below, "folder", top, os.stat(top))
+    for entry in sorted(os.scandir(top), key=lambda entry: entry.name):
+        path = f"{below}/{entry.name}" if below else entry.name
+        if entry.is_symlink():
+            yield Entry(path, "link", 0, 0, 0, os.readlink(entry.path), entry.path)
+        elif entry.is_dir():
+            yield from _walk(entry.path, skipped, path)
+        elif entry.is_file():
+            yield _entry(path, "file", entry.path, entry.stat())
+        else:
+            skipped.append(entry.path)
+
+
+def _entry(path: str, kind: str, source: str, found: os.stat_result) -> Entry:
+    if not os.access(source, os.R_OK):
+        raise LaunchError(f"{source}: cannot be read")
+    size = found.st_size if kind == "file" else 0
+    return Entry(path, kind, size, stat.S_IMODE(found.st_mode) & 0o777, found.st_mtime_ns, "", source)

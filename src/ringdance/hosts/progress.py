@@ -1,0 +1,48 @@
+"""Show the progress of a copy on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+
+class CopyProgress:
+    """A bar with the progress of the slowest host; nothing where stderr is no terminal.
+
+    Args:
+        total: bytes that each host has at the end.
+    """
+
+    def __init__(self, total: int) -> None:
+        console = Console(stderr=True)
+        columns = (
+            BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )  # fmt: skip
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_interactive
+        )
+        self._task = self._progress.add_task("", total=total)
+        self.stop = self._progress.stop
+
+    def update(self, done: Mapping[str, int]) -> None:
+        """Show how many bytes the slowest host has, and its name if it is behind the others."""
+        if not done:
+            return
+        slowest = min(done, key=done.__getitem__)
+        task = self._progress.tasks[self._task]
+        if not task.completed:  # what an earlier copy has left does not count as speed
+            self._progress.reset(self._task, completed=done[slowest])
+        self._progress.start()
+        behind = max(done.values()) - done[slowest] > (task.total or 0) / 50
+        description = f"({slowest} is behind)" if behind else ""
+        self._progress.update(self._task, completed=done[slowest], description=description)
