@@ -35,12 +35,12 @@ def main() -> None:
     if why_not():
         raise SystemExit(f"hosts_copy.py: no hosts can be made: {why_not()}")
     size = int(arguments.megabytes * 1e6)
-    with tempfile.TemporaryDirectory(prefix="rdh-") as folder:
-        source = Path(folder) / "file"
+    with tempfile.TemporaryDirectory(prefix="rdh-") as directory:
+        source = Path(directory) / "file"
         with open(source, "wb") as file:
             for _ in range(int(arguments.megabytes)):
                 file.write(os.urandom(1_000_000))
-        hosts = Hosts(Path(folder) / "net", 4, rate=arguments.rate)
+        hosts = Hosts(Path(directory) / "net", 4, rate=arguments.rate)
         try:
             copy = [sys.executable, "-m", "ringdance", "hosts", "copy", "-H"]
             contestants = {

@@ -124,9 +124,9 @@ def run_jobs(arguments: argparse.Namespace) -> None:
         SystemExit: a job failed; its exit code.
     """
     parts = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         for name in [MPI, GLOO, *modules(arguments)]:
-            path = Path(folder) / f"{name}.json"
+            path = Path(directory) / f"{name}.json"
             command = [sys.executable, sys.argv[0], "--contestant", name, "--json", str(path)]
             command += ["--seconds", str(arguments.seconds), "--late", str(arguments.late), "--module", name]
             line = launch_line(arguments.np, command, arguments.launcher)

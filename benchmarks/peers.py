@@ -159,24 +159,24 @@ def cut_stream(sizes: Sequence[int], limit: int) -> list[list[Span]]:
     return buffers
 
 
-def cut_pieces(sizes: Sequence[int], limit: int) -> list[list[Span]]:
-    """Cut large tensors into pieces of at most ``limit`` elements; pack small neighbours together.
+def cut_chunks(sizes: Sequence[int], limit: int) -> list[list[Span]]:
+    """Cut large tensors into chunks of at most ``limit`` elements; pack small neighbours together.
 
     A result of one span can be reduced where it lies, one of several must be packed.
     """
-    pieces: list[list[Span]] = []
+    chunks: list[list[Span]] = []
     packed: list[Span] = []
     filled = 0
     for tensor, size in enumerate(sizes):
         if size >= limit:
-            pieces += [[(tensor, start, min(size, start + limit))] for start in range(0, size, limit)]
+            chunks += [[(tensor, start, min(size, start + limit))] for start in range(0, size, limit)]
             continue
         if filled + size > limit:
-            pieces.append(packed)
+            chunks.append(packed)
             packed, filled = [], 0
         packed.append((tensor, 0, size))
         filled += size
-    return [piece for piece in [*pieces, packed] if piece]
+    return [chunk for chunk in [*chunks, packed] if chunk]
 
 
 def _elements(spans: Sequence[Span]) -> int:
@@ -211,11 +211,11 @@ def mpi_packed(job: Job, arrays: Sequence[Floats], limit: int) -> Callable[[], N
     return _mpi_runner(job, plan)
 
 
-def mpi_pieces(job: Job, arrays: Sequence[Floats], limit: int) -> Callable[[], None]:
-    """Reduce pieces of at most ``limit`` bytes in place, only small tensors packed, averaged."""
+def mpi_chunks(job: Job, arrays: Sequence[Floats], limit: int) -> Callable[[], None]:
+    """Reduce chunks of at most ``limit`` bytes in place, only small tensors packed, averaged."""
     buffer = np.zeros(limit // FLOAT_BYTES, np.float32)
     plan: list[tuple[list[tuple[Floats, Floats]], Floats]] = []
-    for spans in cut_pieces([array.size for array in arrays], buffer.size):
+    for spans in cut_chunks([array.size for array in arrays], buffer.size):
         if len(spans) == 1:
             tensor, start, stop = spans[0]
             plan.append(([], arrays[tensor][start:stop]))
@@ -274,13 +274,13 @@ def gloo_buckets(job: Job, tensors: Sequence[torch.Tensor], limit: int) -> Calla
     return run
 
 
-def copy_through_window(job: Job, arrays: Sequence[Floats], piece: int = 256 * KB) -> Callable[[], None]:
-    """Copy all tensors into the shared window and back in pieces of ``piece`` bytes, without a sum.
+def copy_through_window(job: Job, arrays: Sequence[Floats], chunk: int = 256 * KB) -> Callable[[], None]:
+    """Copy all tensors into the shared window and back in chunks of ``chunk`` bytes, without a sum.
 
     All ranks do it at once: the bound that the machine's memory sets for exchanging through shared
     memory. Ranks do not wait for each other in it.
     """
-    window = job.window(piece).view(np.float32)
+    window = job.window(chunk).view(np.float32)
     pairs = [
         (array[start : start + window.size], window[: min(window.size, array.size - start)])
         for array in arrays

@@ -3,13 +3,13 @@
 What: the module gets all gradients at once by ``allreduce_async_`` with names and op=Average, in the
 order of backward, then waits for all with ``synchronize``. Beside it, on the same memory, in the same job:
 raw mpi4py packing into 64 MB buffers, one ``Allreduce`` each, copied out; the same with 4 MB buffers;
-pieces of 0.5 MB reduced in place; gloo as DDP uses it (25 MB buckets, all in flight); and the copy bound.
+chunks of 0.5 MB reduced in place; gloo as DDP uses it (25 MB buckets, all in flight); and the copy bound.
 All of them average, and are checked on values first.
 
 Why: it is what one training step of a typical model exchanges, and 161 tensors of 256 B to 9.4 MB show
 both the cost of a tensor and the use of memory.
 
-The copy bound: all ranks at once copy all tensors through a shared-memory window and back in pieces,
+The copy bound: all ranks at once copy all tensors through a shared-memory window and back in chunks,
 without a sum and without waiting for each other. "of bound" is the bound divided by the time.
 
 How to read: contestants alternate; times are those of the slowest rank. "x 64 MB" is the time as a
@@ -24,16 +24,16 @@ from typing import Any
 from common import Report, alternate, ensure_ranks, milliseconds, modules, parser, ratio, run_rank, timed
 from shapes import RESNET50_ELEMENTS, elements, resnet50
 
-PACK_64, PACK_4, PIECES, GLOO, BOUND = (
-    "mpi4py, 64 MB buffers", "mpi4py, 4 MB buffers", "mpi4py, 0.5 MB pieces in place",
+PACK_64, PACK_4, CHUNKS, GLOO, BOUND = (
+    "mpi4py, 64 MB buffers", "mpi4py, 4 MB buffers", "mpi4py, 0.5 MB chunks in place",
     "gloo, 25 MB buckets", "copy bound",
 )  # fmt: skip
 
 
-def contestants(job: Any, piece: int, *, backward: bool) -> tuple[list[Any], dict[str, Callable[[], None]]]:
+def contestants(job: Any, chunk: int, *, backward: bool) -> tuple[list[Any], dict[str, Callable[[], None]]]:
     """Return the gradients (flat tensors, all touched) and one burst for each contestant."""
     import torch
-    from peers import KB, MB, copy_through_window, gloo_buckets, module_burst, mpi_packed, mpi_pieces
+    from peers import KB, MB, copy_through_window, gloo_buckets, module_burst, mpi_chunks, mpi_packed
 
     shapes = resnet50(backward=backward)
     shaped = [torch.zeros(shape).fill_(1) for _, shape in shapes]
@@ -43,9 +43,9 @@ def contestants(job: Any, piece: int, *, backward: bool) -> tuple[list[Any], dic
     bursts = {name: module_burst(module, shaped, names) for name, module in job.modules.items()}
     bursts[PACK_64] = mpi_packed(job, arrays, 64 * MB)
     bursts[PACK_4] = mpi_packed(job, arrays, 4 * MB)
-    bursts[PIECES] = mpi_pieces(job, arrays, 512 * KB)
+    bursts[CHUNKS] = mpi_chunks(job, arrays, 512 * KB)
     bursts[GLOO] = gloo_buckets(job, flat, 25 * MB)
-    bursts[BOUND] = copy_through_window(job, arrays, piece)
+    bursts[BOUND] = copy_through_window(job, arrays, chunk)
     return flat, bursts
 
 
@@ -74,13 +74,13 @@ def show(report: Report, samples: dict[str, list[float]], nbytes: int) -> None:
     for name, summary in summaries.items():
         row = [name, *map(milliseconds, (summary.median, summary.p10, summary.p90, summary.least))]
         row += [str(summary.count), f"{nbytes / summary.median / 1e9:.2f}"]
-        for peer in (PACK_64, PACK_4, PIECES):
+        for peer in (PACK_64, PACK_4, CHUNKS):
             value = summary.median / summaries[peer].median
             row.append(ratio(report.figure(group, f"{name} / {peer}", value)))
         share = report.figure(group, f"{BOUND} / {name}", summaries[BOUND].median / summary.median)
         rows.append([*row, f"{share:.2f}"])
     report.table(
-        ("burst", "median ms", "p10", "p90", "min", "bursts", "GB/s", "x 64 MB", "x 4 MB", "x pieces",
+        ("burst", "median ms", "p10", "p90", "min", "bursts", "GB/s", "x 64 MB", "x 4 MB", "x chunks",
          "of bound"), rows,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def main() -> None:
     options = parser(__doc__, "resnet50_gradients.py", seconds=10)
     options.add_argument("--forward", action="store_true", help="submit in forward order, not backward's")
     options.add_argument(
-        "--piece-kb", type=int, default=256, help="pieces of the copy bound in KB, 256 to 512 (default: 256)"
+        "--chunk-kb", type=int, default=256, help="chunks of the copy bound in KB, 256 to 512 (default: 256)"
     )
     arguments = options.parse_args()
     ensure_ranks(arguments)
@@ -101,7 +101,7 @@ def main() -> None:
         job.gloo()
         report = Report("gradients of ResNet-50 in one burst", job)
         report.opening()
-        flat, bursts = contestants(job, arguments.piece_kb << 10, backward=not arguments.forward)
+        flat, bursts = contestants(job, arguments.chunk_kb << 10, backward=not arguments.forward)
         check(job, flat, bursts)
         samples = alternate(job, {name: timed(burst) for name, burst in bursts.items()}, arguments.seconds)
         show(report, samples, 4 * RESNET50_ELEMENTS)

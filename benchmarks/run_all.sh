@@ -1,20 +1,20 @@
 #!/bin/sh
 # Runs all benchmarks one after another, those of TensorFlow and JAX where these are installed; their JSON
-# goes into a folder.
-#   benchmarks/run_all.sh [FOLDER [OPTIONS FOR ALL SCRIPTS]]
+# goes into a directory.
+#   benchmarks/run_all.sh [DIRECTORY [OPTIONS FOR ALL SCRIPTS]]
 # example: benchmarks/run_all.sh results --np 2 --seconds 5 --module ringdance.torch
 set -eu
 here=$(dirname "$0")
-folder=${1:-benchmark-results}
+directory=${1:-benchmark-results}
 [ $# -gt 0 ] && shift
-mkdir -p "$folder"
+mkdir -p "$directory"
 for name in allreduce resnet50_gradients training_step idle; do
-    "${PYTHON:-python}" "$here/$name.py" --json "$folder/$name.json" "$@"
+    "${PYTHON:-python}" "$here/$name.py" --json "$directory/$name.json" "$@"
     echo
 done
 for framework in tensorflow jax; do
     if "${PYTHON:-python}" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$framework') is None)"; then
-        "${PYTHON:-python}" "$here/${framework}_step.py" --json "$folder/${framework}_step.json" "$@"
+        "${PYTHON:-python}" "$here/${framework}_step.py" --json "$directory/${framework}_step.json" "$@"
         echo
     fi
 done

@@ -6,7 +6,7 @@ What: this script makes two hosts out of network namespaces on this machine (it 
 ``--other PYTHON``, the interpreter of an environment with another MPI library (and ringdance), jobs of both
 libraries take turns as well.
 
-Why: between hosts the wire is the limit. An engine that leaves it idle, while it packs, waits or naps,
+Why: between hosts the wire is the limit. An engine that leaves it idle, while it packs, waits or sleeps,
 loses time that no computation gives back.
 
 How to read: a sample is the time of the slower rank; the median over all. "of best" is the time of the best
@@ -80,8 +80,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     if why_not():
         raise SystemExit(f"wire.py: no hosts can be made: {why_not()}")
     found: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="wire-") as folder:
-        hosts = Hosts(Path(folder) / "net", 2, rate=arguments.rate)
+    with tempfile.TemporaryDirectory(prefix="wire-") as directory:
+        hosts = Hosts(Path(directory) / "net", 2, rate=arguments.rate)
         try:
             for _ in range(arguments.rounds):
                 for python in [sys.executable, *arguments.other]:
@@ -90,10 +90,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                     line += ["python", str(HERE), "--size", str(arguments.size)]
                     line += ["--seconds", str(arguments.seconds / arguments.rounds)]
                     job = hosts.run("h1", *line, timeout=300.0, env=environment(python))
-                    said = [text for text in job.stdout.splitlines() if text.startswith(MARK)]
-                    if job.returncode or not said:
+                    marked = [text for text in job.stdout.splitlines() if text.startswith(MARK)]
+                    if job.returncode or not marked:
                         raise SystemExit(f"wire.py: {python}: exit code {job.returncode}\n{job.stderr}")
-                    answer = json.loads(said[0][len(MARK) :])
+                    answer = json.loads(marked[0][len(MARK) :])
                     of_library = found.setdefault(answer["library"], {ENGINE: [], RAW: []})
                     for name, samples in answer["samples"].items():
                         of_library[name] += samples
@@ -142,7 +142,7 @@ def main() -> None:
         rank(arguments.size, arguments.seconds)
         return
     ranks = 2 * arguments.slots
-    # Sums of one host's ranks meet in its memory; then each host sends what a ring of two sends.
+    # Sums of one host's ranks are added in its memory; then each host sends what a ring of two sends.
     bound = arguments.size * 8 / (arguments.rate * 1e3)
     print(
         f"wire: {ranks} ranks on 2 hosts, {arguments.size} bytes at {arguments.rate} Mbit/s: {bound:.0f} ms"

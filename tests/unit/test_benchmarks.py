@@ -105,7 +105,7 @@ def test_cuts_cover_each_element_once_and_keep_the_limit(load, limit: int) -> No
     peers: ModuleType = load("peers")
     sizes = [random.Random(limit).randrange(1, 90) for _ in range(20)]
     every = [(tensor, place) for tensor, size in enumerate(sizes) for place in range(size)]
-    for cut in (peers.cut_stream, peers.cut_pieces):
+    for cut in (peers.cut_stream, peers.cut_chunks):
         parts = cut(sizes, limit)
         found = [(tensor, place) for spans in parts for tensor, a, b in spans for place in range(a, b)]
         assert sorted(found) == every
