@@ -23,7 +23,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from ringdance.doctor.registry import all_checks
+from ringdance.doctor.checks import CHECKS
 from ringdance.settings import NO_EFFECT, SETTINGS, Setting, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
 
@@ -96,9 +96,9 @@ def tested_rows() -> Iterator[Row]:
 
 
 def check_rows() -> Iterator[Row]:
-    """The doctor's checks: name, area, severity, what each looks at."""
-    for check in all_checks().values():
-        yield f"`{check.name}`", check.area, check.severity, plain(check.looks_at)
+    """The doctor's checks: name, area, severity, description."""
+    for check in CHECKS.values():
+        yield f"`{check.name}`", check.area, check.severity, plain(check.description)
 
 
 def _joined(names: Iterable[str]) -> str:
@@ -154,7 +154,7 @@ class TestedVersions(_Table):
 class DoctorChecks(_Table):
     """``{doctor-checks}``."""
 
-    head = ("check", "area", "if wrong", "looks at")
+    head = ("check", "area", "if wrong", "description")
     rows = staticmethod(check_rows)
 
 

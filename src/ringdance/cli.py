@@ -80,9 +80,9 @@ def open_standard_streams() -> None:
 
 def _look(ready: PreparedJob, say: Callable[[str], None]) -> None:
     """What is wrong with the hosts of a job; only jobs over several hosts pay for the import."""
-    from ringdance.doctor.preflight import look
+    from ringdance.doctor.preflight import check_hosts
 
-    look(ready, say)
+    check_hosts(ready, say)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""What is wrong with a host is told before anything starts there."""
+"""A host that cannot run the job is found before anything starts there."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_a_host_without_shared_memory(run: Run, three_hosts: Hosts) -> None:
     done = run()
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "nothing was started, for:\n  host h2: /dev/shm has 4 KiB" in done.stderr, done.stderr
-    assert "mend: start the container with --shm-size" in done.stderr
-    assert "--no-check starts all the same" in done.stderr
+    assert "cannot start:\n  host h2: /dev/shm has 4 KiB" in done.stderr, done.stderr
+    assert "fix: start the container with --shm-size" in done.stderr
+    assert "--no-check starts nevertheless" in done.stderr
     assert "h3" not in done.stderr
     assert [three_hosts.processes(name) for name in three_hosts.names] == [{}, {}, {}]
     assert run("--no-check").stdout.count(MARK) == 3
@@ -51,7 +51,7 @@ def test_a_host_without_shared_memory(run: Run, three_hosts: Hosts) -> None:
     assert MARK not in plan.stdout
 
 
-def test_hosts_that_were_in_order_are_asked_once(run: Run, three_hosts: Hosts, tmp_path: Path) -> None:
+def test_hosts_that_were_in_order_are_checked_once(run: Run, three_hosts: Hosts, tmp_path: Path) -> None:
     first = run()
     assert first.stdout.count(MARK) == 3, first.stderr
     (known,) = (tmp_path / "cache" / "ringdance").iterdir()
@@ -60,7 +60,7 @@ def test_hosts_that_were_in_order_are_asked_once(run: Run, three_hosts: Hosts, t
     assert [path.stat().st_mtime_ns for path in known.parent.iterdir()] == [moment]
 
 
-def test_what_is_a_risk_is_said_in_one_line(run: Run, three_hosts: Hosts) -> None:
+def test_risks_are_named_in_one_line(run: Run, three_hosts: Hosts) -> None:
     # As Slurm's slurm.conf or a shell's profile may do for a login there.
     three_hosts.run("h3", "mount", "-t", "tmpfs", "-o", "size=100k,nr_inodes=4", "small", "/run/tmp")
     try:

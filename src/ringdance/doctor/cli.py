@@ -7,34 +7,37 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
 from ringdance.cluster.hostfile import NAME, merge, parse_hostfile, parse_hosts
 from ringdance.doctor import report, saved
-from ringdance.doctor.preflight import examined
+from ringdance.doctor.check import SEVERITIES, Usage
+from ringdance.doctor.checks import CHECKS
+from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import PROBES, QUICK
-from ringdance.doctor.registry import SEVERITIES, Wanted, all_checks
-from ringdance.doctor.waiting import Waiting
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
 
 _EPILOG = """\
 examples:
-  ringdance doctor                              look at this machine
-  ringdance doctor -H node1:4,node2:4           at these hosts, over ssh, and at the network between them
+  ringdance doctor                              check this machine
+  ringdance doctor -H node1:4,node2:4           check these hosts, over ssh, and the network between them
   ringdance doctor --folder logs --slots 8      is this machine ready for 8 ranks that write there?
   ringdance doctor --check shm-size             one check only
-  ringdance doctor --save good.json             on a good day; later: ringdance doctor --diff good.json
-  ringdance doctor --list                       all checks, and what they look at
+  ringdance doctor --save good.json             while all is well; later: ringdance doctor --diff good.json
+  ringdance doctor --list                       all checks
 
-exit code: 0 if nothing is wrong (notes do not count), 1 if something is, 2 if the command was not understood.
+exit code: 0 if nothing is wrong (notes do not count), 1 if something is, 2 if the command line is wrong.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = Parser(
         prog="ringdance doctor",
-        description="Look for what makes training fail, hang or crawl, and say the line that mends it.",
+        description="Find what makes training fail, hang or crawl, and show the fix.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -44,21 +47,21 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file, as for `ringdance run`")
     add_ssh_options(made)
     add = made.add_argument
-    add("--slots", type=int, default=0, metavar="N", help="ranks that each host is to hold")
+    add("--slots", type=int, default=0, metavar="N", help="ranks planned on each host")
     add("--folder", action="append", default=[], metavar="DIR", help="for logs or checkpoints; repeatable")
     add("--check", action="append", default=[], metavar="NAME", help="this check only; repeatable")
     add("--quick", action="store_true", help="import no framework, start no ranks, measure no links")
-    add("--seconds", type=float, default=120.0, metavar="S", help="time for looking (default 120)")
+    add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
     add("--format", choices=("text", "json"), default="text", help="default: text")
     add("--verbose", action="store_true", help="show also what is in order")
-    add("--save", default="", metavar="FILE", help="write what was found to a file")
+    add("--save", default="", metavar="FILE", help="write facts and results to a file")
     add("--diff", default="", metavar="FILE", help="show what has changed since --save wrote the file")
-    add("--list", action="store_true", help="print all checks and end")
+    add("--list", action="store_true", help="print all checks and exit")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """``ringdance doctor``: `argv` without the program and ``doctor``; returns the exit code."""
+    """Run ``ringdance doctor``; `argv` is without the program and ``doctor``. Return the exit code."""
     arguments = parser().parse_args(list(argv))
     try:
         return _main(arguments)
@@ -72,67 +75,63 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        print(report.listing(arguments.format))
+        report.print_checks(arguments.format)
         return 0
-    unknown = [name for name in arguments.check if name not in all_checks()]
+    unknown = [name for name in arguments.check if name not in CHECKS]
     if unknown:
         raise LaunchError(f"there is no check {unknown[0]!r}; all names: ringdance doctor --list")
     old = saved.load(arguments.diff) if arguments.diff else None
-    slots, several = _slots(arguments)
-    wanted = Wanted(
+    slots = _slots(arguments)
+    usage = Usage(
         slots={host: count for host, count in slots.items() if count},
-        folders=tuple(os.path.abspath(folder) for folder in arguments.folder),
-        hosts=tuple(slots) if several else (),
-        here=os.getcwd(),
+        folders=tuple(map(os.path.abspath, arguments.folder)),
+        hosts=tuple(slots) if arguments.hosts or arguments.hostfile else (),
+        cwd=os.getcwd(),
     )
     probes, measured = _probes(arguments.check, arguments.quick)
-    with Waiting() as waiting:
-        facts, results = examined(
-            tuple(slots),
-            wanted,
-            probes,
-            arguments.seconds,
-            remote_shell_of(arguments),
-            arguments.check or None,
-            30.0 if measured else 0.0,
-            waiting,
-        )
+    shell = remote_shell_of(arguments)
+    with Progress(
+        TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:  # fmt: skip
+        task = progress.add_task("connecting", total=None)
+        facts, results = inspect(
+            tuple(slots), usage, probes, arguments.seconds, shell, arguments.check or None,
+            30.0 if measured else 0.0, lambda text: progress.update(task, description=text),
+        )  # fmt: skip
     if arguments.save:
         saved.save(arguments.save, facts, results)
     changed = saved.changes(old, facts, results) if old is not None else None
     if arguments.format == "json":
-        print(report.as_json(facts, results, changed))
+        report.print_json(facts, results, changed)
     elif changed is not None:
         print("\n".join(changed) or f"nothing has changed since {arguments.diff} was written")
     else:
-        print(report.as_text(list(facts), results, verbose=arguments.verbose or bool(arguments.check)))
+        report.print_text(list(facts), results, verbose=arguments.verbose or bool(arguments.check))
     return int(any(result.severity in SEVERITIES[:2] for result in results))
 
 
-def _slots(arguments: argparse.Namespace) -> tuple[dict[str, int], bool]:
-    """Hosts with their slots (0: not known), and whether any were named; this machine if not.
+def _slots(arguments: argparse.Namespace) -> dict[str, int]:
+    """Return the named hosts, or this machine, with their slots (0: not known).
 
     Raises:
-        LaunchError: what was named cannot be understood.
+        LaunchError: a name or a file is not valid.
     """
     if arguments.hostfile:
-        return dict(parse_hostfile(arguments.hostfile)), True
+        return dict(parse_hostfile(arguments.hostfile))
     if not arguments.hosts:
-        return {os.uname().nodename: arguments.slots}, False
+        return {os.uname().nodename: arguments.slots}
     found: list[tuple[str, int]] = []
-    for entry in arguments.hosts.split(","):
-        if NAME.fullmatch(entry.strip()):
-            found.append((entry.strip(), arguments.slots))
-        else:
-            found += parse_hosts(entry)
-    return dict(merge(found)), True
+    for entry in map(str.strip, arguments.hosts.split(",")):
+        found += [(entry, arguments.slots)] if NAME.fullmatch(entry) else parse_hosts(entry)
+    return dict(merge(found))
 
 
 def _probes(names: Sequence[str], quick: bool) -> tuple[list[str], bool]:
-    """The probes that the named checks need, all checks' without names; and whether links are measured."""
+    """Return the probes that the named checks (or all) need, and whether links are measured."""
     if not names:
         return list(QUICK if quick else PROBES), not quick
-    needed = {probe for name in names for probe in all_checks()[name].needs}
+    needed = {probe for name in names for probe in CHECKS[name].needs}
     # The links are measured by the addresses of the interfaces.
     needed |= {"network"} if "links" in needed else set()
     return [probe for probe in PROBES if probe in needed], "links" in needed

@@ -1,106 +1,219 @@
-"""Facts of several hosts at once: a probe process on each, over ssh where it is not this machine."""
+"""Facts of several hosts, and measured links between them: one probe process on each host, over ssh."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from typing import Any
 
-from ringdance.doctor.probe import MARK, request
-from ringdance.doctor.registry import Facts, Wanted
+from ringdance.doctor.check import Facts, Usage
+from ringdance.doctor.probe import MARK
 from ringdance.errors import LaunchError
+from ringdance.launch.hosts import LOCAL_NAMES
 from ringdance.launch.remote.shell import RemoteShell
 
-_SPARE_S = 30.0  # for ssh and for starting Python, beyond the time that the probes have
-
+_SPARE_S = 30.0  # for ssh and for starting Python, beyond the limit of the probes
+_LINK_S = 15.0
+_PAIR_S = 0.3
 _MOST_NAMED = 4  # hosts that have not answered
+# Where libraries are: a job's ranks get these of the launcher's, whatever a host's own login sets.
+_LIBRARIES = (
+    "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
+)  # fmt: skip
+_ADVICE = (
+    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE"),
+    (
+        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED", "its key is not the known one",
+        "if the host was installed anew: ssh-keygen -R HOST",
+    ),
+    (
+        "Could not resolve|Name or service not known", "its name does not resolve",
+        "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",
+    ),
+    (
+        "No module named '?ringdance", f"{sys.executable} has no ringdance there",
+        f"ssh HOST {sys.executable} -m pip install ringdance",
+    ),
+    (
+        "No such file or directory|not found", f"there is no {sys.executable}",
+        "install the same environment under the same path there, or give its interpreter: --python PATH",
+    ),
+    (
+        "Connection refused", "no sshd answers",
+        "start it there (sudo systemctl start ssh), or give its port: -p PORT",
+    ),
+    ("", "not reached", "see what ssh reports: ssh -v -o BatchMode=yes HOST true"),
+)  # fmt: skip
+"""For messages of ssh or of the shell there: a pattern, the problem, its fix. The first that fits counts."""
 
-_KINDS = (
-    ("Permission denied", "refused"),
-    ("Host key verification failed", "key"),
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "key"),
-    ("Could not resolve", "name"),
-    ("Name or service not known", "name"),
-    ("No module named 'ringdance", "package"),
-    ("No module named ringdance", "package"),
-    ("No such file or directory", "python"),
-    ("not found", "python"),
-    ("Connection refused", "closed"),
-    ("timed out", "silent"),
-    ("No route to host", "silent"),
-)
-"""What ssh or the shell there says, and what kind of problem that is."""
 
+class Remote:
+    """A probe process on a host.
 
-def python_line(module: str) -> list[str]:
-    """Runs a module of ours with this interpreter; -P: a random.py in the working folder must not matter."""
-    return [sys.executable, "-P", "-m", f"ringdance.doctor.{module}"]
-
-
-def command(host: str, module: str, local: Collection[str], reach: RemoteShell) -> list[str]:
-    """The command line that runs a module of ours on `host`."""
-    line = python_line(module)
-    return line if host in local else reach.command(host, line)
-
-
-def gather(
-    hosts: Sequence[str],
-    probes: Collection[str],
-    wanted: Wanted,
-    seconds: float,
-    reach: RemoteShell,
-    local: Collection[str],
-    report: Callable[[str], None] = lambda text: None,
-) -> dict[str, Facts]:
-    """Facts of each host, all asked at once; one that does not answer: only why, under "reach".
-
-    Args:
-        hosts: their names.
-        probes: what to look at.
-        wanted: what the hosts are to be used for.
-        seconds: time for the probes.
-        reach: how other hosts are reached.
-        local: those of `hosts` that are this machine.
-        report: called with a text that names what is being waited for.
+    Attributes:
+        host: its name.
+        local: whether that is this machine.
+        problem: why it does not answer, and the fix; empty if it does.
+        noise: what its login printed.
+        port: where it accepts connections of other probes; 0 if it does not.
     """
-    found: dict[str, Facts] = {}
-    slow = ", importing frameworks" if "frameworks" in probes else ""
 
-    def report_progress() -> None:
-        left = [host for host in hosts if host not in found]
-        more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
-        report(f"checking {', '.join(left[:_MOST_NAMED])}{more}{slow}")
+    def __init__(self, host: str, shell: RemoteShell, local: bool) -> None:
+        self.host, self.local = host, local
+        self.problem: tuple[str, str] | tuple[()] = ()
+        self.noise = ""
+        self.port = 0
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        # -P: a random.py in the working directory must not be imported.
+        line = [sys.executable, "-P", "-m", "ringdance.doctor.probe"]
+        try:
+            line = line if local else shell.command(host, line)
+            self._process = subprocess.Popen(
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                errors="replace", start_new_session=True,
+            )  # fmt: skip
+        except LaunchError as error:
+            self.problem = str(error), "correct the name"
+        except OSError as error:
+            self.problem = self._advice(f"{line[0]}: {error.strerror}")
 
-    report_progress()
-    with _marks(wanted.folders) as marks:
-        asked = request(probes, replace(wanted, marks=marks), seconds)
+    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request and return the answer; ``{"error": WHY}`` if none comes within `seconds`."""
+        if self.problem:
+            return {"error": self.problem[0]}
+        assert self._process.stdin
+        assert self._process.stdout
+        late = threading.Timer(seconds, self._process.kill)
+        late.start()
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except OSError:  # it has ended; its output says why
+            pass
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                late.cancel()
+                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                return found
+            self.noise += line
+        expired = not late.is_alive()
+        late.cancel()
+        code = self._process.wait()
+        self._errors.seek(0)
+        output = f"{self.noise}\n{self._errors.read().decode(errors='replace')}"
+        self.problem = self._advice(f"no answer within {seconds:g} s" if expired else output, code)
+        return {"error": self.problem[0]}
 
-        def one(host: str) -> None:
-            found[host] = _ask(host, asked, seconds + _SPARE_S, reach, local)
-            report_progress()
+    def _advice(self, output: str, code: int = 0) -> tuple[str, str]:
+        lines = [line.strip()[:300] for line in output.splitlines() if line.strip()] or [f"exit code {code}"]
+        return next(
+            (f"{problem}: {line}", fix.replace("HOST", self.host))
+            for pattern, problem, fix in _ADVICE
+            for line in reversed(lines)
+            if re.search(pattern, line)
+        )
 
-        threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return {host: found[host] for host in hosts}
+    def close(self) -> None:
+        """End the process."""
+        if hasattr(self, "_process"):
+            assert self._process.stdin
+            try:
+                self._process.stdin.close()
+                self._process.wait(3.0)
+            except (OSError, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait()
+        self._errors.close()
 
 
 @contextmanager
-def _marks(folders: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """A small file in each folder that can be written, for as long as the hosts are looked at."""
+def started(hosts: Sequence[str], shell: RemoteShell, local: Collection[str]) -> Iterator[dict[str, Remote]]:
+    """Start a probe process on each host, and end them afterwards.
+
+    Args:
+        hosts: their names.
+        shell: how other hosts are reached.
+        local: those of `hosts` that are this machine.
+    """
+    remotes = {host: Remote(host, shell, host in local) for host in hosts}
+    try:
+        yield remotes
+    finally:
+        for remote in remotes.values():
+            remote.close()
+
+
+def collect(
+    remotes: Mapping[str, Remote],
+    probes: Collection[str],
+    usage: Usage,
+    seconds: float,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[str, Any]]:
+    """Return the facts of each host, of all at once; only "reach" of one that does not answer.
+
+    Args:
+        remotes: by host.
+        probes: names of the probes.
+        usage: what the hosts are to be used for.
+        seconds: limit for the probes.
+        report: called with a text that names what is being waited for.
+    """
+    waiting = list(remotes)
+    slow = ", importing frameworks" if "frameworks" in probes else ""
+
+    def show() -> None:
+        more = f" and {len(waiting) - _MOST_NAMED} more" if len(waiting) > _MOST_NAMED else ""
+        if waiting:
+            report(f"checking {', '.join(waiting[:_MOST_NAMED])}{more}{slow}")
+
+    def one(remote: Remote) -> dict[str, Any]:
+        facts = _facts(remote, request, seconds)
+        waiting.remove(remote.host)
+        show()
+        return facts
+
+    show()
+    with _probe_files(usage.folders) as made, ThreadPoolExecutor(len(remotes)) as pool:
+        request = {
+            "probes": list(probes),
+            "usage": asdict(replace(usage, probe_files=made)),
+            "seconds": seconds,
+            "environ": {name: os.environ[name] for name in _LIBRARIES if name in os.environ},
+        }
+        return dict(zip(remotes, pool.map(one, remotes.values()), strict=True))
+
+
+def _facts(remote: Remote, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    sent = time.time()
+    found = remote.ask(request, seconds + _SPARE_S)
+    received = time.time()
+    if remote.problem:
+        return {"reach": {"error": remote.problem[0], "fix": remote.problem[1]}}
+    reach = {"error": "", "local": remote.local, "noise": remote.noise.strip()[:200]}
+    # Its clock is ahead by some number between these two.
+    return found | {
+        "reach": reach | {"ahead": [found["times"]["ended"] - received, found["times"]["began"] - sent]}
+    }
+
+
+@contextmanager
+def _probe_files(directories: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Make an empty file in each directory that can be written, for as long as the hosts are examined."""
     made = []
-    for folder in folders:
-        path = os.path.join(folder, f".ringdance-doctor-{secrets.token_hex(8)}")
+    for directory in directories:
+        path = os.path.join(directory, f".ringdance-doctor-{secrets.token_hex(8)}")
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except OSError:
@@ -110,42 +223,63 @@ def _marks(folders: Iterable[str]) -> Iterator[tuple[str, ...]]:
         yield tuple(made)
     finally:
         for path in made:
-            try:
+            with suppress(OSError):
                 os.unlink(path)
-            except OSError:
-                pass
 
 
-def _ask(host: str, asked: bytes, seconds: float, reach: RemoteShell, local: Collection[str]) -> Facts:
-    sent = time.time()
-    try:
-        line = command(host, "probe", local, reach)
-        done = subprocess.run(
-            line, input=asked, capture_output=True, check=False, timeout=seconds, start_new_session=True
-        )
-    except subprocess.TimeoutExpired:
-        return {"reach": {"error": "silent", "said": f"no answer within {seconds:g} s"}}
-    except LaunchError as error:
-        return {"reach": {"error": "name", "said": str(error)}}
-    except OSError as error:
-        return {"reach": {"error": "client", "said": f"{line[0]}: {error.strerror}"}}
-    received = time.time()
-    said, mark, text = done.stdout.decode(errors="replace").partition(MARK)
-    if not mark:
-        return {"reach": _why(done.returncode, done.stderr.decode(errors="replace"), said)}
-    facts: dict[str, Any] = json.loads(text)
-    facts["reach"] = {
-        "error": "",
-        "local": host in local,
-        "noise": said.strip()[:200],
-        # Its clock is ahead by some number between these two.
-        "ahead": [facts["times"]["ended"] - received, facts["times"]["began"] - sent],
-    }
-    return facts
+def rounds(hosts: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """Yield lists of pairs: each host is in one pair of a list at most, and each pair comes once."""
+    circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    half = len(circle) // 2
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(a, b) for a, b in pairs if a is not None and b is not None]
+        circle[1:] = [circle[-1], *circle[1:-1]]
 
 
-def _why(code: int, errors: str, said: str) -> dict[str, Any]:
-    lines = [line.strip() for line in f"{said}\n{errors}".splitlines() if line.strip()]
-    kind = next((kind for sign, kind in _KINDS if any(sign in line for line in lines)), "other")
-    telling = [line for line in lines if any(sign in line for sign, known in _KINDS if known == kind)]
-    return {"error": kind, "said": (telling or lines or [f"exit code {code}"])[-1][:300]}
+def measure(
+    remotes: Mapping[str, Remote], facts: Mapping[str, Facts], seconds: float
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Measure the links between hosts; each host is in one measurement at a time.
+
+    Both directions are connected; the bandwidth is measured in one.
+
+    Args:
+        remotes: by host.
+        facts: of the hosts that answer, for their addresses.
+        seconds: after this time no further measurement begins.
+
+    Returns:
+        For each host, by the other one's name: ``error``, or ``latency`` (s) and ``bandwidth`` (bytes/s).
+    """
+    token = secrets.token_hex(32)
+    found: dict[str, dict[str, dict[str, Any]]] = {host: {} for host in facts}
+
+    def listen(host: str) -> None:
+        remotes[host].port = remotes[host].ask({"listen": token}, _LINK_S).get("port", 0)
+
+    def one(pair: tuple[str, str], limit: float) -> None:
+        to = remotes[pair[1]]
+        request = {"connect": _addresses(to.host, facts[to.host]), "port": to.port, "token": token}
+        found[pair[0]][to.host] = remotes[pair[0]].ask({**request, "seconds": limit}, _LINK_S)
+
+    with ThreadPoolExecutor(len(facts)) as pool:
+        list(pool.map(listen, facts))
+        until = time.monotonic() + seconds
+        for pairs in rounds([host for host in facts if remotes[host].port]):
+            if time.monotonic() > until:
+                break
+            list(pool.map(one, pairs, [_PAIR_S] * len(pairs)))
+            list(pool.map(one, [(b, a) for a, b in pairs], [0.0] * len(pairs)))
+    return found
+
+
+def _addresses(host: str, facts: Facts) -> list[str]:
+    """Return where a host can be reached: its name, then the addresses of its interfaces."""
+    own = [
+        address
+        for entry in facts.get("network", {}).get("interfaces", [])
+        if entry["up"] and not entry["virtual"] and not entry["loopback"]
+        for address, _ in entry["addresses"]
+    ]
+    return ([] if host in LOCAL_NAMES else [host, *own])[:4] or own[:4]

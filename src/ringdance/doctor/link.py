@@ -1,79 +1,70 @@
-"""One end of a measured connection: ``python -m ringdance.doctor.link``, started on each host.
+"""Measure the connection between two hosts: one listens, the other sends.
 
-It listens on a port of the system's choice, tells it, and then does what standard input says, a JSON line
-each: ``{"token": T}`` once, and ``{"to": [ADDRESSES], "port": P, "seconds": S}`` to connect to another end.
-Only who proves to know the token is answered (see launch/tcp.py). It ends with its standard input.
+Only a peer that proves to know the token is answered (see launch/remote/tcp.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import statistics
-import sys
 import threading
 import time
 from typing import Any
 
-from ringdance.launch.remote.tcp import answer, connect, listen
+from ringdance.launch.remote import tcp
 
-MARK = "::ringdance-link::"
 _PINGS = 40
 _CHUNK = 1 << 16
+_MOST = 512 << 20  # bytes in one measurement
 
 
-def _tell(words: dict[str, Any]) -> None:
-    print(f"{MARK}{json.dumps(words)}", flush=True)
+def listen(token: bytes) -> int:
+    """Answer peers that know `token` from a thread; return the port."""
+    listener = tcp.listen()
 
-
-def serve(listener: socket.socket, token: bytes) -> None:
-    """Answer whoever knows the token, until the listener is closed."""
-    while True:
-        try:
+    def serve() -> None:
+        while True:
             connection, _ = listener.accept()
+            threading.Thread(target=_serve, args=(connection, token), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _serve(connection: socket.socket, token: bytes) -> None:
+    """Read 8 bytes with a count and that many bytes more, and answer with one byte, again and again."""
+    if tcp.answer(connection, token) is None:
+        return
+    buffer = bytearray(_CHUNK)
+    with connection:
+        connection.settimeout(30.0)
+        try:
+            while True:
+                left = int.from_bytes(_exactly(connection, 8), "big")
+                while left:
+                    left -= connection.recv_into(buffer, min(left, _CHUNK)) or left
+                connection.sendall(b"d")
         except OSError:
             return
-        threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the other end has closed")
-        data += more
+    data = connection.recv(count, socket.MSG_WAITALL)
+    if len(data) < count:
+        raise ConnectionError("the other end has closed")
     return data
 
 
-def _answer(connection: socket.socket, token: bytes) -> None:
-    if answer(connection, token) is None:
-        return
-    with connection:
-        try:
-            connection.settimeout(30.0)
-            while True:
-                kind = connection.recv(1)
-                if kind == b"p":
-                    connection.sendall(b"p")
-                elif kind == b"d":
-                    left, buffer = int.from_bytes(_exactly(connection, 8), "big"), bytearray(_CHUNK)
-                    while left:
-                        left -= connection.recv_into(buffer, min(left, _CHUNK)) or left
-                    connection.sendall(b"d")
-                else:
-                    return
-        except OSError:
-            return
+def measure(addresses: list[str], port: int, token: bytes, seconds: float) -> dict[str, Any]:
+    """Connect to the first address that answers; return latency (half a round trip, s), bandwidth (bytes/s).
 
-
-def measure(to: list[str], port: int, token: bytes, seconds: float) -> dict[str, Any]:
-    """Connect to the first address that answers; latency (half a round trip, s), bandwidth (bytes/s)."""
+    Returns:
+        ``error`` (else ""), ``address``, ``latency``, and ``bandwidth`` if `seconds` is not 0.
+    """
     errors = []
-    for address in to:
+    for address in addresses:
         try:
-            with connect([address], port, token) as connection:
+            with tcp.connect([address], port, token) as connection:
                 connection.settimeout(10.0)
                 return {"address": address, "error": "", **_timed(connection, seconds)}
         except OSError as error:
@@ -82,47 +73,25 @@ def measure(to: list[str], port: int, token: bytes, seconds: float) -> dict[str,
     return {"error": "; ".join(errors) or "it has no address"}
 
 
+def _send(connection: socket.socket, count: int) -> float:
+    """Send `count` bytes and wait for the answer; return the seconds that took."""
+    began = time.perf_counter()
+    connection.sendall(count.to_bytes(8, "big"))
+    block = bytes(min(count, _CHUNK))
+    for _ in range(count // _CHUNK):
+        connection.sendall(block)
+    _exactly(connection, 1)
+    return time.perf_counter() - began
+
+
 def _timed(connection: socket.socket, seconds: float) -> dict[str, float]:
-    times = []
-    for _ in range(_PINGS):
-        began = time.perf_counter()
-        connection.sendall(b"p")
-        _exactly(connection, 1)
-        times.append(time.perf_counter() - began)
-    found = {"latency": statistics.median(times) / 2}
-    count, block = _CHUNK, bytes(_CHUNK)
+    found = {"latency": statistics.median(_send(connection, 0) for _ in range(_PINGS)) / 2}
+    count = _CHUNK
     while seconds:
-        began = time.perf_counter()
-        connection.sendall(b"d" + count.to_bytes(8, "big"))
-        for _ in range(count // _CHUNK):
-            connection.sendall(block)
-        _exactly(connection, 1)
-        took = time.perf_counter() - began
+        took = _send(connection, count)
         found["bandwidth"] = count / took
-        if took >= seconds / 2 or count >= 512 << 20:
+        if took >= seconds / 2 or count >= _MOST:
             break
         # As many as should take the whole time, but not all at once: the first are slow.
         count = min(8 * count, max(2 * count, int(count * seconds / took) // _CHUNK * _CHUNK))
     return found
-
-
-def main() -> None:
-    """Serve, and do what standard input says."""
-    listener = listen()
-    _tell({"port": listener.getsockname()[1]})
-    token = b""
-    for line in sys.stdin:
-        words = json.loads(line)
-        if "token" in words:
-            token = words["token"].encode()
-            threading.Thread(target=serve, args=(listener, token), daemon=True).start()
-        else:
-            try:
-                _tell(measure(words["to"], words["port"], token, words["seconds"]))
-            except OSError as error:
-                _tell({"error": f"the connection broke: {error}"})
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

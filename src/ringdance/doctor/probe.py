@@ -1,13 +1,16 @@
-"""Facts about this machine: ``python -m ringdance.doctor.probe`` prints them as JSON, here or over ssh.
+"""Answer a doctor on another host, or on this one: ``python -m ringdance.doctor.probe``.
 
-Standard input holds what is asked: ``{"probes": [...], "wanted": {...}, "seconds": S,
-"environ": {...}}``. The line with the facts begins with :data:`MARK`, since login shells may print other
-things before it.
+Standard input holds requests, a JSON object on each line; each is answered by one line on standard output,
+which begins with :data:`MARK`, since login shells may print other things. The process ends with its standard
+input. Requests, by their key:
+
+``{"probes": [...], "usage": {...}, "seconds": S, "environ": {...}}``: run probes, return their facts.
+``{"listen": TOKEN}``: accept connections of other hosts' probes on a port; return ``{"port": P}``.
+``{"connect": [ADDRESSES], "port": P, "token": TOKEN, "seconds": S}``: connect to one, return measurements.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -17,28 +20,29 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ringdance.doctor.registry import Wanted
+from ringdance.doctor import link
+from ringdance.doctor.check import Usage
 
-MARK = "::ringdance-facts::"
+MARK = "::ringdance-doctor::"
 
 QUICK = (
-    "machine", "cpu", "memory", "limits", "disk", "python", "mpi", "environment", "network", "ssh", "gpu",
-    "leftovers", "slurm",
+    "machine", "cpu", "memory", "limits", "disk", "python", "mpi", "environment", "network", "gpu",
+    "leftovers",
 )  # fmt: skip
-"""Probes that take less than some seconds together; each is a module of ``ringdance.doctor.probes``."""
+"""Probes that take at most seconds together; each is a module of ``ringdance.doctor.probes``."""
 SLOW = ("frameworks", "world")
 """Probes that import frameworks, in processes of their own, or start ranks."""
 PROBES = (*QUICK, *SLOW)
 
 
-def look(probes: Iterable[str], wanted: Wanted, seconds: float) -> dict[str, Any]:
-    """Run `probes` side by side; one that fails, or is not ready after `seconds`, says so in its place."""
+def collect(probes: Iterable[str], usage: Usage, seconds: float) -> dict[str, Any]:
+    """Run `probes` side by side; one that fails, or takes over `seconds`, gives ``{"failed": REASON}``."""
     found: dict[str, Any] = {}
 
     def one(name: str) -> None:
         try:
-            found[name] = importlib.import_module(f"ringdance.doctor.probes.{name}").look(wanted)
-        except Exception as error:  # any: a machine in a bad state is what this is for
+            found[name] = importlib.import_module(f"ringdance.doctor.probes.{name}").collect(usage)
+        except Exception as error:  # any: machines in a bad state are the ones to examine
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
 
     threads = {name: threading.Thread(target=one, args=(name,), daemon=True) for name in probes}
@@ -52,33 +56,24 @@ def look(probes: Iterable[str], wanted: Wanted, seconds: float) -> dict[str, Any
     return dict(found)
 
 
-_LIBRARIES = (
-    "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
-)  # fmt: skip
-"""Where libraries are: a job's ranks get these of the launcher's, whatever a host's own login sets."""
-
-
-def request(probes: Iterable[str], wanted: Wanted, seconds: float) -> bytes:
-    """What to write to the standard input of a probe process."""
-    asked = {"probes": list(probes), "wanted": dataclasses.asdict(wanted), "seconds": seconds}
-    asked["environ"] = {name: os.environ[name] for name in _LIBRARIES if name in os.environ}
-    return json.dumps(asked).encode()
-
-
-def read_wanted(values: dict[str, Any]) -> Wanted:
-    """The other way round of ``dataclasses.asdict``, after JSON has made lists of tuples."""
-    found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return Wanted(**found)
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Do what a request asks for."""
+    if "listen" in request:
+        return {"port": link.listen(request["listen"].encode())}
+    if "connect" in request:
+        token = request["token"].encode()
+        return link.measure(request["connect"], request["port"], token, request["seconds"])
+    os.environ.update(request.get("environ", {}))
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in request["usage"].items()}
+    began = time.time()
+    found = collect(request["probes"], Usage(**values), request["seconds"])
+    return found | {"times": {"began": began, "ended": time.time()}}
 
 
 def main() -> None:
-    """Answer one request, and end even if a probe hangs."""
-    asked = json.loads(sys.stdin.buffer.read())
-    os.environ.update(asked.get("environ", {}))
-    began = time.time()
-    found = look(asked["probes"], read_wanted(asked["wanted"]), asked["seconds"])
-    found["times"] = {"began": began, "ended": time.time()}
-    print(f"\n{MARK}{json.dumps(found)}", flush=True)
+    """Answer requests until standard input ends."""
+    for line in sys.stdin:
+        print(f"\n{MARK}{json.dumps(answer(json.loads(line)))}", flush=True)
     os._exit(0)  # a thread may be inside a system call that never returns (a dead network disk)
 
 

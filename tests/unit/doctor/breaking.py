@@ -13,19 +13,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from ringdance.doctor.probe import MARK, request
-from ringdance.doctor.registry import Facts, Result, Wanted, all_checks, examine
+from ringdance.doctor.check import Facts, Result, Usage
+from ringdance.doctor.checks import CHECKS
+from ringdance.doctor.examine import examine
+from ringdance.doctor.probe import MARK
 
 T = TypeVar("T")
 HERE = "here"
-NOTHING = Wanted()
-OTHER = Wanted(hosts=("one", "two", "three"))
+NOTHING = Usage()
+OTHER = Usage(hosts=("one", "two", "three"))
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
 
@@ -67,7 +69,7 @@ class Machine:
     prefix: Sequence[str] = ()
 
     def facts(
-        self, probes: Iterable[str], wanted: Wanted = NOTHING, seconds: float = 100.0
+        self, probes: Iterable[str], usage: Usage = NOTHING, seconds: float = 100.0
     ) -> dict[str, Any]:
         """What the probes find there."""
         words = [*self.prefix, self.python, "-m", "ringdance.doctor.probe"]
@@ -76,8 +78,8 @@ class Machine:
             need_namespaces(*flags)
             words = ["unshare", *flags, "sh", "-ec", f'{self.shell}\nexec "$@"', "sh", *words]
         done = subprocess.run(
-            words, input=request(probes, wanted, seconds), capture_output=True, check=False, timeout=120,
-            env=environment(self.env), preexec_fn=self._limit if self.limits else None,
+            words, input=request(probes, usage, seconds).encode(), capture_output=True, check=False,
+            timeout=120, env=environment(self.env), preexec_fn=self._limit if self.limits else None,
         )  # fmt: skip
         line = next((line for line in done.stdout.decode().splitlines() if line.startswith(MARK)), "")
         assert line, (done.returncode, done.stderr.decode()[-2000:])
@@ -87,6 +89,12 @@ class Machine:
     def _limit(self) -> None:
         for name, value in self.limits.items():
             resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def request(probes: Iterable[str], usage: Usage = NOTHING, seconds: float = 100.0) -> str:
+    """What a probe process reads."""
+    asked = {"probes": list(probes), "usage": asdict(usage), "seconds": seconds}
+    return json.dumps(asked) + "\n"
 
 
 def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -100,32 +108,32 @@ def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def judged(check: str, facts: Facts, wanted: Wanted = NOTHING, slots: int = 0) -> list[Result]:
+def judged(check: str, facts: Facts, usage: Usage = NOTHING, slots: int = 0) -> list[Result]:
     """What a check says of these facts."""
     if slots:
-        wanted = Wanted(**{**vars(wanted), "slots": {HERE: slots}})
-    return examine({HERE: facts}, wanted, [check])
+        usage = Usage(**{**vars(usage), "slots": {HERE: slots}})
+    return examine({HERE: facts}, usage, [check])
 
 
-def wrong(check: str, facts: Facts, wanted: Wanted = NOTHING, slots: int = 0) -> list[Result]:
-    """What it finds wrong; each must have a line that mends it."""
-    found = judged(check, facts, wanted, slots)
+def wrong(check: str, facts: Facts, usage: Usage = NOTHING, slots: int = 0) -> list[Result]:
+    """What it finds wrong; each must have a fix."""
+    found = judged(check, facts, usage, slots)
     assert not any(result.severity == "unknown" for result in found), found
     for result in found:
-        assert "\n" not in result.text + result.mend
-        assert result.wrong == bool(result.mend)
+        assert "\n" not in result.text + result.fix
+        assert result.wrong == bool(result.fix)
     return [result for result in found if result.wrong]
 
 
 def expect(
-    check: str, broken: Machine, says: str, *, wanted: Wanted = NOTHING, slots: int = 0,
-    sound: Machine | None = None, sound_wanted: Wanted | None = None,
+    check: str, broken: Machine, says: str, *, usage: Usage = NOTHING, slots: int = 0,
+    sound: Machine | None = None, sound_usage: Usage | None = None,
 ) -> None:  # fmt: skip
     """The check finds it on the broken machine, in these words, and does not say so of the sound one."""
-    needs = all_checks()[check].needs
-    found = wrong(check, broken.facts(needs, wanted), wanted, slots)
+    needs = CHECKS[check].needs
+    found = wrong(check, broken.facts(needs, usage), usage, slots)
     assert any(says in result.text for result in found), found
-    usual = wrong(check, (sound or Machine()).facts(needs, sound_wanted or wanted), sound_wanted or wanted)
+    usual = wrong(check, (sound or Machine()).facts(needs, sound_usage or usage), sound_usage or usage)
     assert not any(says in result.text for result in usual), usual
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from breaking import breaks, need_namespaces, program
 
-from ringdance.doctor import links
-from ringdance.doctor.gather import gather
-from ringdance.doctor.registry import Result, Wanted, examine
+from ringdance.doctor import gather
+from ringdance.doctor.check import Result, Usage
+from ringdance.doctor.examine import examine
 from ringdance.launch.remote.shell import RemoteShell
 
 HOSTS = ("10.99.0.1", "10.99.0.2")
@@ -32,12 +32,13 @@ class Pair:
         )
 
     def results(self, check: str) -> list[Result]:
-        facts = gather(HOSTS, ["network"], Wanted(hosts=HOSTS), 30.0, RemoteShell(), ())
-        assert not any(found["reach"]["error"] for found in facts.values()), facts
-        if check in ("hosts-connect", "link-bandwidth", "link-latency"):
-            for host, found in links.measure(facts, RemoteShell(), (), 20.0).items():
-                facts[host] = {**facts[host], "links": found}
-        return examine(facts, Wanted(hosts=HOSTS), [check])
+        with gather.started(HOSTS, RemoteShell(), ()) as remotes:
+            facts = gather.collect(remotes, ["network"], Usage(hosts=HOSTS), 30.0)
+            assert not any(found["reach"]["error"] for found in facts.values()), facts
+            if check in ("hosts-connect", "link-bandwidth", "link-latency"):
+                for host, found in gather.measure(remotes, facts, 20.0).items():
+                    facts[host]["links"] = found
+        return examine(facts, Usage(hosts=HOSTS), [check])
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_networks_and_their_mtu(pair: Pair) -> None:
     pair.on(HOSTS[1], "ip link set e0 mtu 1400")
     (result,) = pair.results("same-mtu")
     assert "MTU 1400 on 10.99.0.2, but MTU 1500 on 10.99.0.1" in result.text
-    assert "mtu 1400 on all hosts" in result.mend
+    assert "mtu 1400 on all hosts" in result.fix
     pair.on(HOSTS[1], "ip addr flush dev e0; ip addr add 10.98.0.2/24 dev e0")
     (result,) = pair.results("common-network")
     assert "no network is common to all hosts" in result.text
@@ -125,7 +126,7 @@ def test_each_pair_comes_once_and_no_host_is_in_two_at_a_time() -> None:
     for count in range(2, 10):
         hosts = [f"h{number}" for number in range(count)]
         seen = []
-        for pairs in links.turns(hosts):
+        for pairs in gather.rounds(hosts):
             busy = [host for pair in pairs for host in pair]
             assert len(busy) == len(set(busy))
             seen += [frozenset(pair) for pair in pairs]

@@ -15,9 +15,10 @@ from breaking import program
 from ringdance import cli
 from ringdance.doctor import preflight as module
 from ringdance.doctor import saved
+from ringdance.doctor.check import Result, Usage
+from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.preflight import preflight
-from ringdance.doctor.registry import Result, Wanted, all_checks
-from ringdance.doctor.report import as_text
+from ringdance.doctor.report import print_text
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import Host
 from ringdance.launch.remote.shell import RemoteShell
@@ -35,11 +36,11 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_list_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--list"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in all_checks())
-    assert shown.endswith(f"{len(all_checks())} checks\n")
+    assert all(f"\n{name} " in shown for name in CHECKS)
+    assert shown.endswith(f"{len(CHECKS)} checks\n")
 
 
-def test_what_is_wrong_is_said_with_its_mend(
+def test_what_is_wrong_is_said_with_its_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.main(["doctor", "--check", "threads"]) == 0
@@ -47,7 +48,7 @@ def test_what_is_wrong_is_said_with_its_mend(
     assert cli.main(["doctor", "--check", "threads", "--slots", "2"]) == 1
     shown = capsys.readouterr().out
     assert "OMP_NUM_THREADS=9999 with 2 ranks makes 19998 computing threads" in shown
-    assert "mend: unset OMP_NUM_THREADS" in shown
+    assert "fix: unset OMP_NUM_THREADS" in shown
 
 
 def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,18 +97,20 @@ def test_changes_since_a_good_day(
 
 
 def test_only_what_lasts_is_compared() -> None:
-    old = {"facts": {"a": {"cpu": {"cores": 8, "load": 0.1}}, "b": {}}, "wrong": ["swap: x"], "format": 1}
+    old = {"facts": {"a": {"cpu": {"cores": 8, "load": 0.1}}, "b": {}}, "wrong": ["swap: x"], "format": 2}
     results = [Result("swap", "memory", "ok", ("a",), "no swap in use")]
     lines = saved.changes(old, {"a": {"cpu": {"cores": 4, "load": 7.0}}, "c": {}}, results)
     assert lines == [
-        "b: was there, is not asked now", "a: cpu.cores: 8 -> 4", "c: is new", "no longer: swap: x",
+        "b: in the file only", "a: cpu.cores: 8 -> 4", "c: new", "no longer: swap: x",
     ]  # fmt: skip
 
 
-def test_hosts_are_named_where_not_all_are_meant() -> None:
+def test_hosts_are_named_where_not_all_are_meant(capsys: pytest.CaptureFixture[str]) -> None:
     result = Result("shm-size", "memory", "error", ("b",), "/dev/shm has 64 MiB", "do this")
-    assert "shm-size [b]: /dev/shm has 64 MiB" in as_text(["a", "b"], [result])
-    assert "shm-size: /dev/shm" in as_text(["b"], [result])
+    print_text(["a", "b"], [result])
+    assert "shm-size [b]: /dev/shm has 64 MiB" in capsys.readouterr().out
+    print_text(["b"], [result])
+    assert "shm-size: /dev/shm" in capsys.readouterr().out
 
 
 def test_the_checks_before_a_job_find_what_is_wrong_on_a_host(
@@ -116,25 +119,25 @@ def test_the_checks_before_a_job_find_what_is_wrong_on_a_host(
     program(tmp_path / "ssh", "echo 'me@far: Permission denied (publickey).' >&2; exit 255")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     first = preflight({"far.invalid": 2, "localhost": 1})[0]
-    assert (first.check, first.severity, first.hosts) == ("ssh-without-password", "error", ("far.invalid",))
-    # Errors are not remembered: they may have been mended.
+    assert (first.check, first.severity, first.hosts) == ("reached", "error", ("far.invalid",))
+    # Errors are not remembered: they may have been fixed.
     assert not list((tmp_path / "cache").rglob("*.json"))
 
 
 def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    outcomes = [[Result("swap", "memory", "warning", ("localhost",), "2 GiB of swap are in use", "mend it")]]
+    outcomes = [[Result("swap", "memory", "warning", ("localhost",), "2 GiB of swap are in use", "fix it")]]
 
-    def examined(*args: object) -> tuple[dict[str, object], list[Result]]:
+    def inspect(*args: object) -> tuple[dict[str, object], list[Result]]:
         asked.append(args)
         return {}, outcomes[0]
 
-    monkeypatch.setattr(module, "examined", examined)
+    monkeypatch.setattr(module, "inspect", inspect)
     assert preflight({"localhost": 2}) == outcomes[0]
     assert preflight({"localhost": 2}) == outcomes[0]
     assert len(asked) == 1
     preflight({"localhost": 3})
-    preflight({"localhost": 2}, reach=RemoteShell(port=2222))
+    preflight({"localhost": 2}, shell=RemoteShell(port=2222))
     assert len(asked) == 3
     (folder,) = (tmp_path / "cache").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -165,60 +168,60 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
     """What the checks of two hosts find."""
     results: list[Result] = []
 
-    def examined(
-        hosts: tuple[str, ...], wanted: Wanted, *more: object
+    def inspect(
+        hosts: tuple[str, ...], usage: Usage, *more: object
     ) -> tuple[dict[str, object], list[Result]]:
         assert hosts == ("a", "b")
-        assert wanted.slots == {"a": 2, "b": 1}
-        assert wanted.folders == (os.path.abspath("logs"),)
+        assert usage.slots == {"a": 2, "b": 1}
+        assert usage.folders == (os.path.abspath("logs"),)
         assert RemoteShell(port=2222) in more
         return {}, results
 
-    monkeypatch.setattr(module, "examined", examined)
+    monkeypatch.setattr(module, "inspect", inspect)
     return results
 
 
 def test_a_job_with_an_error_is_not_started(found: list[Result]) -> None:
     found += [
-        Result("swap", "memory", "warning", ("a",), "in use", "mend swap"),
-        Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "mend shm"),
-        Result("hosts-connect", "network", "error", ("a", "b"), "a cannot connect to b", "mend it"),
+        Result("swap", "memory", "warning", ("a",), "in use", "unswap"),
+        Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "enlarge it"),
+        Result("hosts-connect", "network", "error", ("a", "b"), "a cannot connect to b", "fix it"),
     ]
     ready, said = _Ready(), list[str]()
     with pytest.raises(LaunchError) as raised:
-        module.look(ready, said.append)  # type: ignore[arg-type]
+        module.check_hosts(ready, said.append)  # type: ignore[arg-type]
     assert str(raised.value).splitlines() == [
-        "nothing was started, for:",
+        "cannot start:",
         "  host b: /dev/shm has 1 MiB",
-        "    mend: mend shm",
+        "    fix: enlarge it",
         "  hosts a, b: a cannot connect to b",
-        "    mend: mend it",
-        "(--no-check starts all the same)",
+        "    fix: fix it",
+        "(--no-check starts nevertheless)",
     ]
     assert ready.closed
     assert said == []
 
 
 def test_errors_can_be_said_only(found: list[Result]) -> None:
-    found.append(Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "mend shm"))
+    found.append(Result("shm-size", "memory", "error", ("b",), "/dev/shm has 1 MiB", "enlarge it"))
     ready, said = _Ready(), list[str]()
-    module.look(ready, said.append, hinders=False)  # type: ignore[arg-type]
-    assert said == ["host b: /dev/shm has 1 MiB\n    mend: mend shm"]
+    module.check_hosts(ready, said.append, required=False)  # type: ignore[arg-type]
+    assert said == ["host b: /dev/shm has 1 MiB\n    fix: enlarge it"]
     assert not ready.closed
 
 
 def test_what_does_not_hinder_a_job_is_said_in_a_line(found: list[Result]) -> None:
     found += [
-        Result("names-agree", "network", "error", ("a",), "b stands for nothing", "mend names"),
-        Result("swap", "memory", "warning", ("a", "b"), "in use", "mend swap"),
-        Result("pipes", "limits", "note", ("a",), "small", "mend pipes"),
-        Result("zombies", "leftovers", "warning", ("a",), "of no interest to a job", "mend zombies"),
+        Result("names-agree", "network", "error", ("a",), "b stands for nothing", "fix names"),
+        Result("swap", "memory", "warning", ("a", "b"), "in use", "unswap"),
+        Result("pipes", "limits", "note", ("a",), "small", "fix pipes"),
+        Result("proxies", "environment", "warning", ("a",), "of no interest to a job", "unset it"),
         Result("cores", "cpu", "ok", ("a",), "two"),
     ]
     ready, said = _Ready(), list[str]()
-    module.look(ready, said.append)  # type: ignore[arg-type]
+    module.check_hosts(ready, said.append)  # type: ignore[arg-type]
     assert said == [
-        "may slow the job down or end it: names-agree, swap; for what to do: "
+        "may slow the job down or end it: names-agree, swap; for the fixes: "
         "ringdance doctor --quick -H a:2,b:1"
     ]
     assert not ready.closed

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import frameworks
-from ringdance.doctor.registry import Wanted
 
 
 def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, t
     scripts = {name: text.format(folder=str(tmp_path), own=name) for name in names}
     monkeypatch.setattr(frameworks, "_SCRIPTS", scripts)
     monkeypatch.setattr(frameworks, "_installed", lambda name: True)
-    assert frameworks.look(Wanted())["of"] == {name: {"in_time": True} for name in names}
+    assert frameworks.collect(Usage())["of"] == {name: {"in_time": True} for name in names}
 
 
 def test_a_terminal_shows_what_is_waited_for() -> None:
@@ -35,8 +35,8 @@ def test_a_terminal_shows_what_is_waited_for() -> None:
     os.close(terminal)
     shown = os.read(ours, 1 << 16)
     os.close(ours)
-    assert shown.startswith(b"\r\x1b[Kchecking localhost: 0 s")
-    assert shown.endswith(b"\r\x1b[K")
+    assert b"checking localhost \x1b[33m0:00:00" in shown
+    assert shown.endswith(b"\x1b[2K"), "the line is removed"
     assert b"checking" not in done.stdout
     quiet = subprocess.run(line, capture_output=True, timeout=60, check=False)
     assert quiet.stderr == b""

@@ -202,10 +202,10 @@ def test_the_token_of_a_link_test_is_never_sent() -> None:
             heard.append(sock.recv(4096))
 
     token = b"t" * 64
-    with link.listen() as listener, socket.create_server(("127.0.0.1", 0)) as stranger:
-        threading.Thread(target=link.serve, args=(listener, token), daemon=True).start()
-        good = link.measure(["127.0.0.1"], listener.getsockname()[1], token, 0.0)
-        bad = link.measure(["127.0.0.1"], listener.getsockname()[1], b"u" * 64, 0.0)
+    port = link.listen(token)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        good = link.measure(["127.0.0.1"], port, token, 0.0)
+        bad = link.measure(["127.0.0.1"], port, b"u" * 64, 0.0)
         threading.Thread(target=listen, args=(stranger,), daemon=True).start()
         fooled = link.measure(["127.0.0.1"], stranger.getsockname()[1], token, 0.0)
     assert good["error"] == ""

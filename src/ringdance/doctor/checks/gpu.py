@@ -1,246 +1,145 @@
-"""GPUs and their libraries."""
+"""GPUs, their driver, and whether frameworks can be imported and use them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from ringdance.doctor.checks.sizes import several
-from ringdance.doctor.compare import odd_ones
-from ringdance.doctor.registry import ERROR, WARNING, Case, Cases, Finding, host_check, hosts_check
-
-
-def _count(case: Case) -> int:
-    return len(case["gpu"]["gpus"])
+from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
+from ringdance.doctor.rows import equal, limit, several
 
 
-@host_check("gpu-driver", "gpu", ERROR, "whether the driver answers for the GPUs that the machine has")
-def driver(case: Case) -> Finding | None:
-    """nvidia-smi."""
-    found = case["gpu"]
-    there = max(found["on_bus"], found["devices"])
-    if found["gpus"]:
+def _driver(host: Host) -> Finding | None:
+    found, smi = host["gpu"], host["gpu"]["smi"]
+    if found["count"]:
         first = found["gpus"][0]
-        text = f"{_count(case)} x {first['name']}, driver {first['driver_version']}"
-        if found["on_bus"] > _count(case):
-            return Finding(
-                f"{text}; but {found['on_bus']} GPUs are on the bus",
-                "see what the driver says: sudo dmesg | grep -iE 'nvrm|xid'",
-            )
-        return Finding(text)
-    smi = found["smi"]
-    if smi["missing"]:
-        return (
-            Finding(
-                f"{there} GPUs, but no nvidia-smi",
-                "install the NVIDIA driver (in a container: docker run --gpus all)",
-            )
-            if there
-            else None
-        )
-    if smi["code"] == 0:
-        return None
-    mismatch = "mismatch" in smi["said"].lower()
-    return Finding(
-        f"nvidia-smi fails: {smi['said'] or 'exit code ' + str(smi['code'])}",
-        "sudo reboot (the driver was updated while it was loaded)"
-        if mismatch
-        else "reinstall the driver, then look again: nvidia-smi",
-    )
-
-
-@host_check(
-    "gpu-device-files",
-    "gpu",
-    ERROR,
-    "device files of the GPUs: a container without them sees none",
-    needs=("gpu",),
-)
-def device_files(case: Case) -> Finding | None:
-    """/dev/nvidia0."""
-    found = case["gpu"]
-    if found["on_bus"] and not found["devices"]:
+        text = f"{found['count']} x {first['name']}, driver {first['driver']}"
+        if found["on_bus"] <= found["count"]:
+            return Finding(text)
         return Finding(
-            f"{found['on_bus']} GPUs on the bus, but no /dev/nvidia0",
-            "docker run --gpus all (Kubernetes: resources.limits nvidia.com/gpu); on a host: sudo "
-            "nvidia-modprobe -u -c=0",
+            f"{text}; but {found['on_bus']} GPUs are on the bus",
+            "see what the driver reports: sudo dmesg | grep -iE 'nvrm|xid'",
         )
-    return None
-
-
-@host_check("gpu-ranks", "gpu", WARNING, "ranks and GPUs of a host", needs=("gpu",))
-def ranks(case: Case) -> Finding | None:
-    """Slots and GPUs."""
-    count = _count(case)
-    if not count or not case.slots:
+    present = max(found["on_bus"], found["devices"])
+    if smi["missing"] and present:
+        return Finding(
+            f"{present} GPUs, but no nvidia-smi",
+            "install the NVIDIA driver (in a container: docker run --gpus all)",
+        )
+    if smi["missing"] or smi["code"] == 0:
         return None
-    text = f"{case.slots} ranks on {count} GPUs"
-    return (
-        Finding(text, f"start {count} ranks on this host, one for each GPU")
-        if case.slots > count
-        else Finding(text)
+    return Finding(
+        f"nvidia-smi fails: {smi['output'] or 'exit code ' + str(smi['code'])}",
+        "sudo reboot (the driver was updated while it was loaded)"
+        if "mismatch" in smi["output"].lower()
+        else "reinstall the driver, then check again: nvidia-smi",
     )
 
 
-@host_check(
-    "gpu-compute-mode",
-    "gpu",
-    ERROR,
-    "compute mode: exclusive GPUs refuse a second process, prohibited ones all",
-)
-def compute_mode(case: Case) -> Iterator[Finding]:
-    """Exclusive_Process."""
-    for gpu in case["gpu"]["gpus"]:
-        mode = gpu["compute_mode"]
-        shared = case.slots > _count(case) or case["gpu"]["processes"]
-        if mode == "Prohibited" or (mode.startswith("Exclusive") and shared):
-            yield Finding(
-                f"GPU {gpu['index']} is in compute mode {mode}",
-                f"sudo nvidia-smi -i {gpu['index']} -c DEFAULT",
-            )
+def _each(
+    wrong: Callable[[Host, Mapping[str, Any]], bool], text: str, fix: str
+) -> Callable[[Host], Iterator[Finding]]:
+    """Judge each GPU; `text` and `fix` may hold the GPU's fields."""
+
+    def judge(host: Host) -> Iterator[Finding]:
+        for gpu in host["gpu"]["gpus"]:
+            if wrong(host, gpu):
+                yield Finding(text.format_map(gpu), fix.format_map(gpu))
+
+    return judge
 
 
-@host_check(
-    "gpu-memory", "gpu", WARNING, "memory of GPUs that others hold: often processes of an earlier job"
-)
-def memory(case: Case) -> Iterator[Finding]:
-    """Memory in use."""
-    for gpu in case["gpu"]["gpus"]:
-        used, total = gpu["memory.used"], gpu["memory.total"]
+def _refuses(host: Host, gpu: Mapping[str, Any]) -> bool:
+    shared = host.slots > host["gpu"]["count"] or host["gpu"]["processes"]
+    return gpu["mode"] == "Prohibited" or bool(gpu["mode"].startswith("Exclusive") and shared)
+
+
+def _memory(host: Host) -> Iterator[Finding]:
+    for gpu in host["gpu"]["gpus"]:
+        used, total = gpu["used"], gpu["total"]
         if used.isdigit() and total.isdigit():
-            text = f"GPU {gpu['index']}: {used} of {total} MiB are in use"
-            who = several(case["gpu"]["processes"], 3)
+            users = several(host["gpu"]["processes"], 3)
+            fix = "end its processes: nvidia-smi --query-compute-apps=pid --format=csv,noheader"
             yield Finding(
-                text + (f" ({who})" if who else ""),
-                "end who holds it: nvidia-smi --query-compute-apps=pid --format=csv,noheader"
-                if int(used) > int(total) // 10
-                else "",
+                f"GPU {gpu['index']}: {used} of {total} MiB are in use" + (f" ({users})" if users else ""),
+                fix if int(used) > int(total) // 10 else "",
             )
 
 
-@host_check(
-    "gpu-errors", "gpu", ERROR, "memory errors that a GPU could not correct: results are wrong or ranks die"
-)
-def errors(case: Case) -> Iterator[Finding]:
-    """ECC."""
-    for gpu in case["gpu"]["gpus"]:
-        count = gpu["ecc.errors.uncorrected.volatile.total"]
-        if count.isdigit() and int(count):
-            yield Finding(
-                f"GPU {gpu['index']} has had {count} memory errors that it could not correct",
-                f"leave this host out, and have the GPU changed: nvidia-smi -i {gpu['index']} -q -d ECC",
-            )
-
-
-@host_check("gpu-throttled", "gpu", WARNING, "GPUs that slow down because they are hot")
-def throttled(case: Case) -> Iterator[Finding]:
-    """Thermal slowdown."""
-    for gpu in case["gpu"]["gpus"]:
-        if gpu["clocks_throttle_reasons.hw_thermal_slowdown"] == "Active":
-            yield Finding(
-                f"GPU {gpu['index']} is slowed down because it is hot",
-                "check the fans and the room: nvidia-smi -q -d TEMPERATURE",
-            )
-
-
-@host_check(
-    "gpu-framework",
-    "gpu",
-    ERROR,
-    "frameworks without GPU support on a machine that has GPUs",
-    needs=("gpu", "frameworks"),
-)
-def framework(case: Case) -> Iterator[Finding]:
-    """CPU builds, and CUDA that the driver is too old for."""
-    if not _count(case):
-        return
-    for name, found in case["frameworks"]["of"].items():
-        if "error" in found:
+def _framework_gpus(host: Host) -> Iterator[Finding]:
+    cuda = host["gpu"]["cuda"]
+    for name, found in host["frameworks"]["of"].items():
+        if not host["gpu"]["count"] or "error" in found:
             continue
         text = f"{name} {found['version']} sees {found['sees']} GPUs"
         if found["sees"]:
             yield Finding(text)
         elif found.get("cuda"):
             yield Finding(
-                f"{text}; it is built for CUDA {found['cuda']}, the driver is for "
-                f"{case['gpu']['driver_cuda']}",
+                f"{text}; it is built for CUDA {found['cuda']}, the driver is for {cuda}",
                 "update the driver, or install a build for this driver's CUDA",
             )
         else:
-            yield Finding(
-                f"{text}: a build for CPUs",
-                f"pip uninstall {name}, then install its build for CUDA "
-                f"{case['gpu']['driver_cuda'].partition('.')[0]}",
-            )
+            fix = f"pip uninstall {name}, then install its build for CUDA {cuda.partition('.')[0]}"
+            yield Finding(f"{text}: a build for CPUs", fix)
 
 
-@host_check("framework-imports", "frameworks", ERROR, "whether installed frameworks can be imported at all")
-def framework_imports(case: Case) -> Iterator[Finding]:
-    """Broken installations."""
-    for name, found in case["frameworks"]["of"].items():
+def _imports(host: Host) -> Iterator[Finding]:
+    for name, found in host["frameworks"]["of"].items():
         if "error" in found:
             yield Finding(f"import {name} fails: {found['error']}", f"pip install --force-reinstall {name}")
         else:
             yield Finding(f"{name} {found['version']} can be imported")
 
 
-@host_check(
-    "framework-instruction-sets",
-    "frameworks",
-    WARNING,
-    "the instruction set that torch has chosen, compared with what the processor has",
-    needs=("frameworks", "cpu"),
-)
-def framework_sets(case: Case) -> Finding | None:
-    """torch's CPU capability."""
-    found = case["frameworks"]["of"].get("torch", {})
-    capability = str(found.get("capability", ""))
-    if not capability or "avx2" not in case["cpu"]["sets"]:
-        return None
-    if capability in ("DEFAULT", "NO AVX"):
-        return Finding(
-            f"torch uses none of the processor's vector instructions ({capability})",
-            "unset ATEN_CPU_CAPABILITY, or install torch's own build: pip install --force-reinstall torch",
-        )
-    if not found.get("mkldnn", True):
-        return Finding(
-            f"torch uses {capability}, but was built without oneDNN", "pip install --force-reinstall torch"
-        )
-    return Finding(f"torch uses {capability}")
+def _kind(host: Host) -> dict[str, str]:
+    gpus = host["gpu"]["gpus"]
+    return {"GPUs:": f"{len(gpus)} x {gpus[0]['name']}" if gpus else "none"}
 
 
-@hosts_check("same-gpus", "gpu", WARNING, "GPUs of the hosts: kind and number")
-def same_gpus(cases: Cases) -> Iterator[Finding]:
-    """Kinds and numbers."""
-    values = {
-        h: f"{_count(c)} x {c['gpu']['gpus'][0]['name']}" if _count(c) else "no GPU" for h, c in cases.items()
-    }
-    if any(_count(case) for case in cases.values()):
-        yield from odd_ones(values, "give hosts with fewer GPUs fewer slots, or leave them out (-H)")
+def _versions(host: Host) -> dict[str, str]:
+    gpus = host["gpu"]["gpus"]
+    nccl = [text for name, text in host["python"]["versions"].items() if name.startswith("nvidia-nccl")]
+    return {"driver": gpus[0]["driver"], "NCCL": "/".join(nccl) or "(no wheel)"} if gpus else {}
 
 
-@hosts_check(
-    "same-driver",
-    "gpu",
-    WARNING,
-    "driver and NCCL of the hosts: NCCL's versions must be the same",
-    needs=("gpu", "python"),
-)
-def same_driver(cases: Cases) -> Iterator[Finding]:
-    """Drivers and NCCL."""
-    if not any(_count(case) for case in cases.values()):
-        return
-    values = {
-        h: f"driver {c['gpu']['gpus'][0]['driver_version']}" if _count(c) else "no driver"
-        for h, c in cases.items()
-    }
-    yield from odd_ones(values, "install the same driver on all hosts")
-    nccl = {
-        h: "NCCL "
-        + (
-            "/".join(v for n, v in c["python"]["versions"].items() if n.startswith("nvidia-nccl"))
-            or "(no wheel)"
-        )
-        for h, c in cases.items()
-    }
-    for found in odd_ones(nccl, "pip install the same nvidia-nccl-cu12 (or cu13) on all hosts"):
-        yield Finding(found.text, found.mend, ERROR, found.hosts)
+CHECKS = (
+    Check("gpu-driver", "gpu", ERROR,
+          "whether the driver answers for the GPUs that the machine has", _driver),
+    Check("gpu-device-files", "gpu", ERROR, "device files of the GPUs: a container without them sees none",
+          limit("{gpu[devices]} device files",
+                lambda host: not host["gpu"]["devices"],
+                "docker run --gpus all (Kubernetes: resources.limits nvidia.com/gpu); on a host: sudo "
+                "nvidia-modprobe -u -c=0",
+                problem="{gpu[on_bus]} GPUs on the bus, but no /dev/nvidia0",
+                applies=lambda host: host["gpu"]["on_bus"])),
+    Check("gpu-ranks", "gpu", WARNING, "ranks and GPUs of a host",
+          limit("{slots} ranks on {gpu[count]} GPUs",
+                lambda host: host.slots > host["gpu"]["count"],
+                "start {gpu[count]} ranks on this host, one for each GPU",
+                applies=lambda host: host.slots and host["gpu"]["count"])),
+    Check("gpu-compute-mode", "gpu", ERROR,
+          "compute mode: exclusive GPUs refuse a second process, prohibited ones all",
+          _each(_refuses, "GPU {index} is in compute mode {mode}", "sudo nvidia-smi -i {index} -c DEFAULT")),
+    Check("gpu-memory", "gpu", WARNING,
+          "memory of GPUs that is in use: often by processes of an earlier job", _memory),
+    Check("gpu-errors", "gpu", ERROR,
+          "memory errors that a GPU could not correct: results are wrong or ranks die",
+          _each(lambda host, gpu: gpu["errors"].isdigit() and int(gpu["errors"]) > 0,
+                "GPU {index} has had {errors} memory errors that it could not correct",
+                "leave this host out, and have the GPU replaced: nvidia-smi -i {index} -q -d ECC")),
+    Check("gpu-throttled", "gpu", WARNING, "GPUs that slow down because they are hot",
+          _each(lambda host, gpu: gpu["hot"] == "Active",
+                "GPU {index} is slowed down because it is hot",
+                "check the fans and the room: nvidia-smi -q -d TEMPERATURE")),
+    Check("gpu-framework", "gpu", ERROR, "frameworks without GPU support on a machine that has GPUs",
+          _framework_gpus, ("gpu", "frameworks")),
+    Check("framework-imports", "frameworks", ERROR,
+          "whether installed frameworks can be imported at all", _imports),
+    Check("same-gpus", "gpu", WARNING, "GPUs of the hosts: kind and number",
+          equal(_kind, "give hosts with fewer GPUs fewer slots, or leave them out (-H)"), compares=True),
+    Check("same-driver", "gpu", WARNING, "driver and NCCL of the hosts: NCCL's versions must be the same",
+          equal(_versions,
+                "install the same driver and the same nvidia-nccl-cu12 (or cu13) on all hosts",
+                {"NCCL": ERROR}), ("gpu", "python"), compares=True),
+)  # fmt: skip

@@ -1,1 +1,1 @@
-"""Each module looks at one side of a machine: ``look(wanted)`` returns facts as JSON can hold them."""
+"""Each module collects facts about one side of a machine: ``collect(usage)`` returns them as plain dicts."""

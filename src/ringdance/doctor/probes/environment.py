@@ -1,6 +1,6 @@
-"""The environment that a script started from this shell would have: only names of a list are read.
+"""The environment that a script started from this shell would have: only variables of a list are read.
 
-Values that may hold secrets never leave the machine: of a proxy it is said only that it is set.
+Values that may hold secrets never leave the machine: of a proxy only the variable's name is reported.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import warnings
 from typing import Any
 
-from ringdance.doctor.registry import Wanted
+from ringdance.doctor.check import Usage
 from ringdance.errors import SettingError
 from ringdance.settings import SettingWarning, load
 
@@ -22,52 +22,45 @@ NAMES = (
     "MKL_ENABLE_INSTRUCTIONS", "NPY_DISABLE_CPU_FEATURES",
     # devices and networks
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
-    "UCX_NET_DEVICES",
-    "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "UCX_TLS", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE",
+    "UCX_NET_DEVICES", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "UCX_TLS",
     "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "PRTE_MCA_prte_if_include", "OMPI_MCA_btl",
     "OMPI_MCA_osc", "OMPI_MCA_pml", "HOROVOD_GLOO_IFACE", "MASTER_ADDR", "MASTER_PORT",
     # MPI
     "OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX", "OMPI_MCA_orte_default_hostfile", "MPI4PY_LIBMPI",
     "MPI4PY_MPIABI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK", "PMIX_RANK",
-    "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "I_MPI_ROOT",
+    "I_MPI_ROOT",
     # schedulers
     "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_MPI_TYPE", "SLURM_PROCID", "TF_CONFIG",
     # debugging
     "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG", "TORCH_USE_CUDA_DSA", "JAX_DISABLE_JIT",
     "JAX_DEBUG_NANS", "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME",
-    "PYTORCH_JIT", "MALLOC_CHECK_", "PYTHONINSPECT",
+    "MALLOC_CHECK_",
     # the loader and temporary files
-    "LD_PRELOAD", "LD_LIBRARY_PATH", "TMPDIR", "PYTHONPATH", "LANG", "LC_ALL", "PYTHONIOENCODING", "no_proxy",
+    "LD_PRELOAD", "LD_LIBRARY_PATH", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "no_proxy",
     "NO_PROXY",
 )  # fmt: skip
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "grpc_proxy")
 
 
-def look(wanted: Wanted) -> dict[str, Any]:
-    """Variables of the list that are set, which proxies are, and what Ringdance's settings would say."""
+def collect(usage: Usage) -> dict[str, Any]:
+    """Variables of the list that are set, names of proxies, warnings and errors of settings."""
     notes, error = _settings()
     return {
         "variables": {name: os.environ[name] for name in NAMES if os.environ.get(name)},
         "proxies": [name for name in _PROXIES if os.environ.get(name)],
         "notes": notes,
         "setting_error": error,
-        "preload_missing": [
-            path
-            for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
-            if "/" in path and not os.path.exists(path)
-        ],
     }
 
 
 def _settings() -> tuple[list[str], str]:
-    """What is said about names that look like settings, and the error that a value would raise."""
+    """Return the warnings about unknown settings, and the error that ``init()`` would raise."""
+    # As rank 0: only that one warns.
+    environ = {name: text for name, text in os.environ.items() if not name.endswith(("_RANK", "_PROCID"))}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SettingWarning)
         try:
-            # As a rank 0 would: others keep silent.
-            load(
-                {name: value for name, value in os.environ.items() if not name.endswith(("_RANK", "_PROCID"))}
-            )
+            load(environ)
         except SettingError as error:
             return [], str(error)
     return [str(warning.message) for warning in caught], ""

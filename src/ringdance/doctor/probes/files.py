@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Sequence
 
 
 def text(path: str) -> str:
-    """Content of a small file, stripped; "" if it cannot be read."""
+    """Return the content of a small file, stripped; "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -16,26 +17,21 @@ def text(path: str) -> str:
         return ""
 
 
-def number(path: str) -> int | None:
-    """Content of a file that holds one whole number."""
+def write_error(directory: str) -> str:
+    """Return why no file can be written in `directory`, or ""."""
     try:
-        return int(text(path))
-    except ValueError:
-        return None
-
-
-def listed(folder: str) -> list[str]:
-    """Names in a folder, sorted; none if it cannot be read."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def run(
-    words: Sequence[str], seconds: float = 10.0, environ: dict[str, str] | None = None
+    words: Sequence[str], seconds: float = 20.0, environ: dict[str, str] | None = None
 ) -> tuple[int, str, str]:
-    """Exit code, output and errors of a program; -1 and the reason if it did not start or end in time."""
+    """Return exit code, stdout and stderr of a program; -1 and the reason if it did not end by itself."""
     try:
         done = subprocess.run(
             list(words), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -48,39 +44,22 @@ def run(
     return done.returncode, done.stdout, done.stderr
 
 
-def last_line(said: str) -> str:
-    """The last line of a program's words that is not empty."""
-    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
-
-
-def mounted(path: str) -> str:
-    """The type of the file system that `path` lies in; "" if that is not known."""
-    best, kind = "", ""
-    for line in text("/proc/mounts").splitlines():
-        words = line.split()
-        place = words[1].replace("\\040", " ")
-        inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(best):  # of several at one place the last is on top
-            best, kind = place, words[2]
-    return kind
+def last_line(output: str) -> str:
+    """Return the last line of a program's output that is not empty."""
+    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
 
 
 def cgroup_limits(controller: str, names: Sequence[str]) -> list[int]:
-    """Numbers in the files `names` of this process's cgroups of a controller, up to the root (v1 and v2).
+    """Return numbers in the files `names` of this process's cgroups of a controller, up to the root (v1, v2).
 
     Words such as ``max``, and v1's number for "no limit", are left out.
     """
+    values = [text(f"{path}/{name}") for path in _cgroups(controller) for name in names]
+    return [int(value) for value in values if value.isdigit() and int(value) < 1 << 60]
+
+
+def _cgroups(controller: str) -> list[str]:
     found = []
-    for folder in _cgroup_folders(controller):
-        for name in names:
-            value = number(f"{folder}/{name}")
-            if value is not None and value < 1 << 60:
-                found.append(value)
-    return found
-
-
-def _cgroup_folders(controller: str) -> list[str]:
-    folders = []
     for line in text("/proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
@@ -91,5 +70,5 @@ def _cgroup_folders(controller: str) -> list[str]:
             continue
         parts = [part for part in path.split("/") if part and part != ".."]
         for base in bases:
-            folders += ["/".join([base, *parts[:depth]]) for depth in range(len(parts) + 1)]
-    return folders
+            found += [os.path.join(base, *parts[:depth]) for depth in range(len(parts) + 1)]
+    return found

@@ -1,4 +1,4 @@
-"""GPUs: those that the machine has, what the driver says of them, and libraries that use them."""
+"""GPUs of the machine, and the driver's table of them."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ import glob
 import os
 from typing import Any
 
+from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
-from ringdance.doctor.registry import Wanted
 
-_FIELDS = (
-    "index", "name", "uuid", "driver_version", "memory.total", "memory.used", "compute_mode",
-    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_thermal_slowdown",
-)  # fmt: skip
+_FIELDS = {
+    "index": "index", "name": "name", "uuid": "uuid", "driver": "driver_version", "total": "memory.total",
+    "used": "memory.used", "mode": "compute_mode", "errors": "ecc.errors.uncorrected.volatile.total",
+    "hot": "clocks_throttle_reasons.hw_thermal_slowdown",
+}  # fmt: skip
 
 
-def look(wanted: Wanted) -> dict[str, Any]:
-    """Devices on the bus, device files, and nvidia-smi's table."""
+def collect(usage: Usage) -> dict[str, Any]:
+    """GPUs on the bus, device files, and nvidia-smi's table: memory in MiB, all values as text."""
     on_bus = [
         path
         for path in glob.glob("/sys/bus/pci/devices/*/vendor")
         if files.text(path) == "0x10de" and files.text(path[:-6] + "class").startswith("0x03")
     ]
-    devices = glob.glob("/dev/nvidia[0-9]*")
-    code, said, errors = files.run(
-        ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], 20
-    )
-    gpus = [
-        dict(zip(_FIELDS, (word.strip() for word in line.split(",")), strict=False))
-        for line in said.splitlines()
-    ]
+    query = f"--query-gpu={','.join(_FIELDS.values())}"
+    code, output, errors = files.run(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    rows = [[word.strip() for word in line.split(",")] for line in output.splitlines()] if code == 0 else []
     found: dict[str, Any] = {
         "on_bus": len(on_bus),
-        "devices": len(devices),
-        "gpus": gpus if code == 0 else [],
-        "smi": {"code": code, "said": files.last_line(errors or said), "missing": errors == os.strerror(2)},
+        "devices": len(glob.glob("/dev/nvidia[0-9]*")),
+        "gpus": [dict(zip(_FIELDS, row, strict=False)) for row in rows],
+        "count": len(rows),
+        "smi": {
+            "code": code, "output": files.last_line(errors or output), "missing": errors == os.strerror(2)
+        },
         "processes": [],
-        "driver_cuda": "",
-    }
-    if found["gpus"]:
-        _, said, _ = files.run(
-            ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"], 20
-        )
-        found["processes"] = [line.strip() for line in said.splitlines() if line.strip()]
-        _, said, _ = files.run(["nvidia-smi"], 20)
-        found["driver_cuda"] = said.partition("CUDA Version:")[2].strip().partition(" ")[0]
+        "cuda": "",
+    }  # fmt: skip
+    if rows:
+        held = "--query-compute-apps=pid,process_name,used_memory"
+        output = files.run(["nvidia-smi", held, "--format=csv,noheader"])[1]
+        found["processes"] = [line.strip() for line in output.splitlines() if line.strip()]
+        output = files.run(["nvidia-smi"])[1]
+        found["cuda"] = output.partition("CUDA Version:")[2].strip().partition(" ")[0]
     return found

@@ -1,18 +1,20 @@
-"""Who the machine is: name, system, user, container."""
+"""Name, system, user and container of the machine; modes of ssh's files."""
 
 from __future__ import annotations
 
 import getpass
+import glob
 import os
 import platform
+import stat
 from typing import Any
 
-from ringdance.doctor.probes import files
-from ringdance.doctor.registry import Wanted
+from ringdance.doctor.check import Usage
+from ringdance.launch.system import machine
 
 
-def look(wanted: Wanted) -> dict[str, Any]:
-    """Name, identity, operating system, user, container, the folder of the command."""
+def collect(usage: Usage) -> dict[str, Any]:
+    """Name, identity, operating system, user, container, the command's directory, modes of ssh's files."""
     system = os.uname()
     try:
         user = getpass.getuser()
@@ -20,19 +22,19 @@ def look(wanted: Wanted) -> dict[str, Any]:
         user = str(os.getuid())
     return {
         "name": system.nodename,
-        "identity": f"{system.nodename} {files.text('/proc/sys/kernel/random/boot_id')}",
+        "identity": machine.identity(),
         "system": f"{system.sysname} {system.release}",
         "architecture": system.machine,
         "libc": " ".join(platform.libc_ver()),
         "user": user,
-        "root": os.getuid() == 0,
         "container": container(),
-        "here": {"path": wanted.here, "exists": not wanted.here or os.path.isdir(wanted.here)},
+        "cwd": {"path": usage.cwd, "exists": not usage.cwd or os.path.isdir(usage.cwd)},
+        "ssh": _ssh_modes(),
     }
 
 
 def container() -> str:
-    """ "kubernetes", "docker", "podman", "apptainer" or ""."""
+    """Return "kubernetes", "docker", "podman", "apptainer" or ""."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
     if os.path.exists("/run/.containerenv"):
@@ -40,3 +42,20 @@ def container() -> str:
     if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
         return "apptainer"
     return "docker" if os.path.exists("/.dockerenv") else ""
+
+
+def _ssh_modes() -> dict[str, dict[str, int]]:
+    """Modes of this user's private keys, and of what sshd requires to be writable for nobody else."""
+    home = os.path.expanduser("~")
+    directory = f"{home}/.ssh"
+    keys = {path.removesuffix(".pub") for path in glob.glob(f"{glob.escape(directory)}/*.pub")}
+    keys |= {path for path in glob.glob(f"{glob.escape(directory)}/id_*") if not path.endswith(".pub")}
+    modes: dict[str, dict[str, int]] = {"keys": {}, "directories": {}}
+    for path in sorted(path for path in keys if os.path.isfile(path)):
+        status = os.stat(path)
+        if status.st_uid == os.getuid():  # ssh accepts any mode of another user's, such as a mounted Secret's
+            modes["keys"][path] = stat.S_IMODE(status.st_mode)
+    for path in (home, directory, f"{directory}/authorized_keys"):
+        if os.path.exists(path):
+            modes["directories"][path] = stat.S_IMODE(os.stat(path).st_mode)
+    return modes

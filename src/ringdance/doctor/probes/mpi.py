@@ -1,94 +1,74 @@
-"""The MPI library that mpi4py loads, the mpiexecs in reach, and what could get in between."""
+"""The MPI library that mpi4py loads, the mpiexecs in PATH, Slurm's support of MPI."""
 
 from __future__ import annotations
 
 import glob
 import importlib.metadata
 import os
+import re
 from typing import Any
 
+from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
-from ringdance.doctor.registry import Wanted
 from ringdance.errors import LaunchError
 from ringdance.launch.mpi import family_of, find_mpi
 
 
-def look(wanted: Wanted) -> dict[str, Any]:
-    """Library, its mpiexec and whether that starts; mpiexecs in PATH; libraries in LD_LIBRARY_PATH."""
-    found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": "", "library": ""}
+def collect(usage: Usage) -> dict[str, Any]:
+    """Library, its mpiexec and whether that starts; mpiexecs in PATH; libraries in LD_LIBRARY_PATH; Slurm."""
+    found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": "", "version": None}
     try:
         mpi = find_mpi()
         found |= {"family": mpi.family, "mpiexec": mpi.mpiexec, "source": mpi.source}
-        found["answer"] = _answer(mpi.mpiexec)
+        found["version"] = _version(mpi.mpiexec)
     except LaunchError as error:
         found["error"] = str(error)
-    found["in_path"] = _in_path()
-    found["components"] = _components(found["mpiexec"])
-    found["preloaded"] = _libraries(os.environ.get("LD_LIBRARY_PATH", ""))
     found["prefix"] = os.path.dirname(os.path.dirname(found["mpiexec"]))
+    found["in_path"] = [_version(path) for path in _in_path()]
+    found["search_path"] = [
+        library
+        for directory in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+        for library in sorted(glob.glob(f"{glob.escape(directory)}/libmpi.so*"))[: bool(directory)]
+    ]
     found["mpi4py"] = _variants()
-    return found
+    return found | {"slurm": _slurm()}
 
 
-def _answer(path: str) -> dict[str, Any]:
-    """What ``mpiexec --version`` says."""
-    code, said, errors = files.run([path, "--version"], 20)
-    both = f"{said}\n{errors}"
-    return {
-        "path": path,
-        "code": code,
-        "family": family_of(both) or "",
-        "said": files.last_line(errors or said),
-    }
+def _version(path: str) -> dict[str, Any]:
+    """Run ``mpiexec --version``."""
+    code, output, errors = files.run([path, "--version"])
+    family = family_of(f"{output}\n{errors}") or ""
+    return {"path": path, "code": code, "family": family, "output": files.last_line(errors or output)}
 
 
-def _in_path() -> list[dict[str, Any]]:
-    """Each mpiexec, mpirun of PATH, in its order; the same file once."""
+def _in_path() -> list[str]:
+    """Return each mpiexec or mpirun in PATH, in its order; one for each directory."""
     found: dict[str, str] = {}
-    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+    for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
         for name in ("mpiexec", "mpirun"):
-            path = os.path.join(folder, name)
+            path = os.path.join(directory, name)
             if os.path.isfile(path) and os.access(path, os.X_OK):
                 found.setdefault(os.path.dirname(os.path.realpath(path)), path)
-    return [_answer(path) for path in found.values()]
-
-
-def _components(mpiexec: str) -> list[str]:
-    """Names of Open MPI's components that lie beside the library, those for UCX windows in particular."""
-    prefix = os.path.dirname(os.path.dirname(os.path.realpath(mpiexec))) if mpiexec else ""
-    found = []
-    for base in (f"{prefix}/lib", f"{prefix}/lib64", f"{prefix}/lib/x86_64-linux-gnu"):
-        for kind in ("osc", "pml", "btl"):
-            found += [
-                os.path.basename(p)[4:-3]
-                for p in glob.glob(f"{base}/openmpi*/**/mca_{kind}_*.so", recursive=True)
-            ]
-        # A library that holds its components inside names them in its strings.
-        for library in glob.glob(f"{base}/libmpi.so.*")[:1]:
-            with open(library, "rb") as file:
-                if b"mca_osc_ucx_component" in file.read():
-                    found.append("osc_ucx")
-    return sorted(set(found))
-
-
-def _libraries(path: str) -> list[str]:
-    """MPI libraries in the folders of a search path."""
-    return [
-        library
-        for folder in path.split(os.pathsep)
-        if folder
-        for library in sorted(glob.glob(f"{glob.escape(folder)}/libmpi.so*"))[:1]
-    ]
+    return list(found.values())
 
 
 def _variants() -> list[str]:
-    """The libraries that the installed mpi4py was built for: ``openmpi``, ``mpich``; or ``own``."""
+    """Return the libraries that the installed mpi4py was built for: ``openmpi``, ``mpich``; or ``own``."""
     try:
         distribution = importlib.metadata.distribution("mpi4py")
     except importlib.metadata.PackageNotFoundError:
         return []
-    names = [
-        file.name for file in distribution.files or () if file.name.startswith("MPI.") and ".so" in file.name
-    ]
-    named = {name for name in ("openmpi", "mpich", "impi") if any(f".{name}." in file for file in names)}
-    return sorted(named) or ["own"]
+    names = " ".join(file.name for file in distribution.files or () if file.name.startswith("MPI."))
+    return [name for name in ("openmpi", "mpich", "impi") if f".{name}." in names] or ["own"]
+
+
+def _slurm() -> dict[str, Any]:
+    """Kinds of MPI that srun offers; of a step's tasks, their number and whether they are connected."""
+    _, output, errors = files.run(["srun", "--mpi=list"], 10)
+    kinds = re.findall(r"\b(none|cray_shasta|openmpi|pmi2|pmix(?:_v\d+)?)\b", output + errors)
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "") if "SLURM_PROCID" in os.environ else ""
+    return {
+        "kinds": sorted(set(kinds)),
+        "tasks": int(tasks) if tasks.isdigit() else 0,
+        "connected": any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", "PMI_FD")),
+    }

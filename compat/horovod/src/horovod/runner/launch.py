@@ -36,10 +36,10 @@ def _run(args: argparse.Namespace) -> int:
     ready = order.prepare(_say)
     tell(args, ready.order, _say)
     if ready.plan.wide:
-        from ringdance.doctor.preflight import MINUTES, look
+        from ringdance.doctor.preflight import MINUTES, check_hosts
 
-        # Only said: Horovod starts whatever it can reach, and has no option for going on all the same.
-        look(ready, _say, hinders=False, minutes=0.0 if args.disable_cache else MINUTES)
+        # Warnings only: Horovod starts whatever it can reach, and has no option for going on all the same.
+        check_hosts(ready, _say, required=False, minutes=0.0 if args.disable_cache else MINUTES)
     return run_in_terminal(ready)
 
 

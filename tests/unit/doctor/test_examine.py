@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ringdance.doctor.check import AREAS, SEVERITIES, Host, Usage
+from ringdance.doctor.checks import CHECKS
+from ringdance.doctor.examine import examine
 from ringdance.doctor.probe import PROBES
-from ringdance.doctor.registry import ERROR, Case, Finding, Wanted, all_checks, examine
+from ringdance.doctor.rows import outliers, variables
 
 
 def _broken() -> set[str]:
@@ -28,45 +31,55 @@ def _broken() -> set[str]:
 
 
 def test_each_check_has_a_test_that_breaks_the_thing() -> None:
-    assert _broken() == set(all_checks())
+    assert _broken() == set(CHECKS)
 
 
 def test_checks_are_well_formed() -> None:
-    checks = all_checks()
-    assert len(checks) >= 40
-    for check in checks.values():
+    assert len(CHECKS) >= 40
+    for check in CHECKS.values():
         assert set(check.needs) <= set(PROBES) | {"links", "reach"}, check
-        assert (check.host is None) != (check.hosts is None)
-        assert check.looks_at
-        assert not check.looks_at.endswith("."), check.name
+        assert check.area in AREAS
+        assert check.severity in SEVERITIES
+        assert check.description
+        assert not check.description.endswith("."), check.name
         assert check.name == check.name.lower()
 
 
 def test_a_probe_that_fails_makes_its_checks_unknown_and_no_others() -> None:
-    results = examine({"a": {"memory": {"failed": "KeyError: x"}, "machine": {"failed": "gone"}}}, Wanted())
+    results = examine({"a": {"memory": {"failed": "KeyError: x"}, "machine": {"failed": "gone"}}}, Usage())
     assert {result.severity for result in results} == {"unknown"}
     assert {"shm-size", "swap"} <= {result.check for result in results}
-    assert not {"zombies", "threads"} & {result.check for result in results}
+    assert not {"orphans", "threads"} & {result.check for result in results}
 
 
 def test_what_several_hosts_have_in_common_is_said_once() -> None:
-    facts = {"leftovers": {"zombies": [], "orphans": [], "shared": [], "folders": [], "threads": 1}}
-    results = examine({"a": facts, "b": facts}, Wanted(), ["zombies"])
+    facts = {"leftovers": {"orphans": [], "shared": [], "threads": 1}}
+    results = examine({"a": facts, "b": facts}, Usage(), ["orphans"])
     assert [result.hosts for result in results] == [("a", "b")]
 
 
-def test_a_finding_is_wrong_if_it_has_a_mend() -> None:
-    assert Finding("x", "do y").wrong
-    assert not Finding("x").wrong
-    assert Case({"environment": {"variables": {"A": "1"}}}).variable("A") == "1"
-    assert ERROR == "error"
+def test_variables_are_wrong_if_their_whole_value_matches() -> None:
+    judge = variables({"A": "on|yes", "B": ".+"}, " is slow", ", please")
+
+    def of(**values: str) -> list[tuple[str, str]]:
+        return [(f.text, f.fix) for f in judge(Host({"environment": {"variables": values}}))]
+
+    assert of() == of(A="only") == []
+    assert of(A="ON", B="x") == [("A=ON, B=x is slow", "unset A B, please")]
+
+
+def test_of_equally_common_values_the_first_host_s_counts() -> None:
+    (finding,) = outliers({"a": "1", "b": "2"}, "fix it", "version")
+    assert (finding.text, finding.hosts) == ("version 2 on b, but 1 on a", ("b",))
+    (equal,) = outliers({"a": "1", "b": "1"}, "fix it", "version")
+    assert (equal.text, equal.fix) == ("version 1 on all hosts", "")
 
 
 def test_a_probe_process_answers_even_if_a_probe_is_unknown() -> None:
-    asked = {"probes": ["nothing"], "wanted": {}, "seconds": 10}
+    asked = {"probes": ["nothing"], "usage": {}, "seconds": 10}
     done = subprocess.run(
         [sys.executable, "-m", "ringdance.doctor.probe"],
-        input=json.dumps(asked),
+        input=json.dumps(asked) + "\n",
         capture_output=True,
         text=True,
         timeout=60,
