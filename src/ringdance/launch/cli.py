@@ -51,8 +51,9 @@ Look = Callable[[PreparedJob, Callable[[str], None]], None]
 """Is given what would be started, and how to say something; raises a LaunchError if it must not start."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line of ``ringdance run``."""
+    made = Parser(
         prog="ringdance run",
         usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
         description="Run a command as N ranks of one MPI job, on this machine or on several.",
@@ -60,13 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
-    where = parser.add_mutually_exclusive_group()
+    where = made.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
-    _add_other_hosts(parser)
+    _add_other_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
     add(
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_const", const="json", dest="format", help=argparse.SUPPRESS)
     add("--verbose", action="store_true", help="tell what is done, and show all that mpiexec says")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
-    return parser
+    return made
 
 
 def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
@@ -136,25 +137,47 @@ def main(argv: Sequence[str], look: Look | None = None) -> int:
         argv: the words of the command line.
         look: looks for what is wrong with several hosts, before anything starts there.
     """
-    return as_program("ringdance run", lambda: _main(_parser().parse_args(list(argv)), look))
+
+    def action() -> int:
+        arguments = parser().parse_args(list(argv))
+        return run(spec_of(arguments), arguments, _say, look)
+
+    return as_program("ringdance run", action)
 
 
-def _main(arguments: argparse.Namespace, look: Look | None) -> int:
+def run(
+    order: JobSpec,
+    arguments: argparse.Namespace,
+    say: Callable[[str], None],
+    look: Look | None = None,
+    show_map: bool = False,
+) -> int:
+    """Run a job as the options of ``ringdance run`` say, and return the exit code.
+
+    Args:
+        order: the job.
+        arguments: parsed by :func:`parser`.
+        say: shows a line to the user.
+        look: as of :func:`main`.
+        show_map: whether to show where the ranks go.
+    """
+
     def checked(ready: PreparedJob, say: Callable[[str], None]) -> None:
         if look and ready.plan.wide and not arguments.no_check:
             look(ready, say)
 
-    order = _order(arguments)
     if arguments.detach and not arguments.dry_run:
         # What is kept is not for this terminal.
-        return start_detached(replace(order, colour=arguments.colour), checked, _say)
-    ready = order.prepare(_say)
+        return start_detached(replace(order, colour=arguments.colour), checked, say)
+    ready = order.prepare(say)
     if arguments.dry_run:
         ready.close()
         plan = ready.plan
         print(plan.to_json(os.environ) if arguments.format == "json" else plan.describe(os.environ))
         return 0
-    checked(ready, _say)
+    if show_map:  # without the values of variables, which do not belong into a log
+        print(ready.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
+    checked(ready, say)
     return run_in_terminal(ready)
 
 
@@ -170,7 +193,12 @@ def _style(arguments: argparse.Namespace) -> Style | None:
     return None if arguments.prefix else Style("", clock=arguments.timestamps)
 
 
-def _order(arguments: argparse.Namespace) -> JobSpec:
+def spec_of(arguments: argparse.Namespace) -> JobSpec:
+    """Build the job that the options of ``ringdance run`` ask for.
+
+    Raises:
+        LaunchError: a value is wrong, or the command cannot be run.
+    """
     hosts, source = None, ""
     if arguments.hosts:
         hosts, source = parse_hosts(arguments.hosts), "-H"

@@ -1,7 +1,8 @@
 """Translate command lines of Open MPI 4's ``mpirun`` for the launcher.
 
 Job files and SageMaker's toolkit contain such lines. Open MPI 5 rejects some of their options, other MPI
-libraries nearly all. Old spellings are replaced by Open MPI 5's, then each option is applied.
+libraries nearly all. Old spellings are replaced by Open MPI 5's, then each option is translated to one of
+``ringdance run``, or passed on to mpiexec.
 """
 
 from __future__ import annotations
@@ -77,14 +78,12 @@ class MpirunLine:
         per_host: ranks on each host, 0 if not given.
         hosts: names and slots, None for the scheduler's, or else this machine.
         source: where `hosts` come from, for messages.
-        exports: variables for the ranks.
-        interfaces: network interfaces to use.
+        options: of ``ringdance run``, without ranks and hosts.
         ssh: more arguments of ssh.
         mpi: options for mpiexec, as Open MPI 5 spells them.
-        output_dir: for a copy of the output, or "".
         cwd: directory of the ranks, or "".
         flags: "spread" (a rank to each host in turn), "oversubscribe", "tag" and "timestamp" (before output
-            lines), "display" (the plan), "verbose", "dry-run", "no-check", "help", "version".
+            lines), "display" (the plan), "help", "version".
         notes: warnings for the user.
         command: the program and its arguments.
     """
@@ -93,11 +92,9 @@ class MpirunLine:
     per_host: int = 0
     hosts: list[tuple[str, int]] | None = None
     source: str = ""
-    exports: dict[str, str] = field(default_factory=dict)
-    interfaces: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
     ssh: list[str] = field(default_factory=list)
     mpi: list[str] = field(default_factory=list)
-    output_dir: str = ""
     cwd: str = ""
     flags: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -123,7 +120,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
         if name not in _VALUES and equals and _VARIABLE.fullmatch(name):
             text = f"{option}={value} is not an option of mpirun: it is taken for -x {name}={value}"
             line.notes.append(shown_text(text))
-            line.exports[name] = value
+            line.options += ["-x", f"{name}={value}"]
             continue
         if name not in _VALUES:
             raise LaunchError(f"unknown option {option}; see: ringdance mpirun --help")
@@ -165,7 +162,7 @@ def _apply(
         case "x":
             variable, equals, text = value.partition("=")
             if equals or variable in environ:
-                line.exports[variable] = text if equals else environ[variable]
+                line.options += ["-x", f"{variable}={text if equals else environ[variable]}"]
             else:  # mpirun only warns, too
                 line.notes.append(f"-x {value}: that variable is not set here")
         case "mca":
@@ -180,13 +177,15 @@ def _apply(
             for part in value.split(","):
                 kind, _, path = part.partition("=")
                 if kind in ("dir", "directory", "file", "filename"):
-                    line.output_dir = path.partition(":")[0]
+                    line.options += ["--output-filename", path.partition(":")[0]]
                 else:
                     line.flags.add("tag" if kind.startswith("tag") else kind)
         case "display":
             line.flags.add(name)
-        case _ if name in _FLAGS:
+        case "help" | "version":
             line.flags.add(name)
+        case "verbose" | "dry-run" | "no-check":
+            line.options.append(f"--{name}")
         case _ if name in _PASSED_ON:
             line.mpi += [f"--{name}", *values]
         case _ if name in _NO_EFFECT and _NO_EFFECT[name][1]:
@@ -195,7 +194,7 @@ def _apply(
 
 def _mca(line: MpirunLine, option: str, name: str, value: str) -> None:
     if name in ("btl_tcp_if_include", "oob_tcp_if_include") and "/" not in value:
-        line.interfaces += [one for one in value.split(",") if one not in line.interfaces]
+        line.options += ["--network-interface", value] if value not in line.options else []
     elif name in ("plm_rsh_args", "plm_ssh_args"):
         line.ssh += shlex.split(value)
     elif name in ("plm_rsh_agent", "plm_ssh_agent"):

@@ -6,18 +6,19 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ringdance import __version__
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
-from ringdance.launch.cli import Look
+from ringdance.launch import cli
 from ringdance.launch.mpi.library import find_mpi
 from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
 from ringdance.launch.output.stream import Style
-from ringdance.launch.remote.shell import RemoteShell
-from ringdance.launch.spec import CommandError, JobSpec, as_program, resolve_command, run_in_terminal
+from ringdance.launch.spec import CommandError, as_program
 from ringdance.launch.system.linux import usable_cores
 
 _NAME = "ringdance mpirun"
@@ -47,7 +48,7 @@ examples:
 """
 
 
-def main(argv: Sequence[str], look: Look | None = None) -> int:
+def main(argv: Sequence[str], look: cli.Look | None = None) -> int:
     """Run ``ringdance mpirun`` and return its exit code.
 
     Args:
@@ -57,7 +58,7 @@ def main(argv: Sequence[str], look: Look | None = None) -> int:
     return as_program(_NAME, lambda: _main(list(argv), look))
 
 
-def _main(words: list[str], look: Look | None) -> int:
+def _main(words: list[str], look: cli.Look | None) -> int:
     if words[:1] == ["--install-into"]:
         if len(words) != 2:
             raise CommandError("--install-into DIR: give one directory")
@@ -74,23 +75,17 @@ def _main(words: list[str], look: Look | None) -> int:
         os.chdir(line.cwd or ".")
     except OSError as error:
         raise CommandError(f"-wdir {line.cwd}: {error.strerror}") from None
-    ready = order_of(line, resolve_command(line.command)).prepare(_say)
-    if "dry-run" in line.flags:
-        ready.close()
-        print(ready.plan.describe(os.environ))
-        return 0
-    if "display" in line.flags:  # where ranks go; values of variables do not belong into a log
-        print(ready.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
-    if look and ready.plan.wide and "no-check" not in line.flags:
-        look(ready, _say)
-    return run_in_terminal(ready)
+    ssh = f"--ssh-args={shlex.join(line.ssh)}"
+    arguments = cli.parser().parse_args([*line.options, ssh, "--", *line.command])
+    spec = replace(cli.spec_of(arguments), **changes(line))
+    return cli.run(spec, arguments, _say, look, show_map="display" in line.flags)
 
 
-def order_of(line: MpirunLine, command: Sequence[str]) -> JobSpec:
-    """Build the job that a line asks for.
+def changes(line: MpirunLine) -> dict[str, Any]:
+    """Return the fields of the job that differ from what ``ringdance run`` would make of the options.
 
     Raises:
-        LaunchError: the hosts cannot be understood.
+        LaunchError: the scheduler's hosts cannot be understood.
     """
     hosts: HostList | None = line.hosts
     ranks, source, options = line.ranks, line.source, line.mpi
@@ -106,19 +101,8 @@ def order_of(line: MpirunLine, command: Sequence[str]) -> JobSpec:
         options = []
     # Open MPI 4's form: job, rank and stream; without -tag-output, nothing.
     prefix = "[1,{rank}]<{stream}>:" if "tag" in line.flags else ""
-    return JobSpec(
-        command,
-        ranks=ranks,
-        hosts=hosts,
-        source=source,
-        shell=RemoteShell(arguments=tuple(line.ssh)),
-        interfaces=line.interfaces,
-        exports=line.exports,
-        style=Style(prefix, clock="timestamp" in line.flags, closes=False),
-        folder=line.output_dir,
-        verbose="verbose" in line.flags,
-        mpi_args=options,
-    )
+    style = Style(prefix, clock="timestamp" in line.flags, closes=False)
+    return {"ranks": ranks, "hosts": hosts, "source": source, "style": style, "mpi_args": options}
 
 
 def install(directory: Path) -> list[Path]:

@@ -11,9 +11,10 @@ import pytest
 
 from ringdance import cli
 from ringdance.errors import LaunchError
+from ringdance.launch import cli as launch
 from ringdance.launch.mpi import Mpi, family_of, mpirun_cli
 from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
-from ringdance.launch.mpi.mpirun_cli import install, order_of
+from ringdance.launch.mpi.mpirun_cli import changes, install
 
 SAGEMAKER = """
 --host algo-1:2,algo-2:2 -np 4 --allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include eth0
@@ -32,13 +33,12 @@ def test_the_line_of_sagemakers_toolkit() -> None:
     found = parse([*SAGEMAKER.split(), *COMMAND], {"PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]'})
     assert found.command == COMMAND
     assert (found.ranks, found.hosts) == (4, [("algo-1", 2), ("algo-2", 2)])
-    assert found.interfaces == ["eth0"]
     assert found.flags == {"tag", "display"}
     assert found.mpi == ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
-    assert found.exports == {
-        "NCCL_MIN_NRINGS": "4", "NCCL_SOCKET_IFNAME": "eth0", "LD_PRELOAD": "/x/gethostname.so",
-        "PATH": "/bin", "SM_HOSTS": '["algo-1","algo-2"]',
-    }  # fmt: skip
+    assert found.options == [
+        "--network-interface", "eth0", "-x", "NCCL_MIN_NRINGS=4", "-x", "NCCL_SOCKET_IFNAME=eth0",
+        "-x", "LD_PRELOAD=/x/gethostname.so", "-x", "PATH=/bin", "-x", 'SM_HOSTS=["algo-1","algo-2"]',
+    ]  # fmt: skip
     assert found.notes == []
 
 
@@ -94,20 +94,20 @@ def test_options_of_mpi(line: str, options: list[str]) -> None:
 
 def test_ssh_and_output_and_variables(tmp_path: Path) -> None:
     found = parsed("-x A=1=2 -x B -x NONE -wdir /w", B="b")
-    assert found.exports == {"A": "1=2", "B": "b"}
+    assert found.options == ["-x", "A=1=2", "-x", "B=b"]
     assert found.notes == ["-x NONE: that variable is not set here"]
     assert found.cwd == "/w"
     agent = ["-mca", "plm_rsh_agent", "/usr/bin/ssh -v"]
     found = parse([*agent, "-mca", "plm_rsh_args", "-p 2222", "--output", "tag,dir=/logs", "x"], {})
     assert found.ssh == ["-v", "-p", "2222"]
-    assert (found.flags, found.output_dir) == ({"tag"}, "/logs")
+    assert (found.flags, found.options) == ({"tag"}, ["--output-filename", "/logs"])
     found = parsed("-output-filename /logs:nojobid -timestamp-output")
-    assert (found.flags, found.output_dir) == ({"timestamp"}, "/logs")
+    assert (found.flags, found.options) == ({"timestamp"}, ["--output-filename", "/logs"])
 
 
 def test_a_variable_written_as_an_option() -> None:
     found = parsed("--NCCL_DEBUG=INFO")
-    assert found.exports == {"NCCL_DEBUG": "INFO"}
+    assert found.options == ["-x", "NCCL_DEBUG=INFO"]
     assert "taken for -x NCCL_DEBUG=INFO" in found.notes[0]
 
 
@@ -139,12 +139,12 @@ def test_other_libraries_get_no_options_of_open_mpi(
 ) -> None:
     line = parsed("-np 2 -H localhost:2 -mca btl self")
     monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("mpich", "/x/mpiexec", "test"))
-    assert order_of(line, ["/bin/true"]).mpi_args == []
+    assert changes(line)["mpi_args"] == []
     assert "no effect with mpich: --mca btl self" in capsys.readouterr().err
     monkeypatch.setattr(mpirun_cli, "find_mpi", lambda: Mpi("openmpi", "/x/mpiexec", "test", 5))
-    order = order_of(line, ["/bin/true"])
-    assert order.mpi_args == ["--mca", "btl", "self"]
-    assert (order.ranks, order.hosts, order.source) == (2, [("localhost", 2)], "-H localhost:2")
+    found = changes(line)
+    assert found["mpi_args"] == ["--mca", "btl", "self"]
+    assert (found["ranks"], found["hosts"], found["source"]) == (2, [("localhost", 2)], "-H localhost:2")
 
 
 def test_the_program_for_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_another_mpirun_is_left_alone(tmp_path: Path, link: bool) -> None:
 def test_a_map_shows_no_variables(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mpirun_cli, "run_in_terminal", lambda ready: 0)
+    monkeypatch.setattr(launch, "run_in_terminal", lambda ready: 0)
     line = "mpirun -np 2 -H localhost:2 --display-map -x SM_HPS={'key':'not-for-logs'} python -V"
     assert cli.main(line.split()) == 0
     shown = capfd.readouterr().err
