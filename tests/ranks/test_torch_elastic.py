@@ -15,7 +15,6 @@ from ringdance import session
 from ringdance.errors import CollectiveError, EngineError, MismatchError
 from ringdance.torch.elastic import ElasticSampler, TorchState, run
 from ringdance.training import elastic
-from ringdance.training.elastic import HostUpdateResult
 
 pytestmark = pytest.mark.limit(180)
 
@@ -157,29 +156,6 @@ def test_overlap_goes_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         monkeypatch.undo()
         elastic.restart()
-
-
-def test_news_of_hosts_reach_all_ranks_at_one_call() -> None:
-    """Values are kept, not restored; what was committed stays what an error goes back to."""
-    state = TorchState(step=0)
-    starts: list[int] = []
-
-    @run
-    def train(state: TorchState) -> str:
-        starts.append(state.step)
-        while state.step < 10:
-            state.step += 1
-            if state.step == 2 and len(starts) == 1:
-                state.save()
-            if state.step == 4 and len(starts) == 1 and RANK == 0:
-                state.on_hosts_updated(1, HostUpdateResult.added)
-            if state.step == 6 and len(starts) == 2:
-                mismatch()
-            state.check_host_updates()
-        return "done"
-
-    assert train(state) == "done"
-    assert starts == [0, 4, 2]
 
 
 @pytest.mark.parametrize("length", [24, 25, 4 * SIZE + 1])

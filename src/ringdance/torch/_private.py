@@ -1,7 +1,7 @@
-"""Private names of torch that the binding uses, all of them: why, and what happens without.
+"""All private names of torch that the binding uses: the reason, the versions, and what happens without.
 
-Seen in torch 2.13. Each is looked up when this module is imported; where one is missing, the way without it
-is taken, which the tests try too.
+Seen in torch 2.2 to 2.13. Each is looked up when this module is imported; where one is missing, the binding
+works as told here, which the tests try too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 __all__ = [
-    "compiler_disable", "divided_by", "graph_task", "outermost_function_node", "queue_callback",
-    "tells_end",
+    "BatchNorm", "compiler_disable", "counts_steps", "divided_by", "graph_task", "hooks_run_inside", "note_step",
+    "outermost_function_node", "queue_callback", "sparse_entries", "tells_end",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,6 +106,41 @@ def outermost_function_node() -> Any:
         if frame.f_back is None:
             return node
         frame = frame.f_back
+
+
+# Attributes that torch itself reads from optimizers and their step(). Without them (another torch has other
+# names) learning rate schedulers warn that step() was not called, and hooks of a step may run twice.
+
+
+def note_step(optimizer: Any) -> None:
+    """Note that ``step()`` was called: learning rate schedulers warn if they are called before it."""
+    optimizer._opt_called = True
+
+
+def counts_steps(step: Any) -> None:
+    """Mark a ``step`` as the wrapper by which learning rate schedulers count."""
+    step._wrapped_by_lr_sched = True
+
+
+def hooks_run_inside(step: Any) -> None:
+    """Mark a ``step``: torch runs hooks around the optimizer's own step, within this one."""
+    step.hooked = True
+
+
+# torch.nn.modules.batchnorm._BatchNorm: the base of all batch norms. Without it only BatchNorm1d, its subclasses
+# and torch's SyncBatchNorm are converted.
+BatchNorm: Any = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
+
+
+# Tensor._indices and _values: the entries of a sparse tensor as they are. Without them equal ones are summed
+# first, which the public indices() and values() require.
+def sparse_entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices, shape (dimensions, entries), and values of a sparse tensor."""
+    plain = tensor.detach()
+    if hasattr(plain, "_indices") and hasattr(plain, "_values"):
+        return plain._indices(), plain._values()
+    plain = plain.coalesce()
+    return plain.indices(), plain.values()
 
 
 def divided_by(tensor: Any) -> str | None:

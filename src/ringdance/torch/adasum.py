@@ -10,6 +10,7 @@ import torch
 
 from ringdance import session
 from ringdance.errors import ArgumentError
+from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.wrapped import Wrapped
@@ -59,4 +60,4 @@ class AdasumOptimizer(Wrapped):
                 parameter.copy_(start + compression.decompress(one, context))
         return value
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch runs hooks around the optimizer's own step already
+    _private.hooks_run_inside(step)

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
-from ringdance.torch._private import compiler_disable
+from ringdance.torch._private import BatchNorm, compiler_disable
 from ringdance.training.collectives import Sum
 
 __all__ = ["SyncBatchNorm"]
@@ -78,7 +77,7 @@ class _Normalise(torch.autograd.Function):
         ), None
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation whose statistics are those of the batches of all ranks together.
 
     A stand-in for ``BatchNorm1d``, ``2d`` and ``3d`` with input (N, C), (N, C, L), ... up to five
@@ -110,11 +109,11 @@ class SyncBatchNorm(_BatchNorm):
         Parameters and buffers stay the same objects. Returns ``module``, or what replaces it.
         """
         result = module
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+        if isinstance(module, (BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(module, cls):
             result = cls(
                 module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
             )
-            for name in (*module._parameters, *module._buffers):
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
                 setattr(result, name, getattr(module, name))
             result.training = module.training
         for name, child in module.named_children():

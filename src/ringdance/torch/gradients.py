@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringdance.torch._private import sparse_entries
 from ringdance.torch.memory import Array, Compression, from_array, host_tensor, view_of
 from ringdance.training.gradients import AS_DENSE, DENSE
 from ringdance.training.sparse import Rows
@@ -135,8 +136,7 @@ class Gradients:
         else:
             if not gradient.is_sparse:
                 gradient = gradient.to_sparse(sparse_dims)
-            # _indices: entries as they are, merged or not
-            places, values = gradient.detach()._indices(), gradient.detach()._values()
+            places, values = sparse_entries(gradient)
         found = view_of(host_tensor(places.contiguous()))
         keys = found[0] if sparse_dims == 1 else np.ravel_multi_index(tuple(found), shape[:sparse_dims])
         return Rows(keys, view_of(host_tensor(values.contiguous())), math.prod(shape[:sparse_dims]))

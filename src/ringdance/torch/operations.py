@@ -12,6 +12,7 @@ their argument and are not differentiable; ``grouped_`` forms exchange several t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from ringdance import session
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.torch._private import compiler_disable
+from ringdance.torch._private import compiler_disable, sparse_entries
 from ringdance.torch.exchange import Tensors, run, run_in_place, start
 from ringdance.torch.memory import Compression
 from ringdance.training import collectives
@@ -37,6 +38,9 @@ __all__ = [
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async",
     "sparse_allreduce_async", "synchronize",
 ]
+
+_allreduce = partial(reduction, Collective.ALLREDUCE)
+_reducescatter = partial(reduction, Collective.REDUCESCATTER)
 
 
 def allreduce(
@@ -60,8 +64,7 @@ def allreduce(
         ValueError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
 
 
@@ -70,8 +73,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce``; ``synchronize`` of the returned handle gives the result."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,))
 
 
@@ -80,8 +82,7 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
     return run_in_place(call, (tensor,))[0]
 
 
@@ -90,8 +91,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce_``; ``synchronize`` gives the tensor."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,), in_place=True)
 
 
@@ -101,8 +101,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; as ``allreduce``."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return run(call, tensors, compression)
 
 
@@ -111,8 +110,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce``; ``synchronize`` gives a tuple."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors)
 
 
@@ -121,8 +119,7 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce several tensors in place and return them."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return run_in_place(call, tensors)
 
 
@@ -131,8 +128,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce_``; ``synchronize`` gives a tuple of the tensors."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, True)
+    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors, in_place=True)
 
 
@@ -147,19 +143,17 @@ def sparse_allreduce_async(
     if not tensor.is_sparse:
         raise ArgumentError(f"sparse_allreduce_async needs a sparse tensor, got {tensor.type()}.")
     divide = pick_operation(None, op) is ReduceOp.AVERAGE
-    # Indices have one column for each entry: gathered as rows. Never .coalesce(): entries count as they are.
-    plain = tensor.detach()
-    rows = plain._indices().t().contiguous()
-    values = plain._values().contiguous()
-    first = allgather_async(rows, None if name is None else f"{name}.indices", process_set)
-    second = allgather_async(values, None if name is None else f"{name}.values", process_set)
+    # Indices have one column for each entry: gathered as rows.
+    indices, values = sparse_entries(tensor)
+    first = allgather_async(indices.t().contiguous(), name and f"{name}.indices", process_set)
+    second = allgather_async(values.contiguous(), name and f"{name}.values", process_set)
 
     def wait() -> Tensor:
         indices = synchronize(first)
         gathered = synchronize(second)
         if divide:
             gathered = gathered / process_set.size()
-        return torch.sparse_coo_tensor(indices.t(), gathered, plain.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(indices.t(), gathered, tensor.shape, check_invariants=False)
 
     return wait
 
@@ -256,8 +250,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set)
+    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
 
 
@@ -266,8 +259,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``reducescatter``; returns a handle."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set)
+    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,))
 
 
@@ -276,8 +268,7 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce and scatter several tensors; as ``reducescatter``."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, True)
+    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return run(call, tensors, compression)
 
 
@@ -286,8 +277,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``grouped_reducescatter``; ``synchronize`` gives a tuple."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, True)
+    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
+from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.adasum import AdasumOptimizer
@@ -140,7 +141,7 @@ class _Distributed(Wrapped):
         """
         self._prepare()
         exchange = self._exchange
-        self._opt_called = True  # what learning rate schedulers look at
+        _private.note_step(self)
         if self._by_hand and not self._skip:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
@@ -159,7 +160,7 @@ class _Distributed(Wrapped):
         exchange.step_done()
         return result
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch runs hooks around the optimizer's own step already
+    _private.hooks_run_inside(step)
 
     def _reducing(self, closure: Closure, exchange: GradientExchange) -> Closure:
         average_loss = isinstance(self, torch.optim.LBFGS)
@@ -251,12 +252,11 @@ def DistributedOptimizer(
 
 def _index_groups(groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
     """Return ``groups`` as indices; raise ArgumentError for what is no number and no lists of parameters."""
-    if isinstance(groups, (list, tuple)) and any(
-        isinstance(group, Tensor) or not all(isinstance(one, Tensor) for one in group) for group in groups
+    listed = groups if isinstance(groups, (list, tuple)) else ()
+    if groups == 0 or any(
+        isinstance(group, Tensor) or not all(isinstance(one, Tensor) for one in group) for group in listed
     ):
         raise ArgumentError("groups must be a positive number or a list of lists of parameters.")
-    if groups is not None and (isinstance(groups, bool) or (isinstance(groups, int) and groups <= 0)):
-        raise ArgumentError(f"groups={groups!r}: give a positive number or a list of lists of parameters.")
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
     return check_groups(groups, trained, lambda one: index.get(id(one)))

@@ -118,7 +118,7 @@ def wrap(optimizer: torch.optim.Optimizer, front: type[Wrapped], options: Option
         def step(*args: Any, **kwargs: Any) -> Any:
             return type(result).step(result, *args, **kwargs)
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what the scheduler looks for
+        _private.counts_steps(step)
         result.step = step
     return result
 

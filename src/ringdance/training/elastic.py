@@ -14,21 +14,19 @@
     train(state)
 
 When a collective fails, every rank goes back to its last commit, leaves the job, joins it again, takes rank
-0's state, and calls the function anew. Any other exception ends the job as ever. Today the processes
-of a job stay the same: if one has ended, the error is raised on all others. The state is
-told of other hosts by ``on_hosts_updated``; ``check_host_updates`` then leaves the function on all ranks at
-the same call.
+0's state, and calls the function again. Any other exception ends the job. The processes and hosts
+of a job stay the same: if a process has ended, the error is raised on all others.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
 import functools
+import itertools
 import logging
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,26 +37,16 @@ from ringdance.training import basics
 from ringdance.training.objects import broadcast_object
 
 __all__ = [
-    "HostUpdateResult", "NotificationManager", "ObjectState", "State", "notification_manager", "restart",
-    "run", "run_fn",
+    "ElasticIndices", "ObjectState", "State", "restart", "run", "run_fn",
 ]
 
 _log = logging.getLogger("ringdance")
 
-# So many times in a row training may fail without a new commit: an error that comes each time is no accident.
+# Failures in a row without a new commit after which training is not started again.
 MOST_FAILURES = 10
 
 T = TypeVar("T")
 Broadcast = Callable[[Any], Any]
-
-
-class HostUpdateResult(enum.IntFlag):
-    """What became of the job's hosts."""
-
-    no_update = 0
-    removed = 1
-    added = 2
-    mixed = 3
 
 
 class State:
@@ -74,66 +62,35 @@ class State:
     def __init__(
         self, bcast_object: Broadcast | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        # A name of its own: a commit must not meet a broadcast of the script.
+        # A name of its own, so that it does not match a broadcast of the script.
         self._bcast_object = bcast_object or functools.partial(broadcast_object, name="elastic.state")
         self._rank = get_rank or basics.rank
-        self._host_messages: SimpleQueue[tuple[float, int]] = SimpleQueue()
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._saves = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have functions called, in this order, each time the job has started again.
+        """Call functions, in this order, each time the job has started again.
 
-        The number of ranks may be another then: this is the place to scale the learning rate.
+        The number of ranks may be different then: scale the learning rate here.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The job has started again: forget old news of hosts, ``reset()``, call the callbacks."""
-        self._take_messages()
+        """Call ``reset()`` and the callbacks after the job has started again."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
-    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Take in that hosts have changed. From any thread; only what rank 0 is told counts.
-
-        Args:
-            timestamp: when, in seconds; for people.
-            update_res: a ``HostUpdateResult``.
-        """
-        self._host_messages.put((timestamp, update_res))
-
     def commit(self) -> None:
-        """Save, then ``check_host_updates()``; on all ranks alike."""
+        """Save; on all ranks alike."""
         self.save()
         self._saves += 1
-        self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Learn from rank 0 whether hosts have changed. A collective: all ranks call it equally often.
-
-        Every notification counts that has come since the job (re)started, even if several came
-        within one second.
-
-        Raises:
-            HostsUpdatedInterrupt: they have; on all ranks at the same call. ``skip_sync`` if some have
-                only gone.
-        """
-        result = self._bcast_object(self._take_messages())
-        if result != HostUpdateResult.no_update:
-            raise HostsUpdatedInterrupt(result == HostUpdateResult.removed)
-
-    def _take_messages(self) -> int:
-        result = 0
-        try:
-            while True:
-                result |= int(self._host_messages.get_nowait()[1])
-        except Empty:
-            return result
+        """Do nothing: the hosts of a job do not change. Horovod's scripts call it."""
 
     def save(self) -> None:
-        """Keep a copy of everything, in memory, to which ``restore`` goes back."""
+        """Keep a copy of everything in memory, for ``restore``."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -145,7 +102,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The job has started again, perhaps with other ranks: adapt to it. Does nothing here."""
+        """Adapt to the job that has started again, perhaps with other ranks. Does nothing here."""
 
 
 class ObjectState(State):
@@ -154,9 +111,8 @@ class ObjectState(State):
     A save copies lists, dicts, sets, arrays and what they hold, so that changing them in place does not
     change what was saved; objects of other classes are kept as they are.
 
-    ``sync`` gives all ranks both what rank 0 has now and what it saved last: values that were changed
-    since the last commit are kept when hosts change, as weights are, and ``restore`` goes back to a
-    state in which everything is of one moment.
+    ``sync`` gives all ranks both rank 0's values and what it saved last, so that ``restore`` afterwards goes
+    back to a state in which everything is of one moment.
 
     Args:
         bcast_object, get_rank: see ``State``.
@@ -211,34 +167,8 @@ class ObjectState(State):
         return copy.copy(value) if kind in (set, bytearray, np.ndarray) else value
 
 
-class NotificationManager:
-    """Brings news of hosts to the states in training. Nothing sends any yet: hosts do not change."""
-
-    def __init__(self) -> None:
-        self._listeners: list[State] = []
-
-    def init(self) -> None:
-        """Do nothing: there is no service to start."""
-
-    def register_listener(self, listener: State) -> None:
-        """Tell this state from now on."""
-        self._listeners.append(listener)
-
-    def remove_listener(self, listener: State) -> None:
-        """Tell it no more."""
-        self._listeners = [one for one in self._listeners if one is not listener]
-
-    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Tell all states; from any thread."""
-        for listener in list(self._listeners):
-            listener.on_hosts_updated(timestamp, update_res)
-
-
-notification_manager = NotificationManager()
-
-
 def restart() -> None:
-    """Leave the job and join it again; all ranks do. Process sets are to be added again then.
+    """Leave the job and join it again, on all ranks. Process sets have to be added again.
 
     Raises:
         RankLostError: a process has ended, or does not come within the setting ``elastic_timeout``.
@@ -263,28 +193,23 @@ def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]
             raise ArgumentError(
                 f"{func.__name__}() needs an elastic state as its first argument, got {type(state).__name__}."
             )
-        notification_manager.init()
-        notification_manager.register_listener(state)
         failures = _Failures(state)
         skip_sync = False
-        try:
-            while True:
-                try:
-                    if not skip_sync:
-                        state.sync()
-                    return func(state, *args, **kwargs)
-                except HostsUpdatedInterrupt as interrupt:
-                    skip_sync = interrupt.skip_sync
-                except NotInitializedError:
-                    raise  # nothing has failed: init() is missing
-                except CollectiveError as error:
-                    failures.note(error)
-                    state.restore()
-                    skip_sync = False
-                reset()
-                state.on_reset()
-        finally:
-            notification_manager.remove_listener(state)
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt as interrupt:  # raised by scripts that replace check_host_updates
+                skip_sync = interrupt.skip_sync
+            except NotInitializedError:
+                raise  # nothing has failed: init() is missing
+            except CollectiveError as error:
+                failures.note(error)
+                state.restore()
+                skip_sync = False
+            reset()
+            state.on_reset()
 
     return wrapper
 
@@ -325,3 +250,77 @@ class _Failures:
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state; see the module."""
     return run_fn(func, restart)
+
+
+class ElasticIndices:
+    """Divides the samples that are left of an epoch among the ranks.
+
+    The indices of the data set are shuffled by Python's random numbers, seeded with ``seed + epoch``, the
+    first ``processed_num`` of them are done, and the rest, lengthened from its own start to a
+    multiple of the ranks, is distributed round-robin. All ranks compute the same: nothing is exchanged.
+
+    Args:
+        length: samples in the data set.
+        shuffle: False keeps their order.
+        seed: the same on all ranks.
+
+    Attributes:
+        epoch: as set by ``set_epoch``.
+        processed_num: samples of this epoch that are done, on all ranks together.
+        num_replicas, rank: as at the last ``reset``.
+        remaining_indices: what was left of the epoch then.
+        num_samples: how many of them each rank gets.
+        total_size: all ranks together.
+    """
+
+    def __init__(self, length: int, shuffle: bool = True, seed: int = 0) -> None:
+        self._length = length
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.num_replicas = 0
+        self.rank = 0
+        self.remaining_indices: list[int] = []
+        self.num_samples = 0
+        self.total_size = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch with nothing done. Call it when one is over: a restart goes on within an epoch."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that every rank has done a batch of this many samples."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the progress in it."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Set epoch and progress, and distribute the rest again."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Distribute what is not done among the present ranks."""
+        self.num_replicas = basics.size()
+        self.rank = basics.rank()
+        order = list(range(self._length))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        # From its own start, several times over if fewer samples are left than there are ranks.
+        lengthened = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
+        return iter(list(lengthened)[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples

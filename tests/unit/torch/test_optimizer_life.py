@@ -349,6 +349,33 @@ def test_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_close(job(2, step_only)[0], expected)
 
 
+def test_sparse_entries_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal entries are summed, as the public names require."""
+    tensor = torch.sparse_coo_tensor([[2, 0, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=False)
+    indices, entries = _private.sparse_entries(tensor)
+    assert (indices.tolist(), entries.tolist()) == ([[2, 0, 2]], [1.0, 2.0, 3.0])
+    monkeypatch.setattr(_private, "hasattr", lambda *_: False, raising=False)
+    indices, entries = _private.sparse_entries(tensor)
+    assert (indices.tolist(), entries.tolist()) == ([[0, 2]], [2.0, 4.0])
+
+
+def test_steps_without_private_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on; a scheduler made before the optimizer may warn."""
+    for name in ("note_step", "counts_steps", "hooks_run_inside"):
+        monkeypatch.setattr(_private, name, lambda _: None)
+
+    def program(engine: Engine) -> list[Tensor]:
+        body, head = nets()
+        optimizer = hvd.DistributedOptimizer(sgd(body, head))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        train(optimizer, lambda x: head(body(x)).square().mean(), range(2), engine.rank)
+        scheduler.step()
+        return values(body, head)
+
+    first, second = job(2, program)
+    assert_close(first, second)
+
+
 def test_parameters_divided_by_torch_distributed() -> None:
     """FSDP and DTensor: an error at once that says what to do instead."""
     distributed = torch.distributed

@@ -22,7 +22,7 @@ from ringdance.errors import (
     ShutDownError,
 )
 from ringdance.training import elastic
-from ringdance.training.elastic import HostUpdateResult, ObjectState, State, notification_manager, run_fn
+from ringdance.training.elastic import ObjectState, State, run_fn
 
 
 def alone(obj: Any) -> Any:
@@ -122,60 +122,6 @@ def test_a_bare_state_has_to_be_completed() -> None:
     State().reset()
 
 
-# -- hosts ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("messages", "skip_sync"),
-    [
-        ([(1, HostUpdateResult.removed)], True),
-        ([(1, HostUpdateResult.added)], False),
-        ([(1, HostUpdateResult.mixed)], False),
-        ([(1, HostUpdateResult.removed), (2, HostUpdateResult.removed)], True),
-        ([(1, HostUpdateResult.removed), (1, HostUpdateResult.added)], False),  # within one second
-        ([(2, HostUpdateResult.added), (1, HostUpdateResult.removed)], False),  # in the wrong order
-    ],
-)
-def test_all_ranks_hear_what_rank_0_is_told(messages: list[tuple[int, int]], skip_sync: bool) -> None:
-    def program(engine: Engine) -> list[Any]:
-        state = ObjectState(step=0)
-        heard: list[Any] = []
-        for step in range(4):
-            if step == 2 and engine.rank == 0:
-                for message in messages:
-                    state.on_hosts_updated(*message)
-            state.step = step
-            try:
-                state.commit() if step % 2 else state.check_host_updates()
-                heard.append(None)
-            except HostsUpdatedInterrupt as interrupt:
-                heard.append(interrupt.skip_sync)
-        return [*heard, state.step]
-
-    assert job(3, program) == [[None, None, skip_sync, None, 3]] * 3
-
-
-def test_what_other_ranks_are_told_does_not_count() -> None:
-    def program(engine: Engine) -> None:
-        state = ObjectState()
-        if engine.rank == 1:
-            state.on_hosts_updated(1, HostUpdateResult.added)
-        state.check_host_updates()
-
-    job(2, program)
-
-
-def test_a_commit_is_saved_before_the_interrupt() -> None:
-    state = lone_state(step=1)
-    state.step = 2
-    state.on_hosts_updated(1, HostUpdateResult.added)
-    with pytest.raises(HostsUpdatedInterrupt):
-        state.commit()
-    state.step = 3
-    state.restore()
-    assert state.step == 2
-
-
 # -- the loop ------------------------------------------------------------------------------------
 
 
@@ -261,33 +207,12 @@ def test_an_error_while_synchronising() -> None:
     assert state.lines == ["sync", "restore", *AGAIN, "sync", "call"]
 
 
-def test_news_of_hosts_come_through_the_manager_and_are_forgotten_at_a_restart() -> None:
-    state = Diary()
-
-    def told() -> None:
-        for _ in range(2):
-            notification_manager.handle_hosts_updated(1, HostUpdateResult.added)
-        state.commit()
-
-    def told_late() -> None:
-        notification_manager.handle_hosts_updated(1, HostUpdateResult.added)
-        raise CollectiveError("before it was looked at")
-
-    play(state, told, told_late, state.check_host_updates)
-    assert state.lines == [
-        "sync", "call", "save", *AGAIN, "sync", "call", "restore", *AGAIN, "sync", "call"
-    ]  # fmt: skip
-    notification_manager.handle_hosts_updated(1, HostUpdateResult.added)  # the run is over
-    state.check_host_updates()
-
-
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), NotInitializedError("init first")])
 def test_other_errors_are_raised(error: BaseException) -> None:
     state = Diary()
     with pytest.raises(type(error)):
         play(state, error)
     assert state.lines == ["sync", "call"]
-    assert not notification_manager._listeners
 
 
 def test_it_gives_up_without_a_commit() -> None:
@@ -353,7 +278,7 @@ def test_a_rank_that_fails_with_an_error_of_its_own() -> None:
             engine.leave("ended with ValueError: x")
             return
         with pytest.raises(CollectiveError, match="ValueError") as caught:
-            run_fn(lambda state: state.check_host_updates(), lambda: pytest.fail("again"))(ObjectState())
+            run_fn(lambda state: state.sync(), lambda: pytest.fail("again"))(ObjectState(step=0))
         assert "rank 1" in caught.value.__notes__[0]
 
     job(2, program)

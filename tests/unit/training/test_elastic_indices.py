@@ -7,7 +7,7 @@ import pytest
 from loopback_job import job
 
 from ringdance.errors import NotInitializedError
-from ringdance.training.elastic_indices import ElasticIndices
+from ringdance.training.elastic import ElasticIndices
 
 SEED_0 = [7, 8, 1, 5, 3, 4, 2, 0, 9, 6]
 

@@ -1,16 +1,5 @@
 """State and loop of elastic training, for all frameworks."""
 
-from ringdance.training.elastic import (
-    HostUpdateResult,
-    NotificationManager,
-    ObjectState,
-    State,
-    notification_manager,
-    run_fn,
-)
+from ringdance.training.elastic import ObjectState, State, run_fn
 
-__all__ = [
-    "HostUpdateResult", "ObjectState", "State", "WorkerNotificationManager", "notification_manager", "run_fn",
-]
-
-WorkerNotificationManager = NotificationManager
+__all__ = ["ObjectState", "State", "run_fn"]

@@ -1,5 +1,5 @@
 """A sampler that knows which samples of an epoch are done."""
 
-from ringdance.torch.elastic.sampler import ElasticSampler
+from ringdance.torch.elastic import ElasticSampler
 
 __all__ = ["ElasticSampler"]

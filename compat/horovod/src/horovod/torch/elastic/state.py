@@ -1,6 +1,6 @@
 """The state of a training in PyTorch."""
 
-from ringdance.torch.elastic.state import (
+from ringdance.torch.elastic import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,

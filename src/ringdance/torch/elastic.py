@@ -1,4 +1,7 @@
-"""The state of a training in PyTorch: model, optimizer, sampler and the like, and plain attributes."""
+"""Training that goes on after an error: ``hvd.elastic.run``, ``TorchState`` and ``ElasticSampler``.
+
+See ``ringdance.training.elastic``.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,54 @@ import copy
 from typing import Any
 
 import torch
+import torch.utils.data
 
-from ringdance.torch.elastic.sampler import ElasticSampler
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
-from ringdance.training.elastic import ObjectState
+from ringdance.training.elastic import ElasticIndices, ObjectState, State, run
 from ringdance.training.objects import broadcast_object
 
 __all__ = [
-    "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler", "TorchState",
-    "get_handler_registry", "set_handler_registry",
+    "ElasticSampler", "ModelStateHandler", "ObjectState", "OptimizerStateHandler", "SamplerStateHandler",
+    "State", "StateHandler", "TorchState", "get_handler_registry", "run", "set_handler_registry",
 ]
+
+
+class ElasticSampler(ElasticIndices, torch.utils.data.Sampler[int]):
+    """Gives each rank its share of a data set; after a restart, of what is left of the epoch.
+
+    Put it in the state, so that it is committed with the weights::
+
+        sampler = hvd.elastic.ElasticSampler(data)
+        loader = torch.utils.data.DataLoader(data, batch_size=32, sampler=sampler)
+        state = hvd.elastic.TorchState(net, optimizer, sampler=sampler, epoch=0)
+        ...
+        for number, batch in enumerate(loader):
+            ...
+            state.sampler.record_batch(number, 32)
+            state.commit()
+        state.epoch += 1
+        state.sampler.set_epoch(state.epoch)   # at the end of the epoch
+
+    How samples are distributed, and the attributes: ``ringdance.training.elastic.ElasticIndices``.
+
+    Args:
+        dataset: has a length.
+        shuffle: in another order each epoch.
+        seed: of the order; the same on all ranks.
+
+    Raises:
+        NotInitializedError: ``init()`` has not been called.
+    """
+
+    def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        super().__init__(len(dataset), shuffle, seed)
 
 
 class StateHandler:
     """Saves, restores and synchronises one object that has ``state_dict`` and ``load_state_dict``.
 
-    As it is: for objects whose state is small, such as learning rate schedulers; rank 0's is sent whole.
+    For objects with a small state, such as learning rate schedulers: rank 0's is sent as one object.
 
     Attributes:
         value: the object.
@@ -41,7 +76,7 @@ class StateHandler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take over rank 0's state; what was saved stays what it is."""
+        """Load rank 0's state; what was saved stays."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.object"))
 
     def set_value(self, value: Any) -> None:
@@ -50,7 +85,7 @@ class StateHandler:
         self.save()
 
     def reset(self) -> None:
-        """The job has started again, perhaps with other ranks."""
+        """Adapt to the job that has started again, perhaps with other ranks."""
 
 
 class ModelStateHandler(StateHandler):
@@ -73,7 +108,7 @@ class SamplerStateHandler(StateHandler):
     """For ElasticSampler."""
 
     def reset(self) -> None:
-        """Deal the remaining samples out among the ranks that there are now, also without a ``sync``."""
+        """Distribute the remaining samples among the present ranks, also without a ``sync``."""
         self.value.reset()
 
 
@@ -112,7 +147,7 @@ class TorchState(ObjectState):
     """Model, optimizer, samplers and plain attributes, committed and restored together.
 
     Modules, optimizers, ``ElasticSampler``, learning rate schedulers and GradScalers are saved by their
-    ``state_dict`` and restored in place; all else is as told at ``ObjectState``. Assigning another object to
+    ``state_dict`` and restored in place; all else as ``ObjectState`` does. Assigning another object to
     such an attribute (``state.model = other``) tracks and saves that one from then on.
 
     ``sync`` gives all ranks rank 0's present weights and attributes; what was saved is the last commit
@@ -152,7 +187,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """The job has started again: samplers deal out anew."""
+        """Let samplers distribute the remaining samples again."""
         for handler in self._handlers.values():
             handler.reset()
 
