@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 __all__ = [
-    "BatchNorm", "compiler_disable", "counts_steps", "divided_by", "graph_task", "hooks_run_inside", "note_step",
-    "outermost_function_node", "queue_callback", "sparse_entries", "tells_end",
+    "BatchNorm", "compiler_disable", "counts_steps", "divided_by", "graph_task", "hooks_run_inside",
+    "note_step", "outermost_function_node", "queue_callback", "sparse_entries", "tells_end",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,9 +127,12 @@ def hooks_run_inside(step: Any) -> None:
     step.hooked = True
 
 
-# torch.nn.modules.batchnorm._BatchNorm: the base of all batch norms. Without it only BatchNorm1d, its subclasses
-# and torch's SyncBatchNorm are converted.
-BatchNorm: Any = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
+# torch.nn.modules.batchnorm._BatchNorm: the base of all batch norms. Without it only BatchNorm1d, its
+# subclasses and torch's SyncBatchNorm are converted.
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+else:
+    BatchNorm = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
 
 
 # Tensor._indices and _values: the entries of a sparse tensor as they are. Without them equal ones are summed
