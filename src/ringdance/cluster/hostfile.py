@@ -1,4 +1,4 @@
-"""Hosts and slots as people and schedulers write them."""
+"""Parse hosts and slots from the command line and from host files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ HostList = Sequence[tuple[str, int]]
 """Names with their numbers of slots, in the order given."""
 
 NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|(?=.*:.*:)[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
-"""A host's name or address; never something that ssh takes for an option or a shell for more than a word."""
+"""A host's name or address; never an option of ssh, or more than one word of a shell."""
 
 
 def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The same with each name once, where it stood first, with all its slots."""
+    """Merge repeated names, at the position of the first, with the sum of their slots."""
     found: dict[str, int] = {}
     for name, slots in hosts:
         found[name] = found.get(name, 0) + slots
@@ -23,33 +23,33 @@ def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """``"h1:2,h2:4"`` as names and slots, in the order given; an IPv6 address may stand in brackets.
+    """Parse ``"h1:2,h2:4"`` as names and slots; an IPv6 address may stand in brackets.
 
     Raises:
         LaunchError: an entry has no slot count or a bad one.
     """
     hosts = []
-    for entry in text.split(","):
-        found = _host(entry.strip(), "")
+    for entry in map(str.strip, text.split(",")):
+        found = _host(entry, "")
         if found is None:
-            raise LaunchError(f"-H {text}: {entry.strip()!r} is not HOST:SLOTS, for example localhost:4")
+            raise LaunchError(f"-H {text}: {entry!r} is not HOST:SLOTS, for example localhost:4")
         hosts.append(found)
     return merge(hosts)
 
 
 def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = None) -> list[tuple[str, int]]:
-    """Hosts of a file, in any of the forms in use; ``#`` begins a comment.
+    """Parse a host file, in any of the forms in use; ``#`` begins a comment.
 
     Horovod's and Open MPI's ``NAME slots=N`` (with more words such as ``max_slots=``), MPICH's and Intel
     MPI's ``NAME:N``, and names alone, one for each slot, as schedulers write them.
 
     Args:
         path: the file.
-        option: for errors: where the name comes from.
-        slots: of a host for which none are given; None lets that be an error, unless no line gives any.
+        option: where the path comes from, for errors.
+        slots: of a host for which none are given; None: that is an error, unless no line has any.
 
     Raises:
-        LaunchError: the file cannot be read, a line cannot be understood, or it names no host.
+        LaunchError: the file cannot be read or parsed, or names no host.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -64,9 +64,9 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
             continue
         name, *words = re.sub(r"\s*=\s*", "=", line).split()
         given = next((word[6:] for word in words if word.startswith("slots=")), "")
-        bare = not any("=" in word for word in words) and bool(words)
-        found = None if bare else _host(name, given or (str(slots) if slots and NAME.fullmatch(name) else ""))
-        if found is None:
+        default = str(slots) if slots and NAME.fullmatch(name) else ""
+        found = _host(name, given or default)
+        if found is None or (words and not any("=" in word for word in words)):
             raise LaunchError(
                 f"{option} {path}, line {number}: {line!r} is not `HOST slots=N`, "
                 "for example: localhost slots=4"
@@ -78,7 +78,7 @@ def parse_hostfile(path: str, option: str = "--hostfile", slots: int | None = No
 
 
 def _host(name: str, slots: str) -> tuple[str, int] | None:
-    """A name with its slots, which may be part of it as ``NAME:N``; None if it is neither."""
+    """Return a name with its slots, which may be part of it as ``NAME:N``; None if one is invalid."""
     if not slots:
         name, _, slots = name.rpartition(":")
     if name.startswith("[") and name.endswith("]"):

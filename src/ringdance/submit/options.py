@@ -12,24 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ringdance.errors import LaunchError
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """How a field appears on the command line; see :func:`option`."""
-
-    flags: Sequence[str]
-    arguments: dict[str, Any]
-    convert: Callable[[Any], Any] | None
-    minimum: int | None
-    pattern: str
-    form: str
 
 
 def option(
@@ -57,7 +45,7 @@ def option(
     """
     if default is False:
         arguments["action"] = "store_true"
-    elif default is list or default is dict:
+    elif default in (list, dict):
         arguments = {"action": "append", "default": [], **arguments}
     else:
         arguments = {"default": default, **arguments}
@@ -67,30 +55,29 @@ def option(
             arguments.setdefault("metavar", "N")
         if default not in (None, "", ()) and "default" not in help:
             help += " (default: %(default)s)"
-    known = Option(flags, {"help": help, **arguments}, convert, minimum, pattern, form)
-    metadata = {"option": known}
-    if default is list or default is dict:
+    metadata = {
+        "flags": flags, "arguments": {"help": help, **arguments}, "convert": convert, "minimum": minimum,
+        "pattern": pattern, "form": form,
+    }  # fmt: skip
+    if default in (list, dict):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _options(kind: Any) -> list[tuple[str, str, Option]]:
-    """List the fields of a dataclass that are options: name, the flag for messages, and the rest."""
-    found = []
+def _options(kind: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Iterate over the options among a dataclass's fields: name, flag for messages, declaration."""
     for item in dataclasses.fields(kind):
-        if known := item.metadata.get("option"):
-            flag = known.flags[-1] if known.flags else f"--{item.name.replace('_', '-')}"
-            found.append((item.name, flag, known))
-    return found
+        if item.metadata:
+            yield item.name, [f"--{item.name.replace('_', '-')}", *item.metadata["flags"]][-1], item.metadata
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
     """Add an option to `parser` for each field of the dataclass `kind` that was declared as one."""
     for name, flag, known in _options(kind):
         if flag.startswith("-"):
-            parser.add_argument(*(known.flags or [flag]), dest=name, **known.arguments)
+            parser.add_argument(*(known["flags"] or [flag]), dest=name, **known["arguments"])
         else:
-            parser.add_argument(name, metavar=flag, **known.arguments)
+            parser.add_argument(name, metavar=flag, **known["arguments"])
 
 
 def from_arguments(kind: type[T], arguments: argparse.Namespace, **more: Any) -> T:
@@ -98,7 +85,7 @@ def from_arguments(kind: type[T], arguments: argparse.Namespace, **more: Any) ->
     values = {}
     for name, _, known in _options(kind):
         value = getattr(arguments, name)
-        values[name] = known.convert(value) if known.convert else value
+        values[name] = known["convert"](value) if known["convert"] else value
     return kind(**values | more)
 
 
@@ -109,16 +96,15 @@ def check_options(job: Any) -> None:
         LaunchError: a value is too small, none of the choices, or not of the required form.
     """
     for name, flag, known in _options(job):
-        value = getattr(job, name)
+        value, choices = getattr(job, name), known["arguments"].get("choices")
         if value is None or value == "":
             continue
-        choices = known.arguments.get("choices")
-        if known.minimum is not None and value < known.minimum:
-            raise LaunchError(f"{flag} {value}: must be at least {known.minimum}")
+        if known["minimum"] is not None and value < known["minimum"]:
+            raise LaunchError(f"{flag} {value}: must be at least {known['minimum']}")
         if choices and value not in choices:
             raise LaunchError(f"{flag} {value}: must be one of {', '.join(choices)}")
-        if known.pattern and not re.fullmatch(known.pattern, value):
-            raise LaunchError(f"{flag} {value}: {known.form}")
+        if known["pattern"] and not re.fullmatch(known["pattern"], value):
+            raise LaunchError(f"{flag} {value}: {known['form']}")
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Old MPIJobs (v1alpha1, v1alpha2, v1) brought up to v2beta1, with a note on everything that was decided.
+"""Convert old MPIJobs (v1alpha1, v1alpha2, v1) to v2beta1, with a note on every decision.
 
-Before v2beta1 the launcher reached its workers by ``kubectl exec``, and these only slept; since then it does
-so by ssh, and they run an ssh daemon. v1alpha1 had one pod template for both.
+Before v2beta1 the launcher reached its workers by ``kubectl exec``, and these only slept; since then it uses
+ssh, and they run an ssh daemon. v1alpha1 had one pod template for both.
 """
 
 from __future__ import annotations
@@ -21,70 +21,67 @@ _RUN_POLICY = (
     "cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "schedulingPolicy",
     "suspend",
 )  # fmt: skip
-_OF_THE_SERVER = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
+_SET_BY_SERVER = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
 _ONE_DASH = re.compile(
     r"-(bind-to|map-by|rank-by|mca|output-filename|report-bindings|tag-output|hostfile|host)"
 )
 _CONTROL_PLANE = "node-role.kubernetes.io/control-plane"
+_AGENT = "OMPI_MCA_plm_rsh_agent"
 
 Note = Callable[[str], None]
 
 
 def convert(document: Document) -> tuple[Document, list[str]]:
-    """An MPIJob as one of v2beta1, and what a person should know of it.
+    """Convert an MPIJob to v2beta1; return it with notes for the user.
 
     Args:
         document: an MPIJob of any version; it is not changed.
 
     Raises:
-        LaunchError: it is no MPIJob, or says too little to be converted.
+        LaunchError: it is no MPIJob, or lacks what the conversion needs.
     """
     group, _, version = str(document.get("apiVersion", "")).partition("/")
     if group != "kubeflow.org" or document.get("kind") != "MPIJob":
         raise LaunchError(
             f"this is no MPIJob of kubeflow.org, but {document.get('apiVersion')}, {document.get('kind')}"
         )
+    document = copy.deepcopy(document)
     if version == "v2beta1":
-        return copy.deepcopy(document), ["it has version v2beta1 already and is unchanged"]
+        return document, ["already version v2beta1: unchanged"]
     if version not in OLD:
         raise LaunchError(f"MPIJob of version {version!r}: known are {', '.join(OLD)} and v2beta1")
     notes: list[str] = []
-    old = copy.deepcopy(document)
-    spec = old.get("spec") or {}
-    new = _from_v1alpha1(spec, notes.append) if version == "v1alpha1" else _from_v1(spec, notes.append)
+    note, old = notes.append, document.get("spec") or {}
+    new = _from_v1alpha1(old, note) if version == "v1alpha1" else _from_v1(old, note)
     for kind in ("Launcher", "Worker"):
         replica = new["mpiReplicaSpecs"].get(kind)
         if not replica or not replica.get("template", {}).get("spec", {}).get("containers"):
             raise LaunchError(f"spec.mpiReplicaSpecs.{kind}: it is missing, or has no container")
-        _order_containers(replica["template"]["spec"], str(spec.get("mainContainer") or ""), notes.append)
-        _restart_policy(kind, replica, notes.append)
-    _launcher(new["mpiReplicaSpecs"]["Launcher"]["template"]["spec"], notes.append)
-    _worker(new["mpiReplicaSpecs"]["Worker"]["template"]["spec"], notes.append)
-    new["sshAuthMountPath"] = _ssh_folder(new, notes.append)
-    notes.append(
+        _order_containers(replica["template"]["spec"], str(old.get("mainContainer") or ""), note)
+        _convert_restart_policy(kind, replica, note)
+        main = replica["template"]["spec"]["containers"][0]
+        (_convert_launcher if kind == "Launcher" else _convert_worker)(main, note)
+    new["sshAuthMountPath"] = _ssh_directory(new, note)
+    note(
         "the launcher now uses ssh: the image must have sshd and an ssh client that trusts its workers' keys"
     )
-    metadata = {k: v for k, v in (old.get("metadata") or {}).items() if k not in _OF_THE_SERVER}
+    metadata = {k: v for k, v in (document.get("metadata") or {}).items() if k not in _SET_BY_SERVER}
     (metadata.get("annotations") or {}).pop("kubectl.kubernetes.io/last-applied-configuration", None)
-    return {
-        "apiVersion": "kubeflow.org/v2beta1",
-        "kind": "MPIJob",
-        "metadata": metadata,
-        "spec": new,
-    }, notes
+    head = {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob"}
+    return {**head, "metadata": metadata, "spec": new}, notes
 
 
-def _run_policy(spec: Document) -> Document:
-    given = {name: spec[name] for name in _RUN_POLICY if spec.get(name) is not None}
-    within = spec.get("runPolicy") or {}
-    return {**given, **{name: within[name] for name in _RUN_POLICY if within.get(name) is not None}}
+def _run_policy(spec: Document, clean: str) -> Document:
+    given = {"cleanPodPolicy": clean}
+    for source in (spec, spec.get("runPolicy") or {}):
+        given |= {name: source[name] for name in _RUN_POLICY if source.get(name) is not None}
+    return given
 
 
 def _from_v1(spec: Document, note: Note) -> Document:
-    policy = _run_policy(spec)
-    policy.setdefault("cleanPodPolicy", "None")
+    policy = _run_policy(spec, "None")
     if policy["cleanPodPolicy"] == "None":
-        note("runPolicy.cleanPodPolicy is None: the workers go on after the end; Running would remove them")
+        note("runPolicy.cleanPodPolicy is None: the workers keep running after the end; Running removes them")
     new: Document = {"slotsPerWorker": spec.get("slotsPerWorker") or 1, "runPolicy": policy}
     distribution = spec.get("mpiDistribution")
     if distribution is not None:
@@ -107,38 +104,34 @@ def _from_v1alpha1(spec: Document, note: Note) -> Document:
     template = spec.get("template") or {}
     if not (template.get("spec") or {}).get("containers"):
         raise LaunchError("spec.template: it is missing, or has no container")
-    resource = spec.get("processingResourceType") or GPU
-    resource = {"gpu": GPU}.get(resource, resource)
+    resource = spec.get("processingResourceType") or "gpu"
+    resource = GPU if resource == "gpu" else resource
     workers, units = _size(spec, template, resource, note)
-    launcher, worker = template, copy.deepcopy(template)
-    _limit(launcher["spec"]["containers"][0], resource, None)
+    launcher, worker = template["spec"], copy.deepcopy(template["spec"])
+    _set_limit(launcher["containers"][0], resource, 0)
     if units:
-        _limit(worker["spec"]["containers"][0], resource, units)
-    for container in worker["spec"]["containers"][:1]:  # the command is the launcher's
-        container.pop("command", None)
-        container.pop("args", None)
+        _set_limit(worker["containers"][0], resource, units)
+    for part in ("command", "args"):  # they are the launcher's
+        worker["containers"][0].pop(part, None)
     if spec.get("launcherOnMaster"):
-        launcher["spec"].setdefault("nodeSelector", {})[_CONTROL_PLANE] = ""
-        launcher["spec"].setdefault("tolerations", []).append(
-            {"key": _CONTROL_PLANE, "operator": "Exists", "effect": "NoSchedule"}
-        )
+        launcher.setdefault("nodeSelector", {})[_CONTROL_PLANE] = ""
+        toleration = {"key": _CONTROL_PLANE, "operator": "Exists", "effect": "NoSchedule"}
+        launcher.setdefault("tolerations", []).append(toleration)
         note(f"launcherOnMaster: the launcher's nodeSelector is {_CONTROL_PLANE}")
     slots = spec.get("slotsPerWorker") or units or 1
     note(f"{workers} workers with {slots} slots each, from the single template of v1alpha1")
-    policy = _run_policy(spec)
-    policy.setdefault("cleanPodPolicy", "Running")  # v1alpha1 always removed the workers
     return {
         "slotsPerWorker": slots,
-        "runPolicy": policy,
+        "runPolicy": _run_policy(spec, "Running"),  # v1alpha1 always removed the workers
         "mpiReplicaSpecs": {
-            "Launcher": {"replicas": 1, "template": launcher},
-            "Worker": {"replicas": workers, "template": worker},
+            "Launcher": {"replicas": 1, "template": template},
+            "Worker": {"replicas": workers, "template": {**template, "spec": worker}},
         },
     }
 
 
 def _size(spec: Document, template: Document, resource: str, note: Note) -> tuple[int, int]:
-    """Workers, and processing units for each (0 if the template names none)."""
+    """Return the number of workers, and processing units of each (0 if the template names none)."""
     limits = (template["spec"]["containers"][0].get("resources") or {}).get("limits") or {}
     if spec.get("replicas") is not None:
         return int(spec["replicas"]), int(limits.get(resource, 0))
@@ -156,71 +149,65 @@ def _size(spec: Document, template: Document, resource: str, note: Note) -> tupl
     return int(total) // int(each), int(each)
 
 
-def _limit(container: Document, resource: str, units: int | None) -> None:
-    resources = container.get("resources") or {}
+def _set_limit(container: Document, resource: str, units: int) -> None:
+    """Set a container's limit of a resource, or with 0 remove it."""
+    resources = container.pop("resources", None) or {}
     for part in ("limits", "requests"):
         (resources.get(part) or {}).pop(resource, None)
     if units:
         resources["limits"] = {**(resources.get("limits") or {}), resource: units}
-    resources = {name: value for name, value in resources.items() if value}
-    container.pop("resources", None)
-    if resources:
+    if resources := {name: value for name, value in resources.items() if value}:
         container["resources"] = resources
 
 
 def _order_containers(pod: Document, main: str, note: Note) -> None:
-    """v2beta1 takes the first container for the main one."""
+    """Put the main container first, where v2beta1 expects it."""
     names = [container.get("name") for container in pod["containers"]]
     if main in names[1:]:
         pod["containers"].insert(0, pod["containers"].pop(names.index(main)))
         note(f"mainContainer {main} is now the first container")
 
 
-def _restart_policy(kind: str, replica: Document, note: Note) -> None:
-    within = replica["template"]["spec"].pop("restartPolicy", None)
-    given = replica.get("restartPolicy") or within
+def _convert_restart_policy(kind: str, replica: Document, note: Note) -> None:
+    of_pod = replica["template"]["spec"].pop("restartPolicy", None)
+    given = replica.get("restartPolicy") or of_pod
     replica["restartPolicy"] = given if given in ("Never", "OnFailure") else "Never"
     if given and given != replica["restartPolicy"]:
         note(f"{kind}.restartPolicy {given} is not known any more: Never")
 
 
-def _launcher(pod: Document, note: Note) -> None:
-    container = pod["containers"][0]
-    words: list[str] = [*(container.get("command") or []), *(container.get("args") or [])]
-    if any("kubexec.sh" in word for word in words) or any(
-        item.get("name") == "OMPI_MCA_plm_rsh_agent" for item in container.get("env") or []
-    ):
+def _command(container: Document) -> list[str]:
+    return [str(word) for part in ("command", "args") for word in container.get(part) or []]
+
+
+def _convert_launcher(container: Document, note: Note) -> None:
+    words, env = _command(container), container.get("env") or []
+    if any("kubexec.sh" in word for word in words) or any(item.get("name") == _AGENT for item in env):
         note("/etc/mpi/kubexec.sh is gone: what named it as plm_rsh_agent has been removed")
     for part in ("command", "args"):
         if container.get(part):
-            container[part] = _without_agent(container[part])
-            container[part] = [f"-{word}" if _ONE_DASH.fullmatch(word) else word for word in container[part]]
+            kept = _without_agent(container[part])
+            container[part] = [f"-{word}" if _ONE_DASH.fullmatch(word) else word for word in kept]
     if "env" in container:
-        container["env"] = [i for i in container["env"] if i.get("name") != "OMPI_MCA_plm_rsh_agent"]
-    first = next(iter(words), "")
-    if first.endswith(("mpirun", "mpiexec")):
+        container["env"] = [item for item in env if item.get("name") != _AGENT]
+    if words and words[0].endswith(("mpirun", "mpiexec")):
         note(
-            f"the launcher's `{first}` is kept, options with one dash now have two, as Open MPI 5 wants; "
+            f"the launcher's `{words[0]}` is kept, options with one dash now have two, as Open MPI 5 wants; "
             "`ringdance run COMMAND` finds hosts and slots by itself"
         )
 
 
 def _without_agent(words: list[Any]) -> list[Any]:
-    """The words without ``-mca plm_rsh_agent /etc/mpi/kubexec.sh``."""
-    kept: list[Any] = []
-    rest = list(words)
-    while rest:
-        if str(rest[0]).lstrip("-") == "mca" and rest[1:2] == ["plm_rsh_agent"]:
-            del rest[:3]
-        else:
-            kept.append(rest.pop(0))
-    return kept
+    """Remove ``-mca plm_rsh_agent /etc/mpi/kubexec.sh``."""
+    for at in range(len(words) - 1):
+        if str(words[at]).lstrip("-") == "mca" and words[at + 1] == "plm_rsh_agent":
+            return words[:at] + _without_agent(words[at + 3 :])
+    return words
 
 
-def _worker(pod: Document, note: Note) -> None:
-    """Without a command of its own a worker gets ``/usr/sbin/sshd -De`` from the operator."""
-    container = pod["containers"][0]
-    words = [str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])]]
+def _convert_worker(container: Document, note: Note) -> None:
+    """Remove a worker's command, so that the operator gives it ``/usr/sbin/sshd -De``."""
+    words = _command(container)
     if words and not any("sshd" in word for word in words):
         container.pop("command", None)
         container.pop("args", None)
@@ -228,17 +215,14 @@ def _worker(pod: Document, note: Note) -> None:
             note(f"the worker's command {' '.join(words)!r} has been removed: it must run sshd now")
 
 
-def _ssh_folder(spec: Document, note: Note) -> str:
-    users = set()
-    for replica in spec["mpiReplicaSpecs"].values():
-        pod = replica["template"]["spec"]
-        for context in (pod.get("securityContext"), pod["containers"][0].get("securityContext")):
-            if (context or {}).get("runAsUser"):
-                users.add(context["runAsUser"])
+def _ssh_directory(spec: Document, note: Note) -> str:
+    pods = [replica["template"]["spec"] for replica in spec["mpiReplicaSpecs"].values()]
+    contexts = [part.get("securityContext") or {} for pod in pods for part in (pod, pod["containers"][0])]
+    users = sorted({context["runAsUser"] for context in contexts if context.get("runAsUser")})
     if not users:
         return "/root/.ssh"
     note(
-        f"the pods run as user {', '.join(map(str, sorted(users)))}: sshAuthMountPath {SSH_DIRECTORY} must "
-        "be `.ssh` in that user's home, and sshd must listen above port 1024"
+        f"the pods run as user {', '.join(map(str, users))}: sshAuthMountPath {SSH_DIRECTORY} must be `.ssh` "
+        "in that user's home, and sshd must listen above port 1024"
     )
     return SSH_DIRECTORY
