@@ -257,11 +257,15 @@ def run_in_terminal(ready: PreparedJob) -> int:
     smart = os.environ.get("TERM", "dumb") != "dumb"
     terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
     options = ready.options(write_all(1), write_all(2), terminals, stdin=stdin)
-    outcome = Job(plan, options, ready.remotes).run()
-    if isinstance(outcome, Verdict):
-        options.err(render(outcome, plan.ranks, ready.order.folder).encode(errors="surrogateescape") + b"\n")
-        return outcome.code
-    return outcome
+    return show_outcome(Job(plan, options, ready.remotes).run(), ready, options.err)
+
+
+def show_outcome(outcome: Verdict | int, ready: PreparedJob, err: Sink) -> int:
+    """Show the verdict on a failed job, and return the exit code."""
+    if isinstance(outcome, int):
+        return outcome
+    err(render(outcome, ready.plan.ranks, ready.order.folder).encode(errors="surrogateescape") + b"\n")
+    return outcome.code
 
 
 def as_program(name: str, action: Callable[[], int]) -> int:

@@ -111,7 +111,7 @@ def base() -> Path:
 
 
 def create(job: str, command: list[str], hosts: dict[str, int]) -> Record:
-    """Create the record of a job that this process runs; its stdout and stderr are the job's log from now on.
+    """Create the record of a job that this process runs, and redirect its stdout and stderr to the job's log.
 
     Raises:
         LaunchError: its directory cannot be made, or no home directory is known.
@@ -122,7 +122,8 @@ def create(job: str, command: list[str], hosts: dict[str, int]) -> Record:
         base().mkdir(mode=0o700, parents=True, exist_ok=True)
         record.directory.mkdir(mode=0o700)
         record.write()
-        redirect(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 1, 2)
+        _redirect(os.open(os.devnull, os.O_RDONLY), 0)
+        _redirect(os.open(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 1, 2)
     except OSError as error:
         raise LaunchError(f"cannot make {record.directory}: {error.strerror}") from None
     for old in [known for known in load_all() if known.state == "ended"][:-_KEPT]:
@@ -155,9 +156,7 @@ def find(name: str = "") -> Record:
     return found[0]
 
 
-def redirect(path: str | Path, flags: int, *descriptors: int) -> None:
-    """Open a file, private if it is new, on these descriptors."""
-    opened = os.open(path, flags, 0o600)
+def _redirect(opened: int, *descriptors: int) -> None:
     for descriptor in descriptors:
         os.dup2(opened, descriptor)
     os.close(opened)
