@@ -10,13 +10,13 @@ from ringdance.hosts.host_set import HostSet
 from ringdance.launch.hosts import HostFacts, meet
 
 
-def chained(hosts: HostSet, names: Sequence[str], say: Callable[[str], None]) -> list[list[str]]:
+def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -> list[list[str]]:
     """Connect each host to the next; return chains, to whose first hosts this machine sends.
 
     Args:
         hosts: connected.
         names: those to chain, in this order.
-        say: shows which connections cannot be made.
+        warn: called with a message for each connection that cannot be made.
     """
     tokens = {host: secrets.token_hex(32) for host in names[1:]}
     ports = hosts.ask_each(
@@ -45,7 +45,7 @@ def chained(hosts: HostSet, names: Sequence[str], say: Callable[[str], None]) ->
             continue
         chains.append([after])
         if before not in hosts.problems and after not in hosts.problems:
-            say(f"{before} cannot connect to {after} ({broken[after]}); this machine sends to it instead")
+            warn(f"{before} cannot connect to {after} ({broken[after]}); this machine sends to it instead")
     return chains
 
 

@@ -148,20 +148,12 @@ def copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
         print(f"ringdance hosts: {path} is neither file, directory nor link: left out", file=sys.stderr)
     hosts.connect(arguments.connect_timeout)
     progress = CopyProgress(source.size)
-
-    def say(text: str) -> None:
-        progress.stop()
-        print(f"ringdance hosts: {text}", file=sys.stderr)
-
     start = time.monotonic()
-    direct, checksum = arguments.direct, arguments.checksum
-    copying = Copy(
-        hosts, source, direct=direct, checksum=checksum, on_progress=progress.update, say=say
-    )  # fmt: skip
+    copying = Copy(hosts, source, progress, direct=arguments.direct, checksum=arguments.checksum)
     try:
         outcomes = copying.run()
     except KeyboardInterrupt:
-        say("interrupted; the same command resumes the copy")
+        progress.print("interrupted; the same command resumes the copy")
         raise
     finally:
         progress.stop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.filesize import decimal
 from ringdance.hosts.chain import chained
 from ringdance.hosts.files import Entry, Source
 from ringdance.hosts.host_set import HostSet
+from ringdance.hosts.progress import CopyProgress
 
 CHUNK = 1 << 20
 _MAX_UNSENT = 4 << 20  # bytes that may wait for a host
@@ -81,24 +82,22 @@ class Copy:
     Args:
         hosts: connected.
         source: what to copy.
+        progress: shows how far the copy is.
         direct: send to each host from this machine, nothing from host to host.
         checksum: whether files count as equal by content instead of by size and time.
-        on_progress: called repeatedly with the number of bytes that each host has.
-        say: shows a message.
     """
 
     def __init__(
         self,
         hosts: HostSet,
         source: Source,
+        progress: CopyProgress,
         *,
         direct: bool = False,
         checksum: bool = False,
-        on_progress: Callable[[Mapping[str, int]], None] = lambda done: None,
-        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._hosts, self._source, self._direct, self._checksum = hosts, source, direct, checksum
-        self._on_progress, self._say = on_progress, say
+        self._progress = progress
         self._files = source.files
         self._states: dict[str, _State] = {}
         self._chains: list[list[str]] = []
@@ -144,7 +143,7 @@ class Copy:
     # --- a round -------------------------------------------------------------------------------
 
     def _prepare(self, hosts: Sequence[str], first: bool) -> None:
-        """Send the list of files, and learn what the hosts have already."""
+        """Send the list of files, and find out what the hosts have already."""
         source = self._source
         begun = self._ask("begin", hosts, root=source.root, checksum=self._checksum)
         self._states = {host: _State() for host in begun}
@@ -178,7 +177,7 @@ class Copy:
         if self._direct or len(others) < 2:
             chains = [[host] for host in others]
         else:
-            chains = chained(self._hosts, others, self._say)
+            chains = chained(self._hosts, others, self._progress.print)
         self._chains = [[host] for host in local] + chains
 
     # --- files ---------------------------------------------------------------------------------
@@ -266,4 +265,6 @@ class Copy:
                     state.again = state.again or bool(state.open)
 
     def _show(self) -> None:
-        self._on_progress({host: state.done for host, state in self._states.items() if self._is_well(host)})
+        self._progress.update(
+            {host: state.done for host, state in self._states.items() if self._is_well(host)}
+        )

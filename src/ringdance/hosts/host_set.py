@@ -153,7 +153,7 @@ def _print(text: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the hosts and tell how they are reached."""
+    """Add the options for the hosts and the way to reach them."""
     group = parser.add_argument_group("hosts")
     names = group.add_mutually_exclusive_group()
     names.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="these hosts")

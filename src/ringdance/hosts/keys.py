@@ -1,8 +1,8 @@
 """Look up the ssh keys of hosts and add them to the known hosts; never blindly.
 
-The keys come over the network, so they are shown as fingerprints to be compared with what the hosts' owner
-says (there: ``ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub``), and written only when that is confirmed. A
-key that differs from a known one is never written.
+The keys come over the network, so they are shown as fingerprints to be compared with those on the hosts
+themselves (there: ``ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub``), and written only when that is
+confirmed. A key that differs from a known one is never written.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from ringdance.cluster.hostfile import NAME
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system.machine import in_home
-
-_ORDER = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 
 
 @dataclass
@@ -87,7 +85,7 @@ def _scan(keys: Keys, shell: RemoteShell, timeout: float) -> None:
     if os.path.exists(keys.file):
         for kind, key in _keys(_output(["ssh-keygen", "-F", keys.name, "-f", keys.file], 10.0)):
             known.setdefault(kind, set()).add(key)
-    for kind in sorted(offered, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER)):
+    for kind in sorted(offered):
         if offered[kind] in known.get(kind, ()):
             keys.known.append(kind)
         elif kind in known:

@@ -16,23 +16,24 @@ from rich.progress import (
 
 
 class CopyProgress:
-    """A bar with the progress of the slowest host; nothing where stderr is no terminal.
+    """A bar with the progress of the slowest host; no bar where stderr is no terminal.
 
     Args:
         total: bytes that each host has at the end.
     """
 
     def __init__(self, total: int) -> None:
-        console = Console(stderr=True)
-        columns = (
-            BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )  # fmt: skip
-        self._progress = Progress(
-            *columns, console=console, transient=True, disable=not console.is_interactive
-        )
+        self._console = console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        text = TextColumn("{task.description}")
+        hidden = not console.is_interactive
+        self._progress = Progress(*columns, text, console=console, transient=True, disable=hidden)
         self._task = self._progress.add_task("", total=total)
         self.stop = self._progress.stop
+
+    def print(self, text: str) -> None:
+        """Print a message above the bar."""
+        self._console.print(f"ringdance hosts: {text}")
 
     def update(self, done: Mapping[str, int]) -> None:
         """Show how many bytes the slowest host has, and its name if it is behind the others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,18 +16,9 @@ from ringdance.errors import LaunchError
 from ringdance.submit.kubernetes.job import Document
 
 _MPIJOB, _TRAINJOB = "mpijobs.kubeflow.org", "trainjobs.trainer.kubeflow.org"
-_OPERATORS = {
-    "MPIJob": "the MPI operator",
-    "TrainJob": "Kubeflow Trainer",
-    "TrainingRuntime": "Kubeflow Trainer",
-}
-_FATAL = (
-    "ErrImagePull",
-    "ImagePullBackOff",
-    "InvalidImageName",
-    "CreateContainerConfigError",
-    "CrashLoopBackOff",
-)
+_TRAINER = "Kubeflow Trainer"
+_OPERATORS = {"MPIJob": "the MPI operator", "TrainJob": _TRAINER, "TrainingRuntime": _TRAINER}
+_FATAL = re.compile("ErrImagePull|(ImagePull|CrashLoop)BackOff|InvalidImageName|CreateContainerConfigError")
 
 
 @dataclass
@@ -201,7 +193,7 @@ def _wait_for_start(resource: str, name: str, kubectl: Kubectl, timeout: float) 
         if now != shown:
             print(f"ringdance: {name} has not started: {now}", file=sys.stderr, flush=True)
             shown = now
-        if any(reason in now for reason in _FATAL):
+        if _FATAL.search(now):
             raise LaunchError(f"{name} cannot start: {now}. Fix it, and `ringdance k8s delete {name}`")
         if time.monotonic() > deadline:
             raise LaunchError(f"{name} has not started within {timeout:g} s (--wait): {now}")

@@ -23,7 +23,7 @@ def manifest(request: JobRequest, kind: str = "MPIJob") -> list[Document]:
     """Write the documents to submit, in their order.
 
     Raises:
-        LaunchError: the request has a mistake; says what to change.
+        LaunchError: the request has a mistake.
     """
     request.check()
     if kind == "MPIJob":

@@ -11,6 +11,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.submit.sagemaker.request import account_of
 
+NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
 _LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _ENDED = ("Completed", "Failed", "Stopped")
 
@@ -22,8 +23,7 @@ def pack(files: str) -> bytes:
     def plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
         item.uid = item.gid = 0
         item.uname = item.gname = ""
-        skipped = ("__pycache__", ".git", ".ipynb_checkpoints")
-        return None if os.path.basename(item.name) in skipped else item
+        return None if os.path.basename(item.name) in NOT_UPLOADED else item
 
     base, names = (files, sorted(os.listdir(files))) if os.path.isdir(files) else os.path.split(files)
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringdance.errors import ArgumentError, LaunchError
+from ringdance.submit.sagemaker.aws import NOT_UPLOADED
 from ringdance.submit.sagemaker.request import Input, Inputs, as_channels, hyperparameters
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _lay_out(root: Path, estimator: Estimator, name: str, inputs: Inputs, region
         (root / part).mkdir(parents=True)
     code = root / "code"
     if os.path.isdir(estimator.files):
-        shutil.copytree(estimator.files, code, ignore=shutil.ignore_patterns("__pycache__", ".git"))
+        shutil.copytree(estimator.files, code, ignore=shutil.ignore_patterns(*NOT_UPLOADED))
     else:
         code.mkdir()
         shutil.copy(estimator.files, code)

@@ -102,7 +102,7 @@ def training_job(
         inputs: its channels.
         role: ARN of its role.
         region: where it runs.
-        bucket: for the code and the output, where the estimator has no other places.
+        bucket: for the code and the output, where the estimator names no others.
 
     Raises:
         ArgumentError: the inputs cannot be used.
