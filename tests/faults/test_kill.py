@@ -64,7 +64,7 @@ LOADER_PROGRAM = """
         time.sleep(0.001)
 """
 VICTIMS = ("rank", "launcher", "mpiexec")
-OTHERS = ("guardian", "front", "supervisor")
+OTHERS = ("agent", "front", "supervisor")
 
 
 def role(process: psutil.Process) -> str:
@@ -75,10 +75,10 @@ def role(process: psutil.Process) -> str:
         return "mpiexec"
     if "hydra" in name:
         return "proxy"
-    if "launch.guardian" in text:
-        return "guardian"
     parent = process.parent()
     above = parent.cmdline() if parent else []
+    if "launch.agent.main" in text:
+        return "watcher" if above == line else "agent"  # the job goes on without a watcher
     if "launch.agent.rank" in text:
         return "supervisor" if above == line else "front"
     if "program.py" not in text:

@@ -20,7 +20,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
     """
     tokens = {host: secrets.token_hex(32) for host in names[1:]}
     ports = hosts.ask_each(
-        {host: {"chore": "copy", "do": "listen", "token": token} for host, token in tokens.items()}
+        {host: {"task": "copy", "do": "listen", "token": token} for host, token in tokens.items()}
     )
     reachable = addresses({host: hosts.agents[host].facts for host in names})
     broken: dict[str, str] = {host: answer["problem"] for host, answer in ports.items() if answer["problem"]}
@@ -31,7 +31,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
         found = hosts.ask_each(
             {
                 before: {
-                    "chore": "copy", "do": "next", "token": tokens[after], "port": ports[after]["port"],
+                    "task": "copy", "do": "next", "token": tokens[after], "port": ports[after]["port"],
                     "addresses": reachable[after],
                 }
                 for before, after in tried.items()

@@ -47,7 +47,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 def list_hosts(arguments: argparse.Namespace, hosts: HostSet) -> int:
     """Show hosts, whether they answer, and the user's ranks there."""
     hosts.connect(arguments.connect_timeout)
-    jobs = {host: answer["jobs"] for host, answer in _ask(hosts, {"chore": "jobs"}).items()}
+    jobs = {host: answer["jobs"] for host, answer in _ask(hosts, {"task": "jobs"}).items()}
     rows = []
     for host, slots in hosts.slots.items():
         facts = hosts.agents[host].facts if host in hosts.agents else None
@@ -188,7 +188,7 @@ def kill(arguments: argparse.Namespace, hosts: HostSet) -> int:
             "`ringdance hosts list`"
         )
     hosts.connect(arguments.connect_timeout)
-    found = _ask(hosts, {"chore": "jobs"})
+    found = _ask(hosts, {"task": "jobs"})
     known = {job for answer in found.values() for job in answer["jobs"]}
     matching = [job for job in known if job.startswith(arguments.job)]
     if len(matching) > 1:
@@ -199,7 +199,7 @@ def kill(arguments: argparse.Namespace, hosts: HostSet) -> int:
         count = _count(len(found), "host")
         raise LaunchError(f"no job {arguments.job} runs on {count}; jobs there: {others}")
     for host, answer in _ask(
-        hosts, {"chore": "kill", "job": matching[0], "bases": bases(os.environ)}
+        hosts, {"task": "kill", "job": matching[0], "bases": bases(os.environ)}
     ).items():
         print(f"{host}: {_count(answer['processes'], 'process', 'es')} of job {matching[0][:8]} ended")
     return _print_problems(hosts.problems)
@@ -209,7 +209,7 @@ def disk(arguments: argparse.Namespace, hosts: HostSet) -> int:
     """Show the size of directories' file systems, and what is free."""
     hosts.connect(arguments.connect_timeout)
     directories = arguments.directories or [os.getcwd(), "/tmp", "/dev/shm"]
-    found = _ask(hosts, {"chore": "disk", "folders": directories})
+    found = _ask(hosts, {"task": "disk", "folders": directories})
     if arguments.format == "json":
         print(json.dumps({host: answer["folders"] for host, answer in found.items()}, indent=2))
     else:

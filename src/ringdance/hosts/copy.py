@@ -135,7 +135,7 @@ class Copy:
         self, do: str, hosts: Sequence[str], payload: bytes = b"", **more: Any
     ) -> dict[str, dict[str, Any]]:
         """Have hosts do a step of the copy; return the answers of those that succeeded."""
-        answers = self._hosts.ask({"chore": "copy", "do": do, **more}, payload, hosts, _LONG_S)
+        answers = self._hosts.ask({"task": "copy", "do": do, **more}, payload, hosts, _LONG_S)
         for host, answer in answers.items():
             self._fail(host, answer["problem"])
         return {host: answer for host, answer in answers.items() if not answer["problem"]}
@@ -195,7 +195,7 @@ class Copy:
                 self._states[host].open.discard(file)
             return
         for host in receivers:
-            self._hosts.send(host, {"chore": "copy", "do": "end", "file": file, "digest": digest})
+            self._hosts.send(host, {"task": "copy", "do": "end", "file": file, "digest": digest})
 
     def _send(self, number: int, entry: Entry) -> str:
         """Send a file's bytes to the first host of each chain; return its SHA-256.
@@ -211,7 +211,7 @@ class Copy:
                 for chain in self._chains:
                     have = [s.have[number] for host in chain if (s := self._states[host]).needs(number)]
                     if have and at + len(data) > min(have):
-                        chunk = {"chore": "copy", "do": "chunk", "file": number, "at": at}
+                        chunk = {"task": "copy", "do": "chunk", "file": number, "at": at}
                         self._hosts.send(chain[0], chunk, data)
                 at += len(data)
                 self._receive(0.0)
@@ -231,7 +231,7 @@ class Copy:
             if message is None:
                 self._fail(host, self._hosts.problems[host])
                 self._cut(host, behind=True)
-            elif host in self._states and message.get("did") == "copy":
+            elif host in self._states and message.get("answer") == "copy":
                 self._handle(host, self._states[host], message)
         self._show()
 

@@ -133,14 +133,14 @@ class HostSet:
         found = {host: {"problem": self.problems[host]} for host in messages if host in self.problems}
         for host, message in messages.items():
             self.send(host, message, payload)
-        kinds = {(message["chore"], message.get("do")) for message in messages.values()}
+        kinds = {(message["task"], message.get("do")) for message in messages.values()}
         deadline = time.monotonic() + timeout
         while len(found) < len(messages):
             left = deadline - time.monotonic()
             for host, answer, _ in self.step(max(0.0, left)):
                 if answer is None:
                     found[host] = {"problem": self.problems[host]}
-                elif (answer.get("did"), answer.get("what")) in kinds:
+                elif (answer.get("answer"), answer.get("what")) in kinds:
                     found[host] = answer
             if left <= 0:
                 late = {"problem": f"no answer within {timeout:g} s"}

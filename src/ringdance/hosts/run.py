@@ -66,7 +66,7 @@ class Run:
         """Start the command `words` on all hosts, in `directory`."""
         job: dict[str, Any] = {
             "job": uuid.uuid4().hex, "bases": bases(os.environ), "cwd": "/", "needed": [], "environ": {},
-            "silence": None,
+            "heartbeat_timeout": None,
         }  # fmt: skip
         for host in self.running:
             script = shell_line(words, directory, self._hosts.agents[host].facts.executable)
@@ -84,7 +84,7 @@ class Run:
         start = time.monotonic()
         while self.running and (timeout is None or time.monotonic() - start < timeout):
             for host, message, data in self._hosts.step(0.2 if timeout else 1.0):
-                if message and "said" in message:
+                if message and "output" in message:
                     self.results[host].output += data
                     self._show(host, self._lines[host].feed(data))
                 elif self._ended(host, message):

@@ -1,18 +1,19 @@
-"""``ringdance run``: from a command line to N running ranks on one host or many, and to nothing afterwards.
+"""``ringdance run``: start N ranks on one or more hosts and clean up after them.
 
-Who is who in a running job::
+Processes of a running job::
 
-    launcher (job.py; the user's process)      reads all output, decides, prints the cause, exits
-     ├─ guardian (guardian.py, own session)    parent of all below; ends and cleans up if the launcher dies
+    launcher (job.py; the user's process)      shows all output, decides, prints the cause, exits
+     ├─ agent (agent/, own session)            parent of all below; ends and cleans up if the launcher dies
+     │   ├─ its backup                         cleans up if the agent is killed
      │   └─ mpiexec (own session)              the MPI library's launcher
-     │       ├─ wrapper (rank.py), one a rank  reports start and end of its rank over a unix socket
-     │       │   └─ the rank                   the user's program; its output goes by pipe to the launcher
-     │       └─ door (door.py), one a host     what mpiexec takes for ssh: asks the agent there
+     │       ├─ wrapper (agent/rank.py)        one for each rank: reports start and end to the agent
+     │       │   └─ the rank                   the user's program; its output goes by pipes to the agent
+     │       └─ agent/rsh.py, one a host       what mpiexec runs as ssh: asks for the agent there
      └─ ssh or srun, one a host                the only connection to that host
-         └─ agent (agent.py, on that host)     there what launcher and guardian are here
-             └─ mpiexec's daemon               started for the door
-                 └─ wrapper, and rank          as above; the agent passes on reports and output
+         └─ agent, on that host                the same as here
+             └─ mpiexec's daemon               started for agent/rsh.py
+                 └─ wrapper, and rank          as above
 
-Guardian and launcher watch each other, and so do agents and launcher: whichever survives ends every
-process of the job on its host and removes its files. ``plan.py`` is pure: what will be started, as data.
+Launcher and agents watch each other: whichever survives ends every process of the job on its host and removes
+its files. ``plan.py`` is pure: what will be started, as data.
 """

@@ -28,7 +28,7 @@ class Cause:
     """A failure.
 
     Attributes:
-        rank: whose, or None if it is not a rank's (mpiexec's, the guardian's).
+        rank: whose, or None if it is not a rank's (mpiexec's, an agent's).
         host: name of its machine.
         pid: of the process.
         time: seconds since the epoch.
@@ -183,7 +183,7 @@ def judge(
     Args:
         marks: what ranks told by marked lines.
         ended: how ranks ended, by rank; those still running are missing.
-        outside: failures of mpiexec, the guardian or the launcher.
+        outside: failures of mpiexec, agents or the launcher.
         mpiexec: its exit code, if it has ended: used where no rank's own is known.
 
     Returns:

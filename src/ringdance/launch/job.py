@@ -1,45 +1,125 @@
-"""A running job, seen from the launcher: one loop over output, reports of ranks, mpiexec and signals."""
+"""A running job, seen from the launcher: one loop over agents and signals, and explicit states."""
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
+import shlex
 import signal
-import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agent import paths
+from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
-from ringdance.launch.directories import OWN_FOLDER, SHARED, host_folder, host_shared
-from ringdance.launch.here import Here, door_script, write_private
+from ringdance.launch.directories import (
+    OWN_FOLDER,
+    SHARED,
+    bases,
+    host_folder,
+    host_shared,
+    usable,
+)
 from ringdance.launch.hosts import Host
-from ringdance.launch.messages import Channel
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file, session_environment
+from ringdance.launch.options import Options
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.plan import Plan
-from ringdance.launch.ranks import RankTable
-from ringdance.launch.remote.agents import Agents, RankChannel
-from ringdance.launch.remote.connect import Remote, together
-from ringdance.launch.running import Options, Rank, conclude, show_held, usable_bases
+from ringdance.launch.ranks import Rank, RankTable
+from ringdance.launch.remote.connect import Remote, start_local, together
 from ringdance.launch.system import linux, machine
+from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals
 
-_SEE_S = 1.0  # after the first failure the other ranks may say what they see
-# (a rank that has told of a failure of its own gets as much again: its exit code becomes the job's)
-_SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have told them
+_SEE_S = 1.0  # after the first failure the other ranks may report what they see
+# (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's)
+_SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have reported
 _CAUSE_S = 1.0  # another host may report the failure that others follow from
-_TERM_S = 0.2  # after SIGTERM they may put their things in order
+_TERM_S = 0.2  # after SIGTERM ranks may save their work
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
-_CLEAN_S = 6.0
-_AGENTS_S = 3.0  # of that for other hosts
+_REMOTE_CLEAN_S = 3.0
+_LOCAL_CLEAN_S = 6.0
+
+
+class State(Enum):
+    """Where a job is; each but the first is entered from an earlier one (:data:`TRANSITIONS`)."""
+
+    PREPARING = auto()
+    """Agents make the job's directories."""
+    STARTING = auto()
+    """mpiexec runs, not all ranks do."""
+    RUNNING = auto()
+    """All ranks have started."""
+    FAILED = auto()
+    """Something has failed; the other ranks have a moment to report what they see."""
+    ENDED = auto()
+    """All ranks have ended; mpiexec may still run."""
+    STOPPING = auto()
+    """Ranks have got SIGTERM."""
+    CLEANING_REMOTE = auto()
+    """Agents on other hosts end all processes and remove all files."""
+    CLEANING_LOCAL = auto()
+    """So does the one on this host."""
+    DONE = auto()
+
+
+class Event(Enum):
+    """What takes a job from one state to another."""
+
+    READY = auto()
+    """All agents are ready."""
+    STARTED = auto()
+    """All ranks have started."""
+    FAILURE = auto()
+    """A rank, mpiexec or a host has failed."""
+    OVER = auto()
+    """All ranks have ended."""
+    STOP = auto()
+    """The launcher got a signal."""
+    TIMEOUT = auto()
+    """The state's deadline has come."""
+    CLEAN = auto()
+    """The agents in question have cleaned up."""
+    LOST = auto()
+    """The agent on this host is gone."""
+
+
+_S, _E = State, Event
+TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
+    _S.PREPARING: {_E.READY: _S.STARTING, _E.FAILURE: _S.FAILED, _E.STOP: _S.STOPPING},
+    _S.STARTING: {
+        _E.STARTED: _S.RUNNING, _E.FAILURE: _S.FAILED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING,
+    },
+    _S.RUNNING: {_E.FAILURE: _S.FAILED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING},
+    _S.FAILED: {
+        _E.FAILURE: _S.FAILED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.STOPPING,
+    },
+    _S.ENDED: {
+        _E.FAILURE: _S.ENDED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE,
+    },
+    _S.STOPPING: {_E.OVER: _S.STOPPING, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE},
+    _S.CLEANING_REMOTE: {_E.CLEAN: _S.CLEANING_LOCAL, _E.TIMEOUT: _S.CLEANING_LOCAL},
+    _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE},
+    _S.DONE: {},
+}  # fmt: skip
+"""The next state by state and event; other events change nothing. LOST leads from any state to DONE.
+
+An event that does not change the state may still bring its deadline forward.
+"""
+
+_LIMITS = {_S.RUNNING: math.inf, _S.CLEANING_REMOTE: _REMOTE_CLEAN_S, _S.CLEANING_LOCAL: _LOCAL_CLEAN_S}
+"""Seconds that a state begins with; in others an event sets the deadline, or leaves an earlier one."""
+_CLEANING = (_S.CLEANING_REMOTE, _S.CLEANING_LOCAL, _S.DONE)
+_ENDING = (_S.STOPPING, *_CLEANING)
 
 
 class Job:
-    """Runs a plan once.
+    """Run a plan once.
 
     Args:
         plan: what is to be started.
@@ -51,392 +131,369 @@ class Job:
     """
 
     def __init__(self, plan: Plan, options: Options, remotes: Sequence[Remote] = ()) -> None:
-        self._plan, self._options = plan, options
+        self._plan, self._options, self._remotes = plan, options, remotes
         self.id = uuid.uuid4().hex
         self._began = time.time()
-        self._bases, self._folder, self._shared = list[str](), "", host_shared(self.id)
+        self._state, self._deadline = State.PREPARING, math.inf
         self._selector = selectors.DefaultSelector()
-        self._agents = Agents(remotes, self._selector, self, options.silence)
-        self._table = RankTable(plan, options, self._selector, self._agents)
-        self._outside: list[Cause] = []
-        self._deadlines: dict[str, float] = {}
-        self._mpiexec: tuple[int, int | None] = (0, None)  # pid, how it ended
-        self._here: Here | None = None
-        self._here_ready = False
-        self._daemons_wanted = self._tried_again = False
+        self._signals = Signals()
         self._banner = MpiexecOutput(options.err)
+        self._outside: list[Cause] = []  # failures that are no rank's
+        self._mpiexec_code: int | None = None
         self._signal = 0
         self._cause_until = 0.0
-        self._signals = Signals()
-        self._ending = self._waited = self._cleaning = self._swept = self._done = False
+        self._rsh_used = self._retried = self._waited = False
+        self._bases: list[str] = []
+        self._directory, self._shared = "", host_shared(self.id)
 
     # --- start ---------------------------------------------------------------------------------
 
     def run(self) -> Verdict | int:
         """Run to the end: 0, or 128 + the signal that stopped the launcher, or why the job failed."""
+        self._bases, wrong = usable(bases(os.environ))
+        local: Remote | None = None
         try:
+            if not self._bases:
+                raise LaunchError(
+                    f"no directory for temporary files ({wrong}). Set TMPDIR to one that can be written"
+                )
+            self._directory = host_folder(self._bases[0], self.id)
             if self._signals.wakes:
-                self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._obey_signals)
-            self._bases = usable_bases()
-            self._folder = host_folder(self._bases[0], self.id)
-            folders = [folder for folder in (self._folder, self._shared) if folder]
+                self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._on_signals)
             for note in self._plan.notes:
                 self._options.err(f"ringdance: {note}\n".encode())
-            self._here = Here(self.id, folders, self._began, self._selector, self, self._environment())
-            self._here.keep_alive(self._agents.frames)
-            self._agents.begin(self._order(), self._options.files)
-            self._deadlines["start"] = time.monotonic() + self._options.start_timeout
-            while not self._done:
+            name = next((host.name for host in self._plan.hosts if host.local), "localhost")
+            local = start_local(name, self._environment(), self._options.stdin, self._remotes)
+            self._agents = Agents(local, self._remotes, self._selector, self, self._options.silence)
+            self._ranks = RankTable(self._plan, self._options, self._agents)
+            self._agents.begin(*self._orders(), self._options.files)
+            self._deadline = time.monotonic() + self._options.start_timeout
+            while self._state is not State.DONE:
                 self._step()
             return self._result()
-        except BaseException:
-            if self._here:
-                self._here.abandon()
-            raise
         finally:
-            self._close()
+            self._close(local)
 
     def _environment(self) -> dict[str, str]:
+        """Return the environment of mpiexec and of the ranks here."""
         own = self._plan.environ(os.environ)
-        session = session_environment(self._plan.mpi.family, self._folder, SHARED if self._shared else "")
+        session = session_environment(self._plan.mpi.family, self._directory, SHARED if self._shared else "")
         place = paths.variables(os.getcwd()) if self._plan.differs else {}
         # Open MPI does not start without HOME.
         return {"HOME": machine.home(), **own, **session, **place, linux.MARKER: self.id}
 
-    def _order(self) -> dict[str, Any]:
-        """What the agents must know; they fill in the names of the folders on their hosts."""
+    def _orders(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what agents must know: the one here, and those on other hosts, which insert directories."""
+        common: dict[str, Any] = {"job": self.id, "bases": self._bases, "environ": {}}
+        common |= {"needed": [], "launcher": None}
+        # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
+        local = {**common, "cwd": "/" if self._plan.differs else os.getcwd()}
         session = session_environment(self._plan.mpi.family, OWN_FOLDER, SHARED)
-        return {
-            "job": self.id,
-            "bases": self._bases,
+        remote = {
+            **common,
             "cwd": self._plan.chdir or os.getcwd(),
             "launcher": paths.launchers_place() if self._plan.differs else None,
             "needed": self._options.needed,
             "environ": {**self._plan.forwarded(os.environ), **session},
         }
+        return local, remote
 
-    def here_ready(self, problem: str) -> None:
-        if problem:
-            raise LaunchError(
-                f"the job's directory cannot be made: {problem}. Set TMPDIR to one that can be written"
-            )
-        for name, data in self._options.files.items():
-            write_private(os.path.join(self._folder, name), data)
-        self._here_ready = True
-        self.agents_ready()
-
-    def agents_ready(self) -> None:
-        """Everybody listens: mpiexec may start."""
-        if self._agents.ready and self._agents.problems:
+    def on_ready(self) -> None:
+        if self._agents.problems:
             raise LaunchError(together(self._agents.problems))
-        if self._here and self._here_ready and self._agents.ready and not self._cleaning:
-            door = os.path.join(self._folder, "ssh")  # (the name is in session_environment too)
-            hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
-            script = door_script(self._here.socket_path)
-            files = {door: (script, 0o700), MACHINE_FILE.replace(RSH_SHIM, door): (hosts, 0o600)}
-            argv = self._plan.argv(self._bases, self.id, door)
-            # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
-            cwd = "/" if self._plan.differs else os.getcwd()
-            wide = self._plan.wide
-            self._here.launch(argv, self._environment(), cwd, files if wide else {}, alone=not wide)
+        if self._state is State.PREPARING:
+            if self._plan.wide:
+                hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
+                self._agents.put(_SHIM, rsh_script(self._directory), 0o700)
+                self._agents.put(MACHINE_FILE.replace(RSH_SHIM, _SHIM), hosts)
+            self._launch()
 
-    def door_opened(self, host: str, command: str, done: Callable[[int], None]) -> None:
-        found = self._plan.host_of(host)
-        # mpiexec gives its daemons its own settings, which name this host's folder. Daemons that shared one
-        # would at times have the same process id, and so the same files: each takes its own host's.
-        command = command.replace(self._folder, OWN_FOLDER)
-        self._daemons_wanted = True
-        if found is None or not self._agents.spawn(found.name, command, done):
-            self._fail_outside(f"mpiexec wants to start something on {host}, which is no host of this job", 1)
-            done(255)
+    def _launch(self) -> None:
+        argv = self._plan.argv(self._bases, self.id, os.path.join(self._directory, _SHIM))
+        self._agents.launch(argv, not self._plan.wide, self._on_mpiexec_exit)
+        self._handle(Event.READY)
+
+    def _on_rsh(self, link: RankLink, name: str, command: str) -> None:
+        """Start what mpiexec wants on another host."""
+        host = self._plan.host_of(name)
+        # mpiexec gives its daemons its own settings, which name this host's directory. Daemons that shared
+        # one would at times have the same process id, and so the same files: each takes its own host's.
+        command = command.replace(self._directory, OWN_FOLDER)
+        self._rsh_used = True
+
+        def on_exit(_: int, code: int, when: float) -> None:
+            link.send({"code": code})
+            if host:
+                self._on_daemon_exit(host, code, when)
+
+        if host is None or not self._agents.spawn(host.name, command, on_exit):
+            self._fail(f"mpiexec wants to start something on {name}, which is no host of this job")
+            link.send({"code": 255})
 
     # --- the loop ------------------------------------------------------------------------------
 
     def _step(self) -> None:
         now = time.monotonic()
-        holds = not self._deadlines and not self._cleaning
-        waiting = [*self._deadlines.values(), *self._table.fold_until()]
-        waiting += self._table.held_until() if holds else ()
-        if self._plan.wide and not self._swept:
-            waiting.append(now + self._agents.look())
-        timeout = max(0.0, min(waiting) - now) if waiting else None
-        for key, _ in self._selector.select(timeout):
+        due = [self._deadline, *self._ranks.merge_until()]
+        due += self._ranks.held_until() if self._state is State.RUNNING else ()
+        again = self._agents.check()
+        timeout = min(max(0.0, min(due) - now), math.inf if again is None else again)
+        for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
             # What came before in this round may have closed it.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
-        now = time.monotonic()
-        if not self._deadlines:
-            self._table.release_held()
-        self._table.unfold()
-        for name in [name for name, at in self._deadlines.items() if at <= now]:
-            if self._deadlines.pop(name, None) is not None:  # one may have called off another
-                getattr(self, f"_on_{name}")()
+        if self._state is State.RUNNING:
+            self._ranks.release_held()
+        self._ranks.flush_merged()
+        if self._deadline <= time.monotonic():
+            self._expire()
 
-    def _say(self, text: str) -> None:
-        if self._options.verbose:
-            self._options.err(f"ringdance: {text}\n".encode())
-
-    # --- ranks ---------------------------------------------------------------------------------
-
-    def supervisor_said(
-        self, channel: Channel | RankChannel, message: dict[str, Any], descriptors: Sequence[int] = ()
-    ) -> None:
-        rank = self._table.of(channel)
-        if "rank" in message:
-            wrong = self._table.welcome(channel, message, descriptors)
-            if wrong:
-                self._fail_outside(f"{self._plan.mpi.mpiexec} {wrong}", 1)
-        elif rank and "pid" in message:
-            self._started(rank, message["pid"])
-        elif rank and "stopped" in message:
-            self._stopped(rank, message["stopped"])
-        elif rank and "ended" in message:
-            self._ended(rank, message["ended"], message["time"], message["by_mpiexec"])
-
-    rank_said = supervisor_said
-
-    def supervisor_gone(self, channel: Channel | RankChannel) -> None:
-        rank = self._table.of(channel)
-        if rank and not rank.ended:
-            self._ended(rank, None, time.time())
-
-    rank_gone = supervisor_gone
-
-    def rank_wrote(self, channel: RankChannel, which: int, data: bytes) -> None:
-        self._table.wrote(channel, which, data)
-
-    def _started(self, rank: Rank, pid: int) -> None:
-        rank.pid = pid
-        if self._here and not isinstance(rank.channel, RankChannel):
-            self._here.note(pid)
-        self._say(f"rank {rank.rank} runs on {rank.host}, pid {pid}")
-        if self._table.started:
-            self._deadlines.pop("start", None)
-
-    def _stopped(self, rank: Rank, number: int) -> None:
-        who = f"rank {rank.rank} on {rank.host} (pid {rank.pid})"
-        go_on = f"the others wait for it. `kill -CONT {rank.pid}` there continues it"
-        self._options.err(f"ringdance: {who} was stopped by {signal_name(number)}: {go_on}\n".encode())
-
-    # --- what can happen -----------------------------------------------------------------------
-
-    def mpiexec_said(self, data: bytes) -> None:
-        self._banner.feed(data)
-        if self._options.verbose:
-            self._options.err(data)
-
-    def mpiexec_started(self, pid: int) -> None:
-        self._mpiexec = (pid, None)
-        self._say(f"mpiexec runs, pid {pid}")
-
-    def mpiexec_open(self, why: str) -> None:
-        self._say(f"mpiexec listens on all of this host's addresses, it cannot be bound to loopback: {why}")
-
-    def _ended(self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
-        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", self._ending, by_mpiexec)
-        self._say(f"rank {rank.rank} ended: {code}")
-        if rank.ended.failed:
-            self._expect("see", _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
-        if self._table.over:
-            self._table.release()
-            soon = self._table.failed or self._ending or self._mpiexec[1] is not None
-            self._expect("clean", 0.05 if soon else _EXIT_S)
-
-    def mpiexec_ended(self, code: int) -> None:
-        self._mpiexec = (self._mpiexec[0], code)
-        self._say(f"mpiexec ended: {code}")
-        if self._start_failed(code) and not self._tried_again:
-            self._tried_again = True
-            self._options.err(b"ringdance: mpiexec could not start its daemons; it is tried once more\n")
-            self.agents_ready()
+    def _handle(self, event: Event, seconds: float = math.inf) -> None:
+        """Follow the table; the new state's deadline is in that many seconds, or when it was before."""
+        state = State.DONE if event is Event.LOST else TRANSITIONS[self._state].get(event)
+        if state is None:
             return
-        if code < 0 and not self._ending and not self._cleaning:
-            name = signal_name(-code)
-            self._fail_outside(
-                f"mpiexec (pid {self._mpiexec[0]}) was killed by {name} (signal {-code})", 128 - code
+        at, changed = time.monotonic() + seconds, state is not self._state
+        fresh = event is Event.TIMEOUT or (changed and state in _LIMITS)
+        self._deadline = at if fresh else min(at, self._deadline)
+        self._state = state
+        if changed and state in _LIMITS:
+            self._deadline = time.monotonic() + _LIMITS[state]
+        if changed:
+            self._enter(state)
+
+    def _enter(self, state: State) -> None:
+        self._banner.quiet = state in _ENDING
+        if state is State.STOPPING:
+            self._ranks.signal(int(signal.SIGTERM))
+            if self._ranks.idle:
+                self._deadline = time.monotonic()
+        elif state is State.CLEANING_REMOTE:  # before this host: they report to here
+            self._agents.clean_remotes(not self._ranks.completed)
+        elif state is State.CLEANING_LOCAL:
+            self._agents.give_up_remotes()
+            if self._options.results and self._results_wanted:
+                self._options.results.keep(self._directory)
+            self._agents.clean_local(not self._ranks.completed)
+
+    def _expire(self) -> None:
+        """Act on the state's deadline."""
+        now, state = time.monotonic(), self._state
+        if state in (State.PREPARING, State.STARTING):
+            self._deadline = math.inf
+            self._fail(
+                f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
+                f"{self._options.start_timeout:g} s (--start-timeout)"
             )
-        # Reports may still lie in the sockets.
-        self._expect("clean", 0.0 if self._table.over else 0.3)
-
-    def _start_failed(self, code: int) -> bool:
-        """Whether mpiexec has ended with an error between wanting its daemons and starting any rank."""
-        well = not (self._ending or self._cleaning or self._outside)
-        return well and code > 0 and self._daemons_wanted and not self._table.come
-
-    def guardian_lost(self, pid: int, code: int) -> None:
-        if not self._cleaning:
-            self._fail_outside(f"the job's guardian (pid {pid}) was killed: {code}", 128 + abs(code))
-        assert self._here
-        self._here.sweep()
-        self._agents.give_up()
-        self._done = True
-
-    def host_failed(self, host: str, message: str, lost: bool) -> None:
-        self._say(f"host {host}: {message}")
-        if self._cleaning:
-            if lost and self._results_wanted:
-                why = f"{message}, before all that its ranks returned had come"
-                self._fail_outside(f"{self._named(host)}: {why}", 1)
-            if lost and self._agents.gone:
-                self.agents_clean()
-        elif not self._ending or lost:
-            self._fail_outside(f"{self._named(host)}: {message}", 1)
-
-    def daemon_ended(self, host: str, code: int, when: float) -> None:
-        # Open MPI's own does so only after its ranks, or in consequence of a failure that came before.
-        running = self._table.come and not self._table.completed and not self._ending
-        if code and running and self._plan.mpi.family == "openmpi":
-            before = self._table.ended_by_mpiexec(self._placed(host).ranks)  # by this daemon
-            why = f"mpiexec's daemon (prted) ended with code {code} while ranks ran. Was it killed?"
-            self._fail_outside(f"{self._named(host)}: {why}", 1, "daemon", min([when, *before]))
-
-    def _placed(self, host: str) -> Host:
-        return next(found for found in self._plan.hosts if found.name == host)
-
-    def _named(self, host: str) -> str:
-        return f"host {host} (ranks {_numbers(self._placed(host).ranks)})"
-
-    def _fail_outside(self, message: str, code: int, kind: str = "launcher", when: float = 0.0) -> None:
-        at = when or time.time()
-        self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
-        self._expect("see", 0.1)
-
-    def _expect(self, name: str, seconds: float) -> None:
-        """Do ``_on_<name>`` in that time, or earlier if that has been decided before."""
-        if not self._cleaning:
-            at = time.monotonic() + seconds
-            self._deadlines[name] = min(at, self._deadlines.get(name, at))
-
-    def _on_start(self) -> None:
-        self._fail_outside(
-            f"only {self._table.come} of {self._plan.ranks} ranks started within "
-            f"{self._options.start_timeout:g} s (--start-timeout)",
-            1,
-        )
-
-    def _on_see(self) -> None:
-        if self._table.own_failure_told() and not self._waited:
-            self._waited = True
-            self._expect("see", _SEE_S)
-        elif self._cause_is_awaited():
-            self._expect("see", 0.05)
+        elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
+            self._waited, self._deadline = True, now + _SEE_S
+        elif state not in _CLEANING and not self._ranks.completed and self._cause_is_awaited():
+            self._deadline = now + 0.05
+        elif state is State.CLEANING_LOCAL:
+            self._deadline = math.inf
+            self._agents.kill_local()
         else:
-            self._terminate(_TERM_S)
+            self._handle(Event.TIMEOUT, _TERM_S)
 
     def _cause_is_awaited(self) -> bool:
-        """Whether another host may still report why ranks have failed: what is known only follows from it."""
+        """Return whether another host may still report why ranks have failed."""
         if self._outside or self._signal or not self._plan.wide:
             return False
         if self._agents.pending:  # a silent host may be the cause
             return True
-        verdict, _ = conclude(self._table.everyone(), (), None)
+        verdict, _ = self._ranks.judge((), None)
         if verdict is None or not verdict.follows:
             return False
         self._cause_until = self._cause_until or time.monotonic() + _CAUSE_S
         return time.monotonic() < self._cause_until
 
-    def _terminate(self, seconds: float) -> None:
-        if not self._ending:
-            self._ending = self._banner.quiet = True
-            self._table.signal(int(signal.SIGTERM))
-            self._expect("clean", 0.0 if self._table.idle else seconds)
+    def _say(self, text: str) -> None:
+        if self._options.verbose:
+            self._options.err(f"ringdance: {text}\n".encode())
 
-    def _on_clean(self) -> None:
-        """The end: nothing of the job may be left, on the other hosts first, which report to here."""
-        if not self._table.completed and self._cause_is_awaited():
-            self._expect("clean", 0.05)
-            return
-        self._deadlines.clear()
-        self._cleaning = self._ending = self._banner.quiet = True
-        self._deadlines = {"agents": time.monotonic() + _AGENTS_S, "stuck": time.monotonic() + _CLEAN_S}
-        self._agents.clean(not self._table.completed)
+    on_note = _say
 
-    def agents_clean(self) -> None:
-        if self._cleaning and self._here and not self._swept:
-            self._swept = True
-            if self._options.results and self._results_wanted:
-                self._options.results.keep(self._folder)
-            self._here.clean(not self._table.completed)
+    def on_progress(self) -> None:
+        """Results and output may be large: the deadline is for agents that send nothing."""
+        if self._state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
+            self._deadline = time.monotonic() + _LIMITS[self._state]
 
-    @property
-    def _results_wanted(self) -> bool:
-        well = self._table.completed and not self._outside and not self._signal
-        return well and self._options.results is not None
-
-    def file_came(self, name: str, data: bytes, last: bool) -> None:
-        if self._options.results and self._results_wanted:
-            try:
-                self._options.results.take(self._folder, name, data, last)
-            except LaunchError as error:
-                self._fail_outside(str(error), 1)
-
-    def here_clean(self) -> None:
-        self._done = True
-
-    def _on_agents(self) -> None:
-        if self._results_wanted:  # which may be large; a host that says nothing meanwhile will be lost
-            now = time.monotonic()
-            self._deadlines |= {"agents": now + _AGENTS_S, "stuck": now + _CLEAN_S}
-            return
-        self._agents.give_up()
-        self.agents_clean()
-
-    def _on_stuck(self) -> None:
-        if self._here:
-            self._here.kill_guardian()
-
-    def _obey_signals(self) -> None:
+    def _on_signals(self) -> None:
         for number in self._signals.take():
             if number == signal.SIGTSTP:
                 self._agents.pause(True)
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._agents.pause(False)
             elif number in PASSED_ON:
-                self._table.signal(number)
-            elif self._signal:
-                self._expect("clean", 0.0)
+                self._ranks.signal(number)
             else:
-                self._signal = number
-                self._deadlines.pop("see", None)
-                self._terminate(self._options.grace)
+                again, self._signal = self._signal, self._signal or number
+                self._handle(Event.STOP, 0.0 if again else self._options.grace)
 
-    # --- result --------------------------------------------------------------------------------
+    # --- ranks ---------------------------------------------------------------------------------
+
+    def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
+        rank = self._ranks.of(link)
+        if "rsh" in message:
+            self._on_rsh(link, message["rsh"], message["command"])
+        elif "rank" in message:
+            wrong = self._ranks.add(link, message)
+            if wrong:
+                self._fail(f"{self._plan.mpi.mpiexec} {wrong}")
+        elif rank and "pid" in message:
+            rank.pid = message["pid"]
+            self._say(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
+            if self._ranks.started:
+                self._handle(Event.STARTED)
+        elif rank and "stopped" in message:
+            who = f"rank {rank.rank} on {rank.host} (pid {rank.pid})"
+            hint = f"the others wait for it. `kill -CONT {rank.pid}` there continues it"
+            name = signal_name(message["stopped"])
+            self._options.err(f"ringdance: {who} was stopped by {name}: {hint}\n".encode())
+        elif rank and "ended" in message:
+            self._on_rank_exit(rank, message["ended"], message["time"], message["by_mpiexec"])
+
+    def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
+        self._ranks.write(link, which, data)
+
+    def on_rank_closed(self, link: RankLink) -> None:
+        rank = self._ranks.of(link)
+        if rank and not rank.ended:
+            self._on_rank_exit(rank, None, time.time())
+
+    def _on_rank_exit(self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
+        by_launcher = self._state in _ENDING
+        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec)
+        self._say(f"rank {rank.rank} ended: {code}")
+        if rank.ended.failed:
+            self._handle(Event.FAILURE, _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
+        if self._ranks.over:
+            self._ranks.release()
+            soon = self._ranks.failed or by_launcher or self._mpiexec_code is not None
+            self._handle(Event.OVER, 0.05 if soon else _EXIT_S)
+
+    # --- mpiexec and hosts ---------------------------------------------------------------------
+
+    def on_output(self, data: bytes) -> None:
+        self._banner.feed(data)
+        if self._options.verbose:
+            self._options.err(data)
+
+    def _on_mpiexec_exit(self, pid: int, code: int, when: float) -> None:
+        self._mpiexec_code = code
+        self._say(f"mpiexec (pid {pid}) ended: {code}")
+        starting = self._state is State.STARTING and not self._outside and not self._ranks.connected
+        if starting and code > 0 and self._rsh_used and not self._retried:
+            self._retried = True
+            self._options.err(b"ringdance: mpiexec could not start its daemons; retrying once\n")
+            self._launch()
+            return
+        if code < 0 and self._state not in _ENDING:
+            name = signal_name(-code)
+            self._fail(f"mpiexec (pid {pid}) was killed by {name} (signal {-code})", 128 - code)
+        if self._ranks.over:
+            self._handle(Event.OVER, 0.0)
+        else:  # reports may still lie in the sockets
+            self._handle(Event.FAILURE, 0.3)
+
+    def _on_daemon_exit(self, host: Host, code: int, when: float) -> None:
+        # Open MPI's own does so only after its ranks, or in consequence of a failure that came before.
+        running = self._ranks.connected and not self._ranks.completed and self._state not in _ENDING
+        if code and running and self._plan.mpi.family == "openmpi":
+            before = self._ranks.ended_by_mpiexec(host.ranks)  # by this daemon
+            why = f"mpiexec's daemon (prted) ended with code {code} while ranks ran. Was it killed?"
+            self._fail(f"{_named(host)}: {why}", 1, "daemon", min([when, *before]))
+
+    def on_host_failed(self, host: str, message: str, lost: bool) -> None:
+        self._say(f"host {host}: {message}")
+        named = next((_named(found) for found in self._plan.hosts if found.name == host), host)
+        if self._state in _CLEANING:
+            if lost and self._results_wanted:
+                self._fail(f"{named}: {message}, before all that its ranks returned had come")
+            if lost and self._agents.remotes_gone:
+                self.on_remote_clean()
+        elif self._state is not State.STOPPING or lost:
+            self._fail(f"{named}: {message}")
+
+    def _fail(self, message: str, code: int = 1, kind: str = "launcher", when: float = 0.0) -> None:
+        """Note a failure that is no rank's."""
+        at = when or time.time()
+        self._outside.append(Cause(None, os.uname().nodename, os.getpid(), at, kind, message, code=code or 1))
+        self._handle(Event.FAILURE, 0.1)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def on_remote_clean(self) -> None:
+        if self._state is State.CLEANING_REMOTE:
+            self._handle(Event.CLEAN)
+
+    def on_local_clean(self) -> None:
+        self._handle(Event.CLEAN)
+
+    def on_local_lost(self, why: str) -> None:
+        if self._state not in _CLEANING:
+            self._fail(f"the job's agent on this host was killed ({why})", 128 + signal.SIGKILL)
+        self._agents.give_up_remotes()
+        self._handle(Event.LOST)
+
+    def on_file(self, name: str, data: bytes, last: bool) -> None:
+        if self._options.results and self._results_wanted:
+            try:
+                self._options.results.take(self._directory, name, data, last)
+            except LaunchError as error:
+                self._fail(str(error))
+
+    @property
+    def _results_wanted(self) -> bool:
+        well = self._ranks.completed and not self._outside and not self._signal
+        return well and self._options.results is not None
 
     def _result(self) -> Verdict | int:
-        """All processes are gone: show the rest of the output, then judge."""
-        ranks = self._table.everyone()
-        for rank in ranks:
-            rank.finish()
+        """Show the rest of the output, then judge: all processes are gone."""
+        self._ranks.end_streams()
         self._options.screen.freeze()
         self._banner.end()
-        code = self._mpiexec[1]
-        verdict, completed = conclude(ranks, self._outside, code)
+        code = self._mpiexec_code
+        verdict, completed = self._ranks.judge(self._outside, code)
         if verdict is None and completed < self._plan.ranks:
-            said = b"".join(self._banner.unshown).decode(errors="replace").strip()
-            self._fail_outside(
+            output = b"".join(self._banner.unshown).decode(errors="replace").strip()
+            self._fail(
                 f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
-                "their end" + (f"; it said:\n{said}" if said else ""),
+                "their end" + (f"; its output:\n{output}" if output else ""),
                 abs(code or 1),
             )
-            verdict, _ = conclude(ranks, self._outside, code)
-        show_held(ranks, verdict)
-        self._table.unfold(everything=True)
+            verdict, _ = self._ranks.judge(self._outside, code)
+        self._ranks.show_held(verdict)
+        self._ranks.flush_merged(everything=True)
         unfinished = self._options.results is not None and not self._options.results.kept
         if self._signal and (verdict or unfinished):
             return 128 + self._signal
         return verdict or 0
 
-    def _close(self) -> None:
-        """Close everything: a notebook may run many jobs."""
-        self._agents.close()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
+    def _close(self, local: Remote | None) -> None:
+        """Close everything, for a notebook may run many jobs; clean up here if the agent has not."""
+        if local:
+            self._agents.close()
+            if not self._agents.clean:
+                directories = [path for path in (self._directory, self._shared) if path]
+                cleanup = Cleanup(self.id, directories, self._began)
+                for pid in self._ranks.local_pids():
+                    cleanup.note(pid)
+                cleanup.run()
         self._selector.close()
         self._signals.restore()
-        if self._here:
-            self._here.close()
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+_SHIM = "ssh"
+"""The file in the job's directory that mpiexec runs as ssh; session_environment has the name too."""
+
+
+def rsh_script(directory: str) -> str:
+    """Return a script that mpiexec runs as ssh (agent/rsh.py)."""
+    command = paths.bare_command("agent.rsh", os.path.join(directory, "s"))
+    return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+
+
+def _named(host: Host) -> str:
+    ranks = host.ranks
+    return f"host {host.name} (ranks {ranks[0] if len(ranks) == 1 else f'{ranks[0]}-{ranks[-1]}'})"

@@ -10,13 +10,26 @@ import collections
 import fcntl
 import json
 import os
+import selectors
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 AGENT_SPEAKS = b"\n::ringdance-agent::\n"
 """What an agent writes before its first message."""
+
+
+def watch(
+    selector: selectors.BaseSelector, descriptor: int, event: int, action: Callable[[], Any] | None
+) -> None:
+    """Register a descriptor with what to do, or, without an action, unregister it; both may be so already."""
+    known = selector.get_map().get(descriptor) is not None
+    if action and not known:
+        selector.register(descriptor, event, action)
+    elif known and not action:
+        selector.unregister(descriptor)
 
 
 class Channel:
@@ -83,7 +96,7 @@ class Frames:
         self._lock = threading.Lock()
         self.open = True
         self.shared: tuple[int, int] | None = None
-        """A file and a byte of it, locked while part of a message is sent: the guardian sends pings too."""
+        """A file and a byte of it, locked while part of a message is sent: the local agent pings too."""
 
     @property
     def unsent(self) -> int:

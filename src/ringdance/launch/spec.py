@@ -18,12 +18,12 @@ from ringdance.launch.environment import ALL
 from ringdance.launch.hosts import facts_from, local_names, place
 from ringdance.launch.job import Job
 from ringdance.launch.mpi import find_mpi
+from ringdance.launch.options import Options
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Sink, Style, guarded, write_all
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import Remote, connect
 from ringdance.launch.remote.shell import RemoteShell
-from ringdance.launch.running import Options
 from ringdance.launch.system import machine
 from ringdance.launch.system.linux import usable_cores
 

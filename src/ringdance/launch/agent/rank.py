@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from ..directories import SHARED, bases, free_port, host_folder, host_shared
+from ..directories import SHARED, bases, host_folder, host_shared
 from ..messages import Channel
 from ..system import linux
 from . import paths
@@ -115,7 +115,6 @@ class _Supervisor:
         self._wake = _wake_on_signals()
         self._child = 0
         self._front_gone = self._told_to_end = False
-        self._held_port: socket.socket | None = None
 
     def run(self, command: list[str]) -> int:
         """Run the rank to its end; its exit code as a shell tells it."""
@@ -151,14 +150,13 @@ class _Supervisor:
     def _announce(
         self, where: Mapping[str, int], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
-        """Hand over the streams; the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
-        self._held_port, port = free_port() if where["RANK"] == 0 else (None, 0)
+        """Hand over the streams; return the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
         hello = {name.lower(): value for name, value in where.items()}
         try:
-            self._channel.send_with({**hello, "host": os.uname().nodename, "port": port}, streams)
+            self._channel.send_with({**hello, "host": os.uname().nodename}, streams)
         except OSError:
             return None
-        alive, descriptors, numbers = True, list[int](), dict(where)
+        alive, descriptors, numbers, port = True, list[int](), dict(where), 0
         while alive and not descriptors:
             messages, descriptors, alive = self._channel.receive()
             for message in messages:
@@ -223,7 +221,7 @@ def _connect(path: str) -> Channel:
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(path)
-    except OSError:  # the launcher is gone, and its guardian is about to end us
+    except OSError:  # the agent is gone
         os._exit(1)
     return Channel(sock)
 

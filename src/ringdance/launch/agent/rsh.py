@@ -1,8 +1,7 @@
-"""What mpiexec calls in place of ssh: it has the launcher's agent on that host start the command.
+"""What mpiexec runs in place of ssh: ask the launcher to have an agent start a command on its host.
 
-So there is one connection to each host, and what mpiexec starts there is a child of the agent, which
-ends it when the job ends. Standard library only. `arguments`: the launcher's socket, the host, and the words
-of the command; ssh's options before the host are passed over.
+So there is one connection to each host, and the command is a child of the agent there. `arguments`: the
+agent's socket, ssh's options (passed over), the host, and the words of the command. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ _WITH_VALUE = ("-p", "-i", "-l", "-o", "-F", "-J")
 
 
 def main(arguments: list[str]) -> None:
-    """Ends with the exit code of the command."""
+    """Exit with the exit code of the command."""
     path, words = arguments[0], arguments[1:]
     while words and words[0].startswith("-"):
         del words[: 2 if words[0] in _WITH_VALUE else 1]
     if len(words) < 2:
-        sys.exit("ringdance: mpiexec named no host or no command")
+        sys.exit("ringdance: mpiexec gave no host or no command")
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(path)
-    except OSError:  # the launcher is gone
+    except OSError:  # the agent is gone
         os._exit(255)
     channel = Channel(sock)
-    channel.send({"door": words[0], "command": " ".join(words[1:])})
+    channel.send({"rsh": words[0], "command": " ".join(words[1:])})
     alive = True
     while alive:
         messages, _, alive = channel.receive()

@@ -1,6 +1,6 @@
 """What an agent does beside a job: look for jobs, end one, measure folders, take and pass on files.
 
-Messages: ``{"chore": name, ...}`` is answered by ``{"did": name, "problem": "" or what is in the way, ...}``;
+Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": "" or what is in the way, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
 """
 
@@ -35,7 +35,7 @@ class Chores:
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
         """Obey a message."""
-        name = message["chore"]
+        name = message["task"]
         if name == "copy":
             self._receiver.take(message, payload)
             return
@@ -43,7 +43,7 @@ class Chores:
             answer = _DEEDS[name](message)
         except (OSError, KeyError) as error:
             answer = {"problem": f"{type(error).__name__}: {error}"}
-        self._launcher.send({"did": name, "problem": "", **answer})
+        self._launcher.send({"answer": name, "problem": "", **answer})
 
 
 def jobs() -> dict[str, dict[str, Any]]:

@@ -6,10 +6,10 @@ go on to the host after. So a machine between two hosts can corrupt a chunk, but
 file is written under another name in its directory and renamed when it is complete and correct; the next copy
 continues what an interrupted one has left. Standard library only.
 
-Launcher to agent, each a ``{"chore": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``), ``files`` with
+Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``), ``files`` with
 a JSON list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
 ``addresses``), ``chunk`` (``file``, ``at``) with bytes, ``end`` (``file``, ``digest``), ``over``.
-Agent to launcher, each a ``{"did": "copy", "what": ...}``: ``begin``, ``files`` with ``have`` and ``free``,
+Agent to launcher, each a ``{"answer": "copy", "what": ...}``: ``begin``, ``files`` with ``have`` and ``free``,
 ``listen`` with ``port``, ``next``, ``over``, each with a ``problem`` or ""; and unsolicited ``file`` (its
 number, ``problem``, ``again``: whether it was corrupted), ``got`` (bytes written since the last), ``cut``
 (the host before is gone), ``lost`` (the host after is).
@@ -75,7 +75,7 @@ class Receiver:
         self._send(do, **{"problem": "", **answer})
 
     def _send(self, what: str, **more: Any) -> None:
-        self._launcher.send({"did": "copy", "what": what, **more})
+        self._launcher.send({"answer": "copy", "what": what, **more})
 
     # --- the list of files ---------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command, module_line, package_folder
@@ -41,13 +43,13 @@ class Remote:
     heard: float = field(default_factory=time.monotonic)
     errors: bytearray = field(default_factory=bytearray)
 
-    def close(self) -> None:
-        """End the connection, which ends the agent."""
+    def close(self, timeout: float = 2.0) -> None:
+        """End the connection, which ends the agent; kill the process if it has not ended in time."""
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream:
                 stream.close()
         try:
-            self.process.wait(2.0)
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -125,7 +127,7 @@ def attempt(
 
 def together(problems: Sequence[str]) -> str:
     """All that is wrong as one message."""
-    return "\n  ".join(["nothing was started, for:", *problems]) if problems[1:] else problems[0]
+    return "\n  ".join(["Cannot start:", *problems]) if problems[1:] else problems[0]
 
 
 def _join(
@@ -149,22 +151,10 @@ def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
     python = "" if host in shell.local else shell.python
     command = shell.command(host, module_line(python, "agent.main") if python else bare_command("agent.main"))
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
-            start_new_session=True,
-        )
+        remote = _start(host, command)
     except OSError as error:
         raise _Problem(f"{command[0]} cannot be started: {error.strerror}") from None
-    assert process.stdin
-    assert process.stdout
-    assert process.stderr
-    os.set_blocking(process.stderr.fileno(), False)
-    frames = Frames(process.stdout.fileno(), process.stdin.fileno(), after=AGENT_SPEAKS)
-    remote = Remote(host, process, frames, HostFacts())
+    frames = remote.frames
     until = time.monotonic() + timeout
     try:
         while True:
@@ -179,9 +169,57 @@ def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
             if not alive:
                 raise _why(remote, command[0], python)
     except BaseException:
-        process.kill()
+        remote.process.kill()
         remote.close()
         raise
+
+
+def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
+    """Start the program that is, or leads to, an agent; `options` as of ``subprocess.Popen``."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
+        start_new_session=True,
+        **options,
+    )
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    os.set_blocking(process.stderr.fileno(), False)
+    frames = Frames(process.stdout.fileno(), process.stdin.fileno(), after=AGENT_SPEAKS)
+    return Remote(host, process, frames, HostFacts())
+
+
+def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequence[Remote]) -> Remote:
+    """Start the agent of this host, which also sends heartbeats to the others.
+
+    Args:
+        host: its name in the plan.
+        environ: of the agent, and of all that it starts.
+        stdin: what rank 0 reads if it runs here, -1 for nothing.
+        remotes: the agents on other hosts.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    lock = -1
+    if remotes:
+        with tempfile.TemporaryFile() as file:
+            lock = os.dup(file.fileno())
+    for number, remote in enumerate(remotes):
+        remote.frames.shared = lock, number
+    passed = [stdin, lock, *(remote.frames.write_fd for remote in remotes)]
+    if stdin == 0:  # a descriptor that the agent's own stdin does not replace
+        passed[0] = os.dup(0)
+    try:
+        command = bare_command("agent.main", *map(str, passed))
+        return _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
+    finally:
+        if passed[0] != stdin:
+            os.close(passed[0])
 
 
 def _heard(remote: Remote) -> str:

@@ -151,6 +151,8 @@ class Cleanup:
 
     def watch(self) -> None:
         """Note from now on which shared memory the job uses. See Note [What is removed from /dev/shm]."""
+        if self._watching:
+            return
         self._watching = True
         self._before = set(_shared(0.0).values())
         threading.Thread(target=self._watch, daemon=True).start()

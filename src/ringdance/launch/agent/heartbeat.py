@@ -1,0 +1,47 @@
+"""Heartbeats to the agents on other hosts, sent by the launcher's own agent; standard library only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+from ..messages import Frames
+
+_PING_S = 0.5
+_PING = Frames.pack({"ping": True})
+
+
+class Heartbeats:
+    """Ping other agents even if the launcher is stopped, or waits for a slow reader.
+
+    Args:
+        lock: a file, byte n of which the launcher locks while it is in the middle of a message to agent n.
+        connections: to the agents, by number.
+    """
+
+    def __init__(self, lock: int = -1, *connections: int) -> None:
+        self._lock, self._connections, self._next = lock, connections, 0.0
+
+    def send(self) -> float | None:
+        """Ping if it is time; return the seconds until the next time, None if there is nobody to ping."""
+        now = time.monotonic()
+        if self._connections and now >= self._next:
+            self._next = now + _PING_S
+            for byte, connection in enumerate(self._connections):
+                try:
+                    fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+                except OSError:
+                    continue  # the launcher is in the middle of a message
+                try:
+                    os.write(connection, _PING)  # whole, or not at all: it is short
+                except OSError:
+                    pass  # much waits to be read there, or the agent is gone
+                fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, byte)
+        return max(0.0, self._next - now) if self._connections else None
+
+    def close(self) -> None:
+        """Close the connections: where the launcher is gone too, the other agents end."""
+        for connection in self._connections:
+            os.close(connection)
+        self._connections = ()

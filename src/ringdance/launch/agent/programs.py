@@ -1,0 +1,145 @@
+"""Programs that an agent starts: mpiexec, or on other hosts its daemons; standard library only."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..directories import OWN_FOLDER
+from ..messages import Frames, watch
+from ..system import linux
+from . import paths
+from .loopback import restrict
+
+_DAEMON = "mpiexec's daemon"
+_DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
+_RESTRICT_S = 0.01  # between two looks for new sockets of mpiexec, until its first rank runs
+
+
+class Programs:
+    """Start programs, pass on their output, and report how they end.
+
+    Args:
+        launcher: where output and reports go.
+        selector: the agent's loop.
+    """
+
+    def __init__(self, launcher: Frames, selector: selectors.BaseSelector) -> None:
+        self._launcher, self._selector = launcher, selector
+        # By pid, with the launcher's number.
+        self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+        self._outputs: list[Any] = []
+        self._environ: dict[str, str] = {}
+        self._cwd = "/"
+        self._launcher_paths: Mapping[str, str] | None = None
+        self._restricted = 0  # pid
+        self.restricting: float | None = None
+        """Seconds until :meth:`restrict` is due; None if it is not needed."""
+
+    def prepare(self, environ: dict[str, str], cwd: str, launcher_paths: Mapping[str, str] | None) -> None:
+        """Set the environment and directory of programs, and the launcher's paths if they differ here."""
+        self._environ, self._cwd, self._launcher_paths = environ, cwd, launcher_paths
+
+    def spawn(self, message: Mapping[str, Any], directory: str) -> None:
+        """Start a program in a session of its own.
+
+        Args:
+            message: ``spawn``, its number; ``argv``, or ``command`` for the shell, which may name the job's
+                directory by a placeholder; ``loopback``: whether no other host needs its sockets.
+            directory: the job's.
+        """
+        argv = message.get("argv")
+        if not argv:
+            command = message["command"].replace(OWN_FOLDER, directory)
+            if self._launcher_paths:
+                command = paths.translated_command(command, self._launcher_paths)
+            argv = ["/bin/sh", "-c", command]
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
+                cwd=self._cwd,
+                start_new_session=True,
+            )
+        except OSError as error:
+            text = f"ringdance: cannot start {argv[0]}: {error.strerror}\n"
+            self._launcher.send({"output": True}, text.encode())
+            self._launcher.send({"exited": message["spawn"], "pid": 0, "code": 127, "time": time.time()})
+            return
+        assert process.stdout
+        os.set_blocking(process.stdout.fileno(), False)
+        self._running[process.pid] = message["spawn"], process
+        self._outputs.append(process.stdout)
+        action = lambda: self._read(process.stdout)  # noqa: E731
+        watch(self._selector, process.stdout.fileno(), selectors.EVENT_READ, action)
+        if message.get("loopback"):
+            self._restricted, self.restricting = process.pid, _RESTRICT_S
+
+    def restrict(self) -> None:
+        """Keep the network away from the sockets on which mpiexec listens by now."""
+        if self.restricting is not None:
+            try:
+                restrict(self._restricted)
+            except OSError as error:
+                self.restricting = None
+                self._launcher.send(
+                    {
+                        "note": "mpiexec listens on all of this host's addresses, it cannot be bound to "
+                        f"loopback: {error.strerror}"
+                    }
+                )
+
+    def _read(self, output: Any) -> bool:
+        try:
+            data = os.read(output.fileno(), 65536)
+        except BlockingIOError:
+            return False
+        if data:
+            self._launcher.send({"output": True}, data)
+            return True
+        watch(self._selector, output.fileno(), 0, None)
+        self._outputs.remove(output)
+        output.close()
+        return False
+
+    def read_rest(self) -> None:
+        """Pass on what is left of all output."""
+        for output in list(self._outputs):
+            while self._read(output):
+                pass
+
+    def reap(self) -> None:
+        """Take the exit status of all dead children, also those adopted, and report those that matter."""
+        while True:
+            try:
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if dead is None:
+                    return
+                name = linux.name_of(dead.si_pid)
+                _, status = os.waitpid(dead.si_pid, 0)
+            except ChildProcessError:
+                return
+            self._on_exit(dead.si_pid, os.waitstatus_to_exitcode(status), name)
+
+    def _on_exit(self, pid: int, code: int, name: str) -> None:
+        if pid in self._running:
+            number, process = self._running.pop(pid)
+            process.returncode = code  # Popen shall not wait for it again
+            if process.stdout and not process.stdout.closed:
+                self._read(process.stdout)
+            if pid == self._restricted:
+                self.restricting = None
+            self._launcher.send({"exited": number, "pid": pid, "code": code, "time": time.time()})
+            shell = process.args[0] == "/bin/sh"  # type: ignore[index]
+            if shell and code == 128 + signal.SIGKILL:  # it reports that the daemon was killed
+                code, name = -signal.SIGKILL, _DAEMON
+        if code < 0 and name.startswith(_DAEMONS):  # other processes are the user's
+            self._launcher.send({"died": pid, "name": name, "signal": -code})

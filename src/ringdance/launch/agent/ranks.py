@@ -1,0 +1,163 @@
+"""This host's ranks, seen by the agent: reports of their wrappers (rank.py), output, and input.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from ..messages import Channel, Frames, watch
+
+
+class _Connection:
+    """A wrapper (or rsh.py): its channel, its rank's output, and where the rank's input is written."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.number, self.channel = channel.fileno(), channel
+        self.streams: dict[int, int] = {}  # descriptor -> 0 (stdout) or 1
+        self.stdin = -1
+
+
+class Ranks:
+    """Accept wrappers and pass on between them and the launcher.
+
+    Args:
+        launcher: where reports and output go.
+        selector: the agent's loop.
+        on_pid: is called with the pid of each rank.
+        stdin: a descriptor that rank 0 reads itself, -1 if the launcher sends its input.
+    """
+
+    def __init__(
+        self,
+        launcher: Frames,
+        selector: selectors.BaseSelector,
+        on_pid: Callable[[int], None],
+        stdin: int = -1,
+    ) -> None:
+        self._launcher, self._selector, self._on_pid, self._stdin = launcher, selector, on_pid, stdin
+        self._connections: dict[int, _Connection] = {}
+        self._held = False
+
+    def listen(self, path: str) -> None:
+        """Listen on a Unix socket.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(1024)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        sock.setblocking(True)
+        connection = _Connection(Channel(sock))
+        self._connections[connection.number] = connection
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._receive(connection))
+
+    def _receive(self, connection: _Connection) -> None:
+        messages, descriptors, alive = connection.channel.receive()
+        for message in messages:
+            if "pid" in message:
+                self._on_pid(message["pid"])
+            self._launcher.send({"from": connection.number, "message": message})
+        for which, descriptor in enumerate(descriptors):
+            os.set_blocking(descriptor, False)
+            connection.streams[descriptor] = which
+            self._watch(connection, descriptor)
+        if not alive:
+            self._selector.unregister(connection.channel.sock)
+            connection.channel.sock.close()
+            self._launcher.send({"from": connection.number, "closed": True})
+
+    # --- output --------------------------------------------------------------------------------
+
+    def _watch(self, connection: _Connection, descriptor: int) -> None:
+        action = None if self._held else lambda: self._read(connection, descriptor)
+        watch(self._selector, descriptor, selectors.EVENT_READ, action)
+
+    def hold(self, held: bool) -> None:
+        """Leave all output in its pipes, or read it again."""
+        self._held = held
+        for connection in self._connections.values():
+            for descriptor in connection.streams:
+                self._watch(connection, descriptor)
+
+    def _read(self, connection: _Connection, descriptor: int) -> bool:
+        try:
+            data = os.read(descriptor, 65536)
+        except BlockingIOError:
+            return False
+        which = connection.streams[descriptor]
+        if not data:
+            watch(self._selector, descriptor, 0, None)
+            del connection.streams[descriptor]
+            os.close(descriptor)
+        self._launcher.send({"from": connection.number, "stream": which}, data)
+        return bool(data)
+
+    def read_rest(self) -> None:
+        """Pass on what is left of all output; processes that hold it open no longer exist."""
+        for connection in self._connections.values():
+            for descriptor in list(connection.streams):
+                while self._read(connection, descriptor):
+                    pass
+
+    # --- from the launcher ---------------------------------------------------------------------
+
+    def send(self, number: int, message: dict[str, Any]) -> None:
+        """Send to a wrapper; the message that starts its rank takes along what the rank reads."""
+        connection = self._connections.get(number)
+        if connection is None or connection.channel.fileno() < 0:
+            return
+        if "go" not in message:
+            connection.channel.send(message)
+            return
+        if not message.pop("stdin", False):
+            stdin = os.open(os.devnull, os.O_RDONLY)
+        elif self._stdin >= 0:
+            stdin, self._stdin = self._stdin, -1
+        else:
+            stdin, connection.stdin = os.pipe()
+        try:
+            connection.channel.send_with(message, [stdin])
+        except OSError:
+            pass  # that it is gone will be seen by reading
+        os.close(stdin)
+
+    def write_stdin(self, number: int, data: bytes) -> None:
+        """Pass on what a rank reads (no data: its end); report when it has been taken."""
+        connection = self._connections.get(number)
+        if connection is None or connection.stdin < 0:
+            return
+        if not data:
+            os.close(connection.stdin)
+            connection.stdin = -1
+            return
+        os.set_blocking(connection.stdin, False)
+        self._pour(connection, memoryview(data))
+
+    def _pour(self, connection: _Connection, rest: memoryview) -> None:
+        try:
+            rest = rest[os.write(connection.stdin, rest) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody reads it any more
+            rest = rest[:0]
+        watch(self._selector, connection.stdin, 0, None)
+        if rest:
+            action = lambda: self._pour(connection, rest)  # noqa: E731
+            watch(self._selector, connection.stdin, selectors.EVENT_WRITE, action)
+        else:
+            self._launcher.send({"took": connection.number})

@@ -1,0 +1,375 @@
+"""The agents of a running job, seen from the launcher: one on each host, its own included."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ringdance.launch.cause import signal_name
+from ringdance.launch.messages import watch
+from ringdance.launch.remote.connect import Remote
+
+_PING_S = 0.5
+_LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
+_CLOSE_S = 6.0  # for the local agent to clean up
+
+OnExit = Callable[[int, int, float], None]
+"""Is called with a program's pid, exit code (or -signal), and end (seconds since the epoch)."""
+
+
+class RankLink:
+    """The wrapper of a rank, behind its host's agent.
+
+    Args:
+        remote: the host.
+        number: the agent's number for the connection.
+    """
+
+    def __init__(self, remote: Remote, number: int) -> None:
+        self.remote, self.number = remote, number
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Return False if the host is gone."""
+        return self.remote.frames.send({"to": self.number, "message": message})
+
+
+class Events(Protocol):
+    """What agents report to a job."""
+
+    def on_ready(self) -> None:
+        """All agents have prepared themselves, or have named a problem."""
+
+    def on_remote_clean(self) -> None:
+        """The agents on other hosts have cleaned up and ended, or are lost."""
+
+    def on_local_clean(self) -> None:
+        """The agent on this host has cleaned up."""
+
+    def on_local_lost(self, why: str) -> None:
+        """The agent on this host is gone."""
+
+    def on_host_failed(self, host: str, message: str, lost: bool) -> None:
+        """A host is lost, or a program of the job that is no rank was killed there."""
+
+    def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
+        """A wrapper has reported."""
+
+    def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
+        """A rank has written to stdout (0) or stderr (1); no data: it has closed it."""
+
+    def on_rank_closed(self, link: RankLink) -> None:
+        """A wrapper's connection has ended."""
+
+    def on_output(self, data: bytes) -> None:
+        """mpiexec or a daemon of it has written something."""
+
+    def on_note(self, text: str) -> None:
+        """An agent has something to tell those who want details."""
+
+    def on_file(self, name: str, data: bytes, last: bool) -> None:
+        """A part of a file that a rank has left in the job's directory on its host, or its end."""
+
+    def on_progress(self) -> None:
+        """An agent has sent something."""
+
+
+@dataclass
+class _Agent:
+    remote: Remote
+    local: bool = False
+    ready: bool = False
+    clean: bool = False
+    lost: bool = False
+    problem: str = ""
+    port: int = 0
+
+    @property
+    def there(self) -> bool:
+        return not (self.lost or self.clean)
+
+
+class Agents:
+    """All agents of a job.
+
+    Args:
+        local: this host; owned from now on.
+        remotes: the other hosts; likewise.
+        selector: the job's loop.
+        events: the job.
+        heartbeat_timeout: seconds without a message after which another host is lost.
+    """
+
+    def __init__(
+        self,
+        local: Remote,
+        remotes: Sequence[Remote],
+        selector: selectors.BaseSelector,
+        events: Events,
+        heartbeat_timeout: float,
+    ) -> None:
+        self._local = _Agent(local, local=True)
+        self._remote = [_Agent(remote) for remote in remotes]
+        self._all = {agent.remote.host: agent for agent in (*self._remote, self._local)}
+        self._selector, self._events, self._heartbeat_timeout = selector, events, heartbeat_timeout
+        self._links: dict[tuple[str, int], RankLink] = {}
+        self._programs: list[OnExit] = []
+        self._input: tuple[RankLink, int] | None = None
+        self._paused = False
+        for agent in self._all.values():
+            fd = agent.remote.frames.read_fd
+            selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
+
+    def begin(
+        self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]
+    ) -> None:
+        """Send what the job is, and files for its directories.
+
+        Args:
+            local: the message "job" for this host, without its timeout.
+            remote: the same for the others.
+            files: contents by name.
+        """
+        for agent in self._all.values():
+            agent.remote.heard = time.monotonic()
+            if agent.local:
+                agent.remote.frames.send({**local, "heartbeat_timeout": None})
+            else:
+                agent.remote.frames.send({**remote, "heartbeat_timeout": self._heartbeat_timeout})
+            for name, data in files.items():
+                agent.remote.frames.send({"put": name}, data)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all have prepared themselves."""
+        return all(agent.ready for agent in self._all.values())
+
+    @property
+    def problems(self) -> list[str]:
+        """What is in the way, a line for each host concerned."""
+        found = {host: agent.problem for host, agent in self._all.items() if agent.problem}
+        return [f"host {host}: {problem}" for host, problem in found.items()]
+
+    @property
+    def remotes_gone(self) -> bool:
+        """Whether no other host is left to wait for."""
+        return not any(agent.there for agent in self._remote)
+
+    @property
+    def clean(self) -> bool:
+        """Whether the agent on this host has cleaned up."""
+        return self._local.clean
+
+    @property
+    def pending(self) -> bool:
+        """Whether any host has not answered for a while, but not for so long that it counts as lost."""
+        now = time.monotonic()
+        return any(agent.there and now - agent.remote.heard > _LATE_S for agent in self._remote)
+
+    def is_local(self, link: RankLink) -> bool:
+        """Whether a rank is on this host."""
+        return link.remote is self._local.remote
+
+    def port(self, host: str) -> int:
+        """Return a port that the agent on a host keeps free."""
+        return self._all[host].port
+
+    def put(self, name: str, text: str, mode: int = 0o600) -> None:
+        """Write a file into the job's directory on this host."""
+        self._local.remote.frames.send({"put": name, "mode": mode}, text.encode())
+
+    def launch(self, argv: Sequence[str], loopback: bool, on_exit: OnExit) -> None:
+        """Start mpiexec here.
+
+        Args:
+            argv: its command line.
+            loopback: whether no other host has to reach it.
+            on_exit: is called when it has ended.
+        """
+        self._spawn(self._local, on_exit, argv=list(argv), loopback=loopback)
+
+    def spawn(self, host: str, command: str, on_exit: OnExit) -> bool:
+        """Start a shell's command on another host; return False if there is no agent."""
+        agent = next((agent for agent in self._remote if agent.remote.host == host), None)
+        return agent is not None and agent.there and self._spawn(agent, on_exit, command=command)
+
+    def _spawn(self, agent: _Agent, on_exit: OnExit, **what: Any) -> bool:
+        self._programs.append(on_exit)
+        return agent.remote.frames.send({"spawn": len(self._programs) - 1, **what})
+
+    def pause(self, paused: bool) -> None:
+        """Announce that the launcher is stopped by the terminal, or that it goes on."""
+        self._paused = paused
+        for agent in self._remote:
+            agent.remote.heard = time.monotonic()
+            agent.remote.frames.send({"pause": paused})
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def clean_remotes(self, failed: bool) -> None:
+        """End the job on the other hosts; `on_remote_clean` follows."""
+        for agent in self._remote:
+            if agent.there and not agent.remote.frames.send({"clean": True, "failed": failed}):
+                agent.lost = True
+        if self.remotes_gone:
+            self._events.on_remote_clean()
+
+    def clean_local(self, failed: bool) -> None:
+        """End the job on this host; `on_local_clean` or `on_local_lost` follows."""
+        self._local.remote.frames.send({"clean": True, "failed": failed, "results": False})
+
+    def give_up_remotes(self) -> None:
+        """Count other hosts that still do not answer as lost."""
+        for agent in self._remote:
+            agent.lost = agent.lost or not agent.clean
+
+    def kill_local(self) -> None:
+        """Kill the agent on this host; `on_local_lost` follows."""
+        self._local.remote.process.kill()
+
+    def close(self) -> None:
+        """End all connections, and so all agents that have not ended."""
+        for agent in self._all.values():
+            self._watch_room(agent, False)
+            watch(self._selector, agent.remote.frames.read_fd, 0, None)
+            if agent.lost and not agent.local:
+                agent.remote.process.kill()
+            agent.remote.close(_CLOSE_S if agent.local else 2.0)
+        for lock in {agent.remote.frames.shared[0] for agent in self._remote if agent.remote.frames.shared}:
+            os.close(lock)
+
+    # --- heartbeats ----------------------------------------------------------------------------
+
+    def check(self) -> float | None:
+        """Find lost hosts, send what waits; return the seconds until this is due again, None for never."""
+        now = time.monotonic()
+        for agent in self._remote:
+            late = agent.there and agent.ready and now - agent.remote.heard > self._heartbeat_timeout
+            if late and not self._paused and self._silent(agent):
+                self._lose(
+                    agent, f"no heartbeat for {self._heartbeat_timeout:g} s (host or network down)"
+                )
+        for agent in self._all.values():
+            if agent.remote.frames.unsent:
+                agent.remote.frames.flush()
+            self._watch_room(agent, agent.there)
+        return _PING_S if self._remote else None
+
+    def _watch_room(self, agent: _Agent, there: bool) -> None:
+        """Have the loop send on what waits for this host as soon as there is room."""
+        frames = agent.remote.frames
+        waits = there and frames.open and bool(frames.unsent)
+        action = (lambda: self._send_on(agent)) if waits else None
+        watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
+
+    def _send_on(self, agent: _Agent) -> None:
+        agent.remote.frames.flush()
+        self._watch_room(agent, agent.there)
+
+    def _silent(self, agent: _Agent) -> bool:
+        """Check that nothing lies in its connection either: this process may have been the one to sleep."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(agent.remote.frames.read_fd, selectors.EVENT_READ)
+            return not selector.select(0)
+
+    def _lose(self, agent: _Agent, why: str) -> None:
+        agent.lost = True
+        watch(self._selector, agent.remote.frames.read_fd, 0, None)
+        self._watch_room(agent, False)
+        process = agent.remote.process
+        process.kill()
+        if agent.local:
+            self._events.on_local_lost(f"pid {process.pid}, exit code {process.wait()}: {why}")
+            return
+        self._events.on_host_failed(agent.remote.host, why, lost=True)
+        for link in [link for link in self._links.values() if link.remote is agent.remote]:
+            self._events.on_rank_closed(link)
+
+    # --- reports -------------------------------------------------------------------------------
+
+    def _read(self, agent: _Agent) -> None:
+        try:
+            messages, alive = agent.remote.frames.receive()
+        except ValueError as error:
+            self._lose(agent, f"protocol error: {error}")
+            return
+        agent.remote.heard = time.monotonic()
+        self._events.on_progress()
+        for message, payload in messages:
+            self._take(agent, message, payload)
+        if not alive and agent.there:
+            last = agent.remote.last_words()
+            self._lose(agent, "connection closed" + (f" ({last})" if last else ""))
+        elif not alive:
+            watch(self._selector, agent.remote.frames.read_fd, 0, None)
+
+    def _take(self, agent: _Agent, message: dict[str, Any], payload: bytes) -> None:
+        events, host = self._events, agent.remote.host
+        if "from" in message:
+            self._from_rank(agent.remote, message, payload)
+        elif "ready" in message:
+            agent.ready, agent.problem, agent.port = True, message["problem"], message["port"]
+            if self.ready:
+                events.on_ready()
+        elif "output" in message:
+            events.on_output(payload)
+        elif "note" in message:
+            events.on_note(message["note"])
+        elif "exited" in message:
+            self._programs[message["exited"]](message["pid"], message["code"], message["time"])
+        elif "died" in message:
+            name = signal_name(message["signal"])
+            why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"
+            events.on_host_failed(host, why, lost=False)
+        elif "took" in message:
+            self._await_input()
+        elif "file" in message:
+            events.on_file(message["file"], payload, message["last"])
+        elif "cleaned" in message:
+            agent.clean = True
+            if agent.local:
+                events.on_local_clean()
+            elif self.remotes_gone:
+                events.on_remote_clean()
+
+    def _from_rank(self, remote: Remote, message: dict[str, Any], payload: bytes) -> None:
+        number = message["from"]
+        link = self._links.setdefault((remote.host, number), RankLink(remote, number))
+        if "message" in message:
+            self._events.on_rank_message(link, message["message"])
+        elif "stream" in message:
+            self._events.on_rank_output(link, message["stream"], payload)
+        else:
+            del self._links[remote.host, number]
+            self._events.on_rank_closed(link)
+
+    # --- what rank 0 reads ---------------------------------------------------------------------
+
+    def feed(self, link: RankLink, descriptor: int) -> None:
+        """Pass what can be read from `descriptor` on to a rank, as fast as it takes it."""
+        self._input = link, descriptor
+        self._await_input()
+
+    def _await_input(self) -> None:
+        assert self._input
+        try:
+            self._selector.register(self._input[1], selectors.EVENT_READ, self._pass_input_once)
+        except PermissionError:  # a file, or /dev/null: cannot be waited for, and need not
+            self._pass_input()
+
+    def _pass_input_once(self) -> None:
+        assert self._input
+        self._selector.unregister(self._input[1])
+        self._pass_input()
+
+    def _pass_input(self) -> None:
+        assert self._input
+        link, descriptor = self._input
+        try:
+            data = os.read(descriptor, 32768)
+        except OSError:
+            data = b""
+        link.remote.frames.send({"stdin": link.number}, data)
