@@ -170,14 +170,14 @@ def kill_daemon(marker: str) -> str:
 
 def kill_host(marker: str) -> str:
     find(marker, 'hostname "$1"; mount')[0].kill()
-    return "it is gone: its connection was closed"
+    return "connection closed"
 
 
 def silence_host(marker: str) -> str:
     outer = find(marker, 'hostname "$1"; mount')[0]
     for process in [outer, *outer.children(recursive=True)]:
         process.suspend()
-    return "it has not answered for 3 s"
+    return "no heartbeat for 3 s"
 
 
 def kill_launcher(marker: str) -> str:
@@ -242,7 +242,7 @@ def test_a_daemon_that_does_not_start(program: Callable[[str], str], tmp_path: P
     # One other host: of two, the second's daemon may not have been broken yet when the first one's fails.
     line = [*LINE, "-H", "localhost:2,other1:2", "python", program("print('works')")]
     done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100, check=False)
-    assert done.stderr.count("it is tried once more") == 1
+    assert done.stderr.count("retrying once") == 1
     assert done.stdout.count("works") == (4 if once else 0), done.stderr
     assert (done.returncode == 0) == once
     assert (FRAME in done.stderr) != once
@@ -323,6 +323,6 @@ def test_results_of_any_size_come_or_the_host_that_is_lost_is_named(tmp_path: Pa
         errors.seek(0)
         err = errors.read()
     if lost:
-        assert "host other2 (ranks 1): it is gone: its connection was closed, before all" in err, err
+        assert "host other2 (ranks 1): connection closed, before all" in err, err
     else:
         assert out == "other1 True 100\nother2 True 100\n", err

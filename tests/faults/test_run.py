@@ -422,7 +422,7 @@ def test_run_says_when_a_function_never_returned() -> None:
         ringdance.run(lambda: sys.exit(0), np=2)
 
 
-def test_a_guardian_outlives_its_launcher_only_to_clean_up(tmp_path: Path) -> None:
+def test_an_agent_outlives_its_launcher_only_to_clean_up(tmp_path: Path) -> None:
     path = script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     with open(tmp_path / "out", "wb") as output:
         job = start(tmp_path, "-np", "1", "python", path, stdout=output, stderr=output)

@@ -159,7 +159,7 @@ def test_which_variables_go_to_other_hosts(
         ("h1:1,h9:1", r"host h9: ssh cannot connect: .*Could not resolve"),
         ("h1:1,10.83.7.99:1", r"host 10.83.7.99: ssh cannot connect"),
         ("h1:1,h2:1,10.83.7.2:1", r"host 10.83.7.2: it is host h2 by another name"),
-        ("h1:1,h2:1,nowhere:2,h8:1", r"nothing was started, for:\n  host nowhere: .*\n  host h8: "),
+        ("h1:1,h2:1,nowhere:2,h8:1", r"Cannot start:\n  host nowhere: .*\n  host h8: "),
     ],
 )
 def test_hosts_that_cannot_be_used(three_hosts: Hosts, places: str, hosts: str, words: str) -> None:
