@@ -16,6 +16,7 @@ from ringdance.launch.output.merge import LineMerger
 from ringdance.launch.output.stream import HELD_S, Stream, make_streams
 from ringdance.launch.plan import Plan
 
+
 @dataclass
 class Rank:
     """A rank whose wrapper has connected.
