@@ -1,6 +1,6 @@
 """What an agent does beside a job: look for jobs, end one, measure folders, take and pass on files.
 
-Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": "" or what is in the way, ...}``;
+Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
 """
 

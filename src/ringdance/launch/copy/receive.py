@@ -9,7 +9,7 @@ continues what an interrupted one has left. Standard library only.
 Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``), ``files`` with
 a JSON list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
 ``addresses``), ``chunk`` (``file``, ``at``) with bytes, ``end`` (``file``, ``digest``), ``over``.
-Agent to launcher, each a ``{"answer": "copy", "what": ...}``: ``begin``, ``files`` with ``have`` and ``free``,
+Agent to launcher (``{"answer": "copy", "what": ...}``): ``begin``, ``files`` with ``have`` and ``free``,
 ``listen`` with ``port``, ``next``, ``over``, each with a ``problem`` or ""; and unsolicited ``file`` (its
 number, ``problem``, ``again``: whether it was corrupted), ``got`` (bytes written since the last), ``cut``
 (the host before is gone), ``lost`` (the host after is).
