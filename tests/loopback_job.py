@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ringdance import session
-from ringdance.core.engine import Engine, area_bytes, vector_bytes
+from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
@@ -20,7 +20,7 @@ def world_for(
         size,
         hosts=hosts,
         window=settings.window,
-        area_bytes=max(1, area_bytes(settings)),
+        buffer_bytes=max(1, buffer_bytes(settings)),
         vector_bytes=vector_bytes(size, settings.cache_capacity),
         **others,
     )

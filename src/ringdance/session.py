@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from ringdance import settings as settings_module
-from ringdance.core.engine import Engine, area_bytes, vector_bytes
+from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_VARIABLES
@@ -186,10 +186,10 @@ def _start(comm: Any, settings: Settings) -> Engine:
     common["the version of ringdance"] = version("ringdance")
     transport = world_transport(
         comm,
-        window_bytes=area_bytes(settings),
+        window_bytes=buffer_bytes(settings),
         vector_bytes=room,
         common=common,
-        patience=settings.init_timeout,
+        timeout=settings.init_timeout,
         threads=threads,
     )
     _process.mpi = True

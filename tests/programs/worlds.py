@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from programs.plan import Program, make
 from programs.play import Report, play
-from ringdance.core.engine import Engine, area_bytes, vector_bytes
+from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
@@ -68,7 +68,7 @@ def on_loopback(program: Program, limit: float = LIMIT) -> list[str]:
         program.size,
         hosts=o.hosts,
         window=o.window,
-        area_bytes=max(area_bytes(settings), 1),
+        buffer_bytes=max(buffer_bytes(settings), 1),
         vector_bytes=vector_bytes(program.size, o.cache_capacity),
         seed=program.seed,
         delay=o.delay,
@@ -95,11 +95,12 @@ def on_loopback(program: Program, limit: float = LIMIT) -> list[str]:
 def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
     parts = [why]
     for rank, engine in sorted(engines.items()):
-        for state, _ in engine._machines:
-            names = ", ".join(work.name for work in state.in_flight())
+        for state in engine.sets.states():
+            names = ", ".join(work.name for work in state.pending.in_flight())
             parts.append(
                 f"rank {rank}, set {state.set_id} of {state.members}: round {state.rounds}, in round "
-                f"{state.in_round}, waiting {len(state.waiting)}, joined {state.joined:b}; pending: {names}"
+                f"{state.in_round}, waiting {len(state.waiting)}, joined {state.pending.joined:b}; "
+                f"pending: {names}"
             )
     for thread in threading.enumerate():
         frame = sys._current_frames().get(thread.ident or 0)

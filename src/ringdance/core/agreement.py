@@ -1,24 +1,24 @@
-"""What the members of a process set agree on: the table of known tensors, and a round's vector.
+"""The vectors by which the members of a process set agree, and their response cache.
 
-A vector is one integer whose bits are AND-ed over all members, so a bit means "all say so";
-what any single member may raise (stop, news, joined) is written inverted. From the lowest
-bit, for n members::
+A round is one AND over one integer of each member, so a bit means "all members"; what a single
+member may raise (stop, cache miss, joined) is written inverted. From the lowest bit, for n members::
 
-    go          no member wants to stop
-    calm        no member has a thread that waits (matters only in the round that stops)
-    head        every member has an unnamed request pending
-    n bits      place i has no news (a request that is not in the table)
-    n bits      place i has not joined
-    64 bits     number of the first unnamed request, and its complement
-    128 bits    digest of its description, and the complement
-    128 bits    digest of the first ``RUN`` of them, and the complement
-    32 bits     table entry whose data ride along with the vector, and its complement
-    w bits      table entry i is ready here
+    1 bit       CONTINUE: no member stops
+    1 bit       NO_WAITER: no member has a waiting thread (matters only in the round that stops)
+    1 bit       HAS_UNNAMED: every member has an unnamed request pending
+    n bits      member i has no cache miss (a request that is not in the response cache)
+    n bits      member i has not joined
+    256 bits    digests of the first ``UNNAMED`` unnamed requests, and their complements
+    32 bits     number of the cache entry whose data are piggybacked, and its complement
+    w bits      cache entry i is ready here
+
+Note [Complements]
+    A field that must be equal on all members is sent with its complement: after the AND each bit of the
+    field and its complement differ exactly if all members sent the same bit.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +28,18 @@ import numpy as np
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.request import Description
 
-__all__ = ["RIDER_SLOTS", "RUN", "Entry", "KnownTensors", "VectorLayout", "run_digest", "set_bits"]
+__all__ = ["PIGGYBACK_ENTRIES", "UNNAMED", "CacheEntry", "ResponseCache", "VectorLayout", "set_bits"]
 
-RUN = 16
-RIDER_SLOTS = 1 << 16  # data of the entries below ride along: the number of one has 16 bits in a vector
-# For data that are few enough to ride along with a vector: how they are reduced, and each member's place
-# for them in the window, for both turns.
-Rides = tuple[Reduction, list[list[np.ndarray[Any, Any]]]]
+CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
+UNNAMED = 8  # unnamed requests that a round can match
+PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the number of an entry
+# For data that fit into the vectors' part of the window: how they are reduced, and each member's buffer
+# there, for both parities.
+Piggyback = tuple[Reduction, list[list[np.ndarray[Any, Any]]]]
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
-_M64 = (1 << 64) - 1
-GO, CALM, HEAD = 1, 2, 4
+_DIGESTS = 32 * UNNAMED
+_MD = (1 << _DIGESTS) - 1
 
 
 def set_bits(bits: int) -> list[int]:
@@ -51,108 +52,105 @@ def set_bits(bits: int) -> list[int]:
     return found
 
 
-def run_digest(descriptions: Sequence[Description]) -> int:
-    """Return a 64-bit number for a sequence of descriptions."""
-    joined = b"".join(d.digest().to_bytes(8, "little") for d in descriptions)
-    return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")
-
-
 class VectorLayout:
     """Positions of the fields for a set of ``size`` members."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.everyone = (1 << size) - 1
-        self.news_at = 3
+        self.misses_at = 3
         self.joined_at = 3 + size
         self.unnamed_at = 3 + 2 * size
-        self.rider_at = self.unnamed_at + 64 + 128 + 128
-        self.ready_at = self.rider_at + 32
-        self.unnamed_mask = (1 << 320) - 1
-        # What a round looks like in which nobody has anything but known tensors, and the bits that show it.
-        self.plain = GO | self.everyone << self.news_at | self.everyone << self.joined_at
-        self.plain_mask = self.plain | HEAD
-        self.all_quiet = (1 << self.rider_at) - 1  # every header field neutral, and nothing rides
+        self.unnamed_field = ((1 << 2 * _DIGESTS) - 1) << self.unnamed_at
+        self.piggyback_at = self.unnamed_at + 2 * _DIGESTS
+        self.ready_at = self.piggyback_at + 32
+        # A round in which every pending request is in the cache, and the bits that show it.
+        self.plain = CONTINUE | self.everyone << self.misses_at | self.everyone << self.joined_at
+        self.plain_mask = self.plain | HAS_UNNAMED
+        self.neutral = (1 << self.piggyback_at) - 1  # every field before the piggybacked entry
 
     def width(self, entries: int) -> int:
-        """Return the bytes of a vector for a table of ``entries``."""
+        """Return the bytes of a vector for a cache of ``entries``."""
         return (self.ready_at + entries + 7) // 8
 
-    def unnamed(self, number: int, first: int, run: int) -> int:
-        """Return the field of unnamed requests; ``run`` 0 for fewer than ``RUN`` of them."""
-        number &= _M32
-        field = number | (number ^ _M32) << 32
-        field |= (first | (first ^ _M64) << 64) << 64
-        # Without a run both halves are zero: no agreement with anybody.
-        return field | ((run | (run ^ _M64) << 64) << 192 if run else 0)
+    def unnamed(self, digests: Sequence[int]) -> int:
+        """Return the field of at most ``UNNAMED`` digests. See Note [Complements]."""
+        field = 0
+        for number, digest in enumerate(digests):
+            field |= (digest | (digest ^ _M32) << _DIGESTS) << 32 * number
+        return field << self.unnamed_at
 
-    def rider(self, slot: int) -> int:
-        """Return the field that says which entry's data ride along."""
-        return (slot | (slot ^ _M16) << 16) << self.rider_at
+    def equal_unnamed(self, agreed: int) -> int:
+        """Return how many of the first unnamed requests are equal on all members."""
+        field = agreed >> self.unnamed_at
+        different = ~(field ^ field >> _DIGESTS) & _MD
+        return ((different & -different).bit_length() - 1) // 32 if different else UNNAMED
 
-    def same_rider(self, agreed: int) -> bool:
+    def piggyback(self, slot: int) -> int:
+        """Return the field that names the entry whose data are piggybacked. See Note [Complements]."""
+        return (slot | (slot ^ _M16) << 16) << self.piggyback_at
+
+    def same_piggyback(self, agreed: int) -> bool:
         """Return whether all members' data are of the same entry."""
-        field = agreed >> self.rider_at
+        field = agreed >> self.piggyback_at
         return (field ^ field >> 16) & _M16 == _M16
-
-    def read_unnamed(self, agreed: int) -> tuple[bool, bool, bool]:
-        """Return whether all have the same number, the same first description, the same run."""
-        field = (agreed >> self.unnamed_at) & self.unnamed_mask
-
-        def same(at: int, bits: int) -> bool:
-            mask = (1 << bits) - 1
-            return ((field >> at) & mask) ^ ((field >> (at + bits)) & mask) == mask
-
-        return same(0, 32), same(64, 64), same(192, 64)
 
 
 @dataclass(slots=True)
-class Entry:
-    """A known tensor (or group): one bit in the vectors."""
+class CacheEntry:
+    """A cached request: one bit in the vectors.
+
+    Attributes:
+        used: the round in which it was executed last.
+        mismatched: members submitted different requests; the bit means "submitted, whatever it is".
+        piggyback: see ``Piggyback``; None if its data are too large.
+    """
 
     name: str
     description: Description
     used: int
-    disputed: bool = False
-    rides: Rides | None = None
+    mismatched: bool = False
+    piggyback: Piggyback | None = None
 
 
-class KnownTensors:
-    """The table. Only agreed events change it, so it is the same on all members.
+class ResponseCache:
+    """The requests that all members know. Only agreed events change it, so it is equal on all members.
 
     Args:
-        capacity: most entries; the one used longest ago makes room (by round number).
+        capacity: most entries; a new one replaces the one used longest ago (by round number).
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(1, capacity)
-        self.entries: list[Entry | None] = []
+        self.entries: list[CacheEntry | None] = []
         self.slots: dict[str, int] = {}
         self._free: list[int] = []
 
     def find(self, name: str, description: Description) -> int | None:
-        """Return the slot under which this request counts as ready, or None if it is news."""
+        """Return the slot of this request, or None for a cache miss."""
         slot = self.slots.get(name)
         if slot is None:
             return None
         entry = self.entries[slot]
         assert entry is not None
-        if entry.description is description or entry.disputed:
+        if entry.description is description or entry.mismatched:
             return slot
         if entry.description == description:
-            entry.description = description  # the caller's own object: the next look is one comparison
+            entry.description = description  # the caller's own object: found by identity next time
             return slot
         return None
 
-    def install(
-        self, name: str, description: Description, used: int, disputed: bool, rides: Rides | None = None
-    ) -> int:
+    def install(self, entry: CacheEntry) -> int:
         """Enter or replace a name; may evict another. Return its slot."""
-        slot = self.slots.get(name)
+        slot = self.slots.get(entry.name)
         if slot is None:
-            slot = self._room()
-            self.slots[name] = slot
-        self.entries[slot] = Entry(name, description, used, disputed, rides)
+            if not self._free and len(self.entries) < self.capacity:
+                self.entries.append(None)
+                self._free.append(len(self.entries) - 1)
+            elif not self._free:
+                used = [(other.used, slot) for slot, other in enumerate(self.entries) if other is not None]
+                self.remove(min(used)[1])
+            slot = self.slots[entry.name] = self._free.pop()
+        self.entries[slot] = entry
         return slot
 
     def remove(self, slot: int) -> None:
@@ -162,13 +160,3 @@ class KnownTensors:
             del self.slots[entry.name]
             self.entries[slot] = None
             self._free.append(slot)
-
-    def _room(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if len(self.entries) < self.capacity:
-            self.entries.append(None)
-            return len(self.entries) - 1
-        oldest = min(range(self.capacity), key=lambda i: (self.entries[i].used, i))  # type: ignore[union-attr]
-        self.remove(oldest)
-        return self._free.pop()

@@ -9,18 +9,18 @@ from typing import Any
 
 from ringdance.core.request import Collective, Description, ReduceOp
 
-__all__ = ["decode_call", "decode_news", "encode_call", "encode_news"]
+__all__ = ["decode_call", "decode_misses", "encode_call", "encode_misses"]
 
 Call = tuple[str, tuple[Description, str | None] | None]
 
 
-def encode_news(items: Sequence[tuple[str, Description]]) -> bytes:
+def encode_misses(items: Sequence[tuple[str, Description]]) -> bytes:
     """Encode names with their descriptions."""
     return _dump([[name, _fields(description)] for name, description in items])
 
 
-def decode_news(data: bytes) -> list[tuple[str, Description]]:
-    """Decode what ``encode_news`` made. Raises ValueError for anything else."""
+def decode_misses(data: bytes) -> list[tuple[str, Description]]:
+    """Decode what ``encode_misses`` made. Raises ValueError for anything else."""
     try:
         return [(_text(name), _description(fields)) for name, fields in json.loads(data)]
     except (TypeError, ValueError) as error:

@@ -1,71 +1,76 @@
 """The engine of one rank: takes requests in, lets its process sets agree and execute, returns Works.
 
-An object without module-level state: n engines on a loopback world live in one process.
-It is driven by the threads that wait and by its own (``driver``).
+An object without module-level state: n engines on a loopback world live in one process. It is stepped by
+the threads that wait and by its own (``progress``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from threading import get_ident
-from typing import Any
 
-from ringdance.core.agreement import VectorLayout
-from ringdance.core.execute import execute_alone
-from ringdance.core.process_set import ProcessSetState
-from ringdance.core.progress import Driver
-from ringdance.core.reports.stalls import StallWatch
-from ringdance.core.request import Collective, Request, Work
-from ringdance.core.sets import area_bytes
-from ringdance.core.shutdown import EngineEnd
+from ringdance.core.exchange import Progress
+from ringdance.core.execute import complete_alone
+from ringdance.core.peers import Peers
+from ringdance.core.placement import pin, placement
+from ringdance.core.progress import ProgressEngine
+from ringdance.core.reports.recorder import Recorder
+from ringdance.core.request import Collective, Description, Request, Work
+from ringdance.core.sets import ProcessSets, buffer_bytes, vector_bytes
 from ringdance.errors import (
+    OUT_OF_DATA,
     ArgumentError,
     CollectiveError,
-    DeadlockError,
     EngineError,
+    NotInitializedError,
     ProcessSetRemovedError,
     RankLostError,
-    StallError,
+    ShutDownError,
 )
 from ringdance.settings import Settings
-from ringdance.transport.base import Transport
-from ringdance.transport.eventcount import Doorbell
+from ringdance.transport.base import Identity, Transport
 
-__all__ = ["Engine", "area_bytes", "vector_bytes"]
+__all__ = ["Engine", "buffer_bytes", "vector_bytes"]
 
 _REFUSED = (-2,)
+_SHUTDOWN_TIMEOUT = 30.0
 
 
-def vector_bytes(size: int, capacity: int) -> int:
-    """Return the room that agreement vectors of ``size`` ranks need in a window."""
-    return VectorLayout(size).width(max(1, capacity))
+def engine_error(who: Identity, error: BaseException) -> EngineError:
+    """Return the error for all pending work of a rank whose engine has failed."""
+    failure = EngineError(f"The engine of {who} failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
-class Engine(EngineEnd):
+class Engine:
     """One rank's engine.
 
     Attributes:
         rank, size: in the whole job. local_rank, local_size: on this host. cross_rank,
             cross_size: among the ranks with this local rank on all hosts.
         hosts: the host name of each rank.
-        settings: as given.
+        progress: counters of its exchanges; ``callers``: what threads wait for.
+        sets: the process sets; ``members(set_id)`` returns the ranks of one, ``process_sets()`` of all.
+        closed: nothing can be submitted any more.
         broken: why the engine failed, or None.
-        failed_here: this rank has told the others why the job fails.
+        failed_here: this rank has sent the others the reason why the job fails.
         unclean: after a stop, whether some rank was still waiting for something.
-        stopped_first: whether this rank asked for the stop before it heard of another's.
+        stopped_first: whether this rank asked for the stop before it received another's request.
         incomplete: after a stop, the names of this rank's operations that were not complete.
         departed: a rank whose program has ended, so that this job cannot be started again; else "".
 
     Args:
         transport: of the whole job; owned by the engine from here on.
         settings: values of all settings.
-        threaded: whether the transport may be used from several threads; without, nothing
-            happens but while a thread of the caller waits.
-        report: takes a sentence for people (stall warnings).
+        threaded: whether the transport may be used from several threads; if not, there is progress only
+            while a thread of the caller waits.
+        report: receives warnings.
     """
 
     def __init__(
@@ -76,46 +81,39 @@ class Engine(EngineEnd):
         threaded: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(transport, settings)
-        self._set_local_places()
-        self._report = report or (lambda text: None)
-        self._watch = StallWatch(transport, settings, self.process_sets)
-        self._register(0, tuple(range(self.size)), transport)
-        self._bell = self._find_bell()
+        self.settings, self.transport = settings, transport
+        self.rank, self.size = transport.rank, transport.size
+        self.hosts = tuple(identity.host for identity in transport.identities)
+        self.identity = transport.identities[self.rank]
+        place = placement(transport)
+        self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
+        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
+        self.report = report or (lambda text: None)
+        self.closed = False
+        self.broken: CollectiveError | None = None
+        self.failed_here = False
+        self.unclean = False
+        self.stopped_first = False
+        self.departed = ""
+        self.incomplete: list[str] = []
+        self._stop_reason = ""
+        self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
+        self._lock = threading.Lock()
+        self.progress = Progress()
+        self.callers: dict[object, Work] = self.progress.callers
+        self.sets = ProcessSets(transport, settings, self.progress, self._lock, self.recorder)
+        self.members, self.process_sets = self.sets.members, self.sets.ranks
+        self._registered = self.sets.registered
+        self._peers = Peers(self)
+        self._last_submitted = self._peers.watch.submitters.last
+        self._progress_engine: ProgressEngine | None = None
         if self.size > 1:
-            name = f"ringdance engine {self.rank}"
-            self._driver = Driver(
-                self, settings.spin_microseconds * 1e-6, self._doorbell, name, threaded, self._pin
+            self._progress_engine = ProgressEngine(
+                self,
+                spin_seconds=settings.spin_microseconds * 1e-6,
+                thread_name=f"ringdance engine {self.rank}" if threaded else None,
+                on_start=lambda: pin(place, self.identity.host, settings, self.report),
             )
-
-    def _set_local_places(self) -> None:
-        own = self.hosts[self.rank]
-        group = self.transport.host_group
-        self.local_rank, self.local_size = group.index(self.rank), len(group)
-        seen: dict[str, int] = {}
-        crossing = []
-        for rank, host in enumerate(self.hosts):
-            if seen.setdefault(host, 0) == self.local_rank or (host == own and rank == self.rank):
-                crossing.append(rank)
-            seen[host] += 1
-        self.cross_rank, self.cross_size = crossing.index(self.rank), len(crossing)
-
-    def _pin(self) -> None:
-        cores = self.settings.thread_affinity
-        if not cores or not hasattr(os, "sched_setaffinity"):
-            return
-        origin = self.settings.origin("thread_affinity")
-        if len(cores) < self.local_size:
-            if self.local_rank == 0:
-                self._report(
-                    f"thread_affinity ({origin}) is ignored: it names {len(cores)} cores for the "
-                    f"{self.local_size} ranks of {self.identity.host}"
-                )
-            return
-        try:
-            os.sched_setaffinity(0, {cores[self.local_rank]})
-        except OSError as error:
-            self._report(f"{self.identity}: core {cores[self.local_rank]} ({origin}): {error.strerror}")
 
     # -- submitting ----------------------------------------------------------------------------
 
@@ -123,7 +121,7 @@ class Engine(EngineEnd):
         """Take a request in.
 
         Args:
-            request: what to do; its input memory must not change until the work is done.
+            request: what to do; its input memory must not change until the Work is done.
             wake: True lets the engine thread start it after at most a cycle time; False waits
                 until a thread waits for a Work of the set, or ``flush`` is called.
 
@@ -132,11 +130,13 @@ class Engine(EngineEnd):
             DuplicateNameError: the name is in flight on this rank.
             CollectiveError: the engine has stopped or failed.
         """
-        known = self._sets.get(request.set_id) or self._known(request.set_id)
+        known = self._registered.get(request.set_id) or self.sets.find(request.set_id)
         if self.closed:
             raise self._closed_error()
         if known.alone:
-            return self._submit_alone(request)
+            work = Work(request, request.name or "", self._wait)
+            complete_alone(work, self.rank, self.sets.change_alone)
+            return work
         state = known.state
         if state is None:
             raise ArgumentError(
@@ -146,99 +146,113 @@ class Engine(EngineEnd):
         name = request.name
         work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.closed:  # since the look above; nobody would finish this work
-                raise self._gone_error(request.set_id)
+            if state.stopped or self.closed:  # since the check above; this Work would never be done
+                if self.closed or not request.set_id:
+                    raise self._closed_error()
+                raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
             state.add(work, name, wake)
-        self._watch.submitters.last[work.thread] = work.submitted
-        if wake and (self._progress.callers or self._driver is None or self._driver.asleep):
-            self._nudge()
+        self._last_submitted[work.thread] = work.submitted
+        engine_thread = self._progress_engine
+        if wake and (self.callers or engine_thread is None or engine_thread.asleep):
+            self._wake()
         return work
 
     def submitted_since(self, when: float) -> bool:
         """Return whether the calling thread has submitted something since then (``time.monotonic()``)."""
-        return self._watch.submitters.last.get(get_ident(), 0.0) >= when
-
-    def _gone_error(self, set_id: int) -> CollectiveError:
-        if self.closed or set_id == 0:
-            return self._closed_error()
-        return ProcessSetRemovedError(f"Process set number {set_id} is being removed.")
+        return self._last_submitted.get(get_ident(), 0.0) >= when
 
     def refuse(self, request: Request, message: str) -> None:
-        """Tell the peers that wait for this request's name that the call on this rank was wrong.
+        """Fail this request's name on the peers, since the call on this rank was wrong.
 
         For argument errors which only this rank can see; the caller raises ``message`` itself.
         """
-        known = self._sets.get(request.set_id)
+        known = self._registered.get(request.set_id)
         if known is None or known.state is None or self.closed:
             return
-        stand_in = Request(
-            replace(request.description, detail=_REFUSED), name=request.name, set_id=request.set_id
-        )
+        description = replace(request.description, detail=_REFUSED)
+        stand_in = Request(description, name=request.name, set_id=request.set_id)
         work = Work(stand_in, request.name or "", self._wait)
         work.refusal = message
         with contextlib.suppress(ArgumentError), self._lock:
             known.state.add(work, request.name, True)
-        self._nudge()
+        self._wake()
 
     def flush(self, set_id: int = 0) -> None:
         """Let the engine thread start now what is pending in a set."""
-        state = self._known(set_id).state
-        if state is not None and state.has_work():
+        state = self.sets.find(set_id).state
+        if state is not None and state.pending.has_work():
             state.urgent = True
-            self._nudge()
+            self._wake()
 
-    def _nudge(self) -> None:
-        if self._driver is not None:
-            self._driver.wake()
-        bell = self._bell
-        if bell is not None:
-            bell.ring_self()
-
-    def _submit_alone(self, request: Request) -> Work:
-        """Execute a request of a set with one member: at once, on the caller's thread."""
-        work = Work(request, request.name or "", self._wait)
-        kind = request.description.kind
-        if kind == Collective.JOIN:
-            work.finish(self.rank)
-        elif kind in (Collective.ADD_SET, Collective.REMOVE_SET):
-            work.finish(self._change_alone(request.description))
-        else:
-            try:
-                work.finish(execute_alone(request, work))
-            except CollectiveError as error:
-                work.finish(error=error)
-        return work
+    def _wake(self) -> None:
+        if self._progress_engine is not None:
+            self._progress_engine.wake()
+        event_count = self.sets.event_count
+        if event_count is not None:
+            event_count.notify_self()
 
     def _wait(self, work: Work, timeout: float | None) -> None:
-        known = self._sets.get(work.request.set_id)
-        waiting = self._progress.callers if known is None or known.state is None else known.state.waiting
-        callers, driver, me = self._progress.callers, self._driver, object()
-        if driver is None:  # a Work from before the fork
+        known = self._registered.get(work.request.set_id)
+        waiting = self.callers if known is None or known.state is None else known.state.waiting
+        callers, progress_engine, me = self.callers, self._progress_engine, object()
+        if progress_engine is None:  # a Work from before the fork
             raise self._closed_error()
         try:  # each statement by itself leaves nothing behind when Ctrl-C comes: Note [Interrupts]
             callers[me] = waiting[me] = work
-            driver.wait(work, timeout)
+            progress_engine.wait(work, timeout)
         finally:
             try:
                 callers.pop(me, None)
             finally:
                 waiting.pop(me, None)
-            if callers or driver.asleep:
-                driver.caller_left()
+            if callers or progress_engine.asleep:
+                progress_engine.caller_left()
 
-    # -- driven --------------------------------------------------------------------------------
+    # -- process sets --------------------------------------------------------------------------
+
+    def add_process_set(self, ranks: Iterable[int]) -> int:
+        """Make a set and return its id. All ranks must call it with the same members; blocks until all have.
+
+        Raises:
+            ArgumentError: on this rank, a rank is out of range or repeated, or an equal set exists; the
+                other ranks get a MismatchError that says so.
+            MismatchError: ranks asked for different members, or some have joined.
+        """
+        return self._change_sets("add", Collective.ADD_SET, lambda: self.sets.check_new(ranks))
+
+    def remove_process_set(self, set_id: int) -> None:
+        """Remove a set. All ranks must call it; what is pending in the set fails with ProcessSetRemovedError.
+
+        Raises:
+            ArgumentError: on this rank, the set is that of all ranks, or unknown; the other ranks get a
+                MismatchError that says so.
+            MismatchError: ranks named different sets, or some have joined.
+        """
+        self._change_sets("remove", Collective.REMOVE_SET, lambda: self.sets.check_removal(set_id))
+
+    def _change_sets(self, verb: str, kind: Collective, check: Callable[[], tuple[int, ...]]) -> int:
+        request = Request(Description(kind), name=f"process_set.{verb}")
+        try:
+            request.description = replace(request.description, detail=check())
+        except ArgumentError as error:
+            self.refuse(request, str(error))
+            raise
+        return int(self.submit(request, wake=False).wait())
+
+    # -- called by the progress engine ---------------------------------------------------------
 
     def step(self) -> bool:
         """Do what can be done without waiting; return whether something was achieved."""
         if self.closed:
             return False
-        before = self._progress.count
+        sets, progress = self.sets, self.progress
+        before = progress.count
         try:
-            for machine in self._machines:
+            for machine in sets.machines:
                 if next(machine[1], self) is self:
-                    self._machines = tuple(m for m in self._machines if m is not machine)
-                    self._progress.count += 1
-            if not self._machines:
+                    sets.machines = tuple(m for m in sets.machines if m is not machine)
+                    progress.count += 1
+            if not sets.machines:
                 self._close()
         except CollectiveError as error:
             self.fail(error)
@@ -249,92 +263,170 @@ class Engine(EngineEnd):
                 EngineError(f"{self.identity} was interrupted ({type(error).__name__}) during an exchange.")
             )
             raise
-        return self._progress.count != before
-
-    @property
-    def callers(self) -> dict[object, Work]:
-        """What threads wait for."""
-        return self._progress.callers
-
-    @property
-    def flying(self) -> int:
-        """Exchanges that wait for data on its way between hosts."""
-        return self._progress.flying
+        return progress.count != before
 
     def next_due(self) -> float | None:
         """Return when the engine thread has something to do: a monotonic time, or None."""
         if self.closed:
             return None
         soonest: float | None = None
-        for state, _ in self._machines:
+        for state, _ in self.sets.machines:
             due = 0.0 if state.in_round or state.stopping else state.next_due()
             if due is not None and (soonest is None or due < soonest):
                 soonest = due
         return soonest
 
-    def pausing_until(self) -> float:
+    def backoff_until(self) -> float:
         """Return until when rounds are put off after one that achieved nothing; 0.0 for not."""
-        times = [state.not_before for state, _ in self._machines if not state.in_round and state.not_before]
-        return min(times) if times else 0.0
+        times = [state.pending.not_before for state, _ in self.sets.machines if not state.in_round]
+        return min(filter(None, times), default=0.0)
 
-    def _doorbell(self) -> Doorbell | None:
-        return self._bell
+    def check_peers(self) -> None:
+        """Read notes, notice lost peers, check for stalls."""
+        if not self.closed:
+            try:
+                self._peers.check()
+            except Exception as error:
+                self._fail_by(error)
 
-    def _find_bell(self) -> Doorbell | None:
-        """Return the doorbell if everything this rank can wait for rings it."""
-        if all(
-            state.transport.window is not None and state.transport.one_host for state, _ in self._machines
-        ):
-            return self.transport.doorbell
-        return None
+    def abandon(self, work: Work) -> None:
+        """Fail a Work that an interrupt has removed from all collections; the engine is closed."""
+        if not work.done():
+            work.finish(error=None if work is self._stop_work else self._closed_error())
 
-    def _sets_changed(self) -> None:
-        self._bell = self._find_bell()
+    def thread_failed(self, error: BaseException) -> None:
+        """The engine thread has ended in an error: it would not start asynchronous work any more."""
+        self.fail(engine_error(self.identity, error))
 
-    def look(self) -> None:
-        """Take in notes, notice lost peers, look for stalls."""
-        if self.closed:
-            return
+    # -- the end -------------------------------------------------------------------------------
+
+    def shutdown(
+        self,
+        reason: str = "has called shutdown()",
+        timeout: float = _SHUTDOWN_TIMEOUT,
+        departing: bool = False,
+    ) -> bool:
+        """Stop on all ranks; what is pending anywhere fails with ShutDownError.
+
+        Args:
+            reason: for the others' messages, after this rank's name.
+            timeout: seconds to wait for the others' agreement.
+            departing: this rank's program ends, it will not come back.
+
+        Returns:
+            Whether all ranks agreed, so that nothing is left in flight.
+        """
+        if self._progress_engine is None:
+            self.closed = True
+            return True
+        if not self.closed:
+            self.stopped_first = not self._stop_reason
+            departed = str(self.identity) if departing else ""
+            self._peers.post_all({"kind": "stop", "reason": reason, "departed": departed})
+            self.stop(f"{self.identity} {reason}")
+            self._wake()
         try:
-            self._look()
-        except Exception as error:
-            self._fail_by(error)
+            # Also after an agreed stop: the engine thread may still be freeing communicators.
+            self._progress_engine.wait(self._stop_work, timeout)
+        except TimeoutError:
+            missing = self._peers.missing()
+            self.fail(
+                ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {timeout:g} s.")
+            )
+        self._progress_engine.join()
+        return self.broken is None and self._stop_work.done()
 
-    def _look(self) -> None:
-        self._read_notes()
+    def stop(self, reason: str) -> None:
+        """Let all sets agree to stop."""
+        self._stop_reason = self._stop_reason or reason
+        for state, _ in self.sets.machines:
+            state.stopping = True
+
+    def _close(self) -> None:
+        """Free everything: all sets have agreed to stop."""
+        self.closed = True
+        limit = time.monotonic() + 0.2  # the note with the reason can be slower than the round
+        while not self._stop_reason and time.monotonic() < limit:
+            self._peers.read_notes()
+            time.sleep(1e-3)
+        self._stop_reason = self._stop_reason or "Another rank has shut down"
+        advice = f" {OUT_OF_DATA}" if self.departed else ""
+        error = ShutDownError(f"{self._stop_reason} while this operation was pending.{advice}")
+        states = [known.state for _, known in sorted(self._registered.items(), reverse=True)]
+        for state in states:
+            if state is not None:
+                self.unclean |= not state.no_waiter
+                self.incomplete += [w.name for w in state.pending.in_flight() if w.refusal is None]
+                self.sets.fail_pending(state, error)
+        self.sets.event_count = None
+        try:
+            for state in states:
+                if state is not None:
+                    state.transport.close(True)
+        finally:
+            self._stop_work.finish()
+
+    def fail(self, error: CollectiveError, tell: bool = True) -> None:
+        """Break the engine: tell the peers, write the flight recorder, fail all pending work."""
         if self.closed:
             return
-        states = [state for state, _ in self._machines]
+        self.broken = error
+        self.closed = True
+        states = self.sets.states()
+        pending = [work.name for state in states for work in state.pending.in_flight()]
+        message = str(error)
+        if tell:
+            self.failed_here = True
+            kind = type(error).__name__
+            self._peers.post_all(
+                {"kind": "failed", "message": message, "departed": self.departed, "error": kind}
+            )
+        path = self.recorder.dump(self.identity, message, pending)
+        if path and error.args:
+            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
         for state in states:
-            window = state.transport.window
-            if state.in_round and window is not None:
-                for place in window.missing():
-                    self._check_living(state, state.transport.host_group[place])
-        text, error = self._watch.check(states)
-        if text is not None:
-            self.recorder.add("stall", text)
-            if error is not None:
-                self.fail(error(text))
-            else:
-                self._report(text)
+            self.sets.fail_pending(state, error)
+        self._stop_work.finish(error=None)
 
-    def _check_living(self, state: ProcessSetState, place: int) -> None:
-        if not self.closed and state.transport.state(place) == "gone":
-            self._read_notes()  # what it has sent before it went says more
-        if not self.closed and state.transport.state(place) == "gone":
-            self._fail_for(str(state.transport.identities[place]))
+    def leave(self, message: str) -> None:
+        """End this rank in an error; the others fail with RankLostError."""
+        self.departed = str(self.identity)
+        self.fail(RankLostError(message))
 
-    def _hear(self, sender: int, note: dict[str, Any]) -> None:
-        kind = note["kind"]
-        if kind == "ask":
-            status = self._watch.status([state for state, _ in self._machines])
-            self.transport.post(sender, json.dumps(status).encode())
-        elif kind == "status":
-            self._watch.hear(sender, note)
-        elif kind == "stop":
-            self.departed = self.departed or note["departed"]
-            self._stop(f"{self.transport.identities[sender]} {note['reason']}")
-        elif kind == "failed" and not self.closed:
-            self.departed = self.departed or note["departed"]
-            kinds = {"StallError": StallError, "DeadlockError": DeadlockError}
-            self.fail(kinds.get(note["error"], RankLostError)(note["message"]), tell=False)
+    def fail_lost(self, who: str) -> None:
+        """Fail because a rank has died."""
+        self.departed = who
+        self.fail(
+            RankLostError(
+                f"{who} died while {self.identity} waited for it. Look for its last output, "
+                "or for the kernel's out-of-memory killer (dmesg) on its host."
+            )
+        )
+
+    def _fail_by(self, error: Exception) -> None:
+        """Fail because of an error in the engine or in MPI, which may mean that a rank has died."""
+        lost = self.transport.lost(error)
+        if lost is None:
+            self.fail(engine_error(self.identity, error))
+            return
+        self._peers.read_notes()  # what it sent before says more
+        if not self.closed:
+            self.fail_lost(", ".join(str(self.transport.identities[rank]) for rank in lost) or "A rank")
+
+    def _closed_error(self) -> CollectiveError:
+        if self.broken is not None:
+            return type(self.broken)(str(self.broken))
+        reason = self._stop_reason or "This rank has shut down"
+        return ShutDownError(f"{reason}; nothing more can be submitted.")
+
+    def disown(self) -> None:
+        """In a forked child: answer rank and size, refuse collectives, leave the parent's memory alone."""
+        if self.size == 1:
+            return  # needs no peers
+        self.broken = NotInitializedError(
+            f"This process (pid {os.getpid()}) was forked from {self.identity} and is not part of the job: "
+            "rank() and size() work, collectives only in the rank itself, not in DataLoader workers."
+        )
+        self.closed = True
+        # The engine thread was not forked, and may have held locks.
+        self._progress_engine = self.sets.event_count = None

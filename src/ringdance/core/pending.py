@@ -1,14 +1,13 @@
-"""What is pending on this rank in one process set, and what of it all members know.
+"""The requests of one process set that are in flight on this rank, and which of them all members know.
 
-Submitting threads add requests; the rounds of ``process_set`` take them out. The callers hold
-the engine's lock.
+Submitting threads add requests; the rounds of ``process_set`` take them out. Callers hold the engine's lock.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from ringdance.core.agreement import KnownTensors
+from ringdance.core.agreement import ResponseCache
 from ringdance.core.request import Collective, Description, Work
 from ringdance.errors import DuplicateNameError
 
@@ -16,134 +15,143 @@ __all__ = ["PendingRequests"]
 
 
 class PendingRequests:
-    """Requests in flight: by name, by order, and by whether they are known to all.
+    """Requests in flight: by name, by order, and by whether they are in the response cache.
 
     Attributes:
-        pending: all named requests in flight; a name leaves when its operation is complete.
-        news: those of them that are not in the table of known tensors.
+        named: all named requests in flight; a name leaves when its operation is complete.
+        misses: those of them that are not in the response cache.
+        ready: bits: the cache entries that are pending here.
         unnamed: requests without name, in order of submission.
-        running: those of them that are being executed; should the engine fail, they fail too.
-        join_work: a pending join.
+        running: unnamed requests that are being executed; they fail too if the engine fails.
+        join: a pending join.
+        joined: bits: the members that have joined, as all members know.
+        held: requests that wait, in order, until the peers know of refused ones under the same name.
+        joined_here: this rank takes part with zeros until all have joined.
         eager_since: when the oldest request was submitted that the engine thread is to start.
         eager_last: when the latest such request was submitted.
-        not_before: rounds are put off until then (monotonic) after one that achieved nothing.
-        in_round: a round is under way; its members rely on what this rank has told.
+        not_before: no round starts before this time (monotonic), since the last ones achieved nothing.
+        backoff: seconds by which rounds are put off.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.pending: dict[str, Work] = {}
-        self.news: dict[str, Work] = {}
+        self.named: dict[str, Work] = {}
+        self.misses: dict[str, Work] = {}
+        self.ready = 0
         self.unnamed: deque[Work] = deque()
         self.running: list[Work] = []
-        self.join_work: Work | None = None
+        self.join: Work | None = None
+        self.joined = 0
+        self.joined_here = False
         self.eager_since: float | None = None
         self.eager_last = 0.0
         self.not_before = 0.0
-        self.in_round = False
-        self._pause = 0.0
-        self._joined_here = False  # sticky until all have joined; not before what was pending is done
-        # Calls that wait, in order, until the peers have heard of refused ones under the same name.
-        self._held: dict[str, list[Work]] = {}
-        self._ready = 0  # bits: table entries that are pending here
+        self.backoff = 0.0
+        self.cache = ResponseCache(capacity)
+        self.held: dict[str, list[Work]] = {}
         self._next_unnamed = 0
-        self._table = KnownTensors(capacity)
 
     def add(self, work: Work, name: str | None, eager: bool) -> None:
         """Take a request in. Raises DuplicateNameError."""
-        kind = work.request.description.kind
-        if kind == Collective.JOIN:
-            if self.join_work is not None:
+        if work.request.description.kind == Collective.JOIN:
+            if self.join is not None:
                 raise DuplicateNameError("join() is already pending on this rank.")
-            self.join_work = work
+            self.join = work
         elif name is None:
             self._number(work)
             self.unnamed.append(work)
         else:
-            old = self.pending.get(name)
-            last = self._held[name][-1] if name in self._held else old
-            if last is not None and last.refusal is None:
+            last = self.held[name][-1] if name in self.held else self.named.get(name)
+            if last is None:
+                self._add_named(name, work)
+            elif last.refusal is not None:
+                self.held.setdefault(name, []).append(work)
+            else:
                 raise DuplicateNameError(
                     f"'{name}' is already in flight on this rank. Wait for it (synchronize) before you "
                     "submit it again, or use another name."
                 )
-            if last is not None:
-                self._held.setdefault(name, []).append(work)
-            else:
-                self._take(name, work)
         if eager:
             self.eager_last = work.submitted
             if self.eager_since is None:
                 self.eager_since = work.submitted
-        self._pause = 0.0
+        self.backoff = 0.0
         self.not_before = 0.0
 
     def _number(self, work: Work) -> None:
-        """Give the next number to an unnamed request."""
         work.order = self._next_unnamed
         work.name = f"{work.request.description.kind.name.lower()}.noname.{work.order}"
         self._next_unnamed += 1
 
-    def _release(self) -> None:
-        """Take in what was held back by refused calls that the peers have heard of."""
-        for name in [name for name in self._held if name not in self.pending]:
-            self._take(name, self._held[name].pop(0))
-            if not self._held[name]:
-                del self._held[name]
-
-    def _take(self, name: str, work: Work) -> None:
-        self.pending[name] = work
-        self._classify(name, work)
-
-    def _classify(self, name: str, work: Work) -> None:
-        slot = self._table.find(name, work.request.description)
+    def _add_named(self, name: str, work: Work) -> None:
+        self.named[name] = work
+        slot = self.cache.find(name, work.request.description)
         if slot is None:
-            self.news[name] = work
+            self.misses[name] = work
         else:
-            self.news.pop(name, None)
-            self._ready |= 1 << slot
+            self.ready |= 1 << slot
+
+    def release_held(self) -> None:
+        """Take in what waited for refused requests that the peers know of now."""
+        for name in [name for name in self.held if name not in self.named]:
+            self._add_named(name, self.held[name].pop(0))
+            if not self.held[name]:
+                del self.held[name]
 
     def in_flight(self) -> list[Work]:
         """Return all that is pending here."""
-        own = [self.join_work] if self.join_work is not None else []
-        held = [work for line in self._held.values() for work in line]
+        held = [work for queue in self.held.values() for work in queue]
         running = [work for work in self.running if not work.done()]
-        return [*self.pending.values(), *running, *self.unnamed, *held, *own]
+        join = [self.join] if self.join is not None else []
+        return [*self.named.values(), *running, *self.unnamed, *held, *join]
 
     def drop_all(self) -> list[Work]:
         """Forget all that is pending here, and return it."""
         dropped = self.in_flight()
-        self.pending.clear()
-        self.unnamed.clear()
-        self.running = []
-        self._held.clear()
-        self.join_work = None
+        for collection in (self.named, self.unnamed, self.running, self.held):
+            collection.clear()
+        self.join = None
         return dropped
 
     def has_work(self) -> bool:
-        return bool(self.pending or self.unnamed or self.join_work is not None)
+        """Return whether anything is pending."""
+        return bool(self.named or self.unnamed or self.join is not None)
 
-    def _name_unnamed(self) -> None:
-        """Turn unnamed requests into named ones while somebody has joined, who has no such requests."""
+    def name_unnamed(self) -> None:
+        """Turn unnamed requests into named ones: members that have joined have none to match them."""
         while self.unnamed:
             work = self.unnamed.popleft()
-            self.pending[work.name] = work
-            self._classify(work.name, work)
+            self._add_named(work.name, work)
 
-    def _answer(self, items: list[tuple[str, Description]]) -> int:
-        """Return two bits for each item: no conflict here, and submitted here."""
+    def all_joined(self) -> Work | None:
+        """Start anew after all members have joined; return this rank's join."""
+        work, self.join = self.join, None
+        self.joined, self.joined_here = 0, False
+        again = sorted((w for w in self.named.values() if w.order >= 0), key=lambda w: w.order)
+        for unnamed in again:
+            del self.named[unnamed.name]
+            if self.misses.pop(unnamed.name, None) is None:
+                self.ready &= ~(1 << self.cache.slots[unnamed.name])
+        self.unnamed.extendleft(reversed(again))
+        self._next_unnamed = 0  # members that joined early have counted fewer
+        for unnamed in self.unnamed:
+            self._number(unnamed)
+        return work
+
+    def answer(self, items: list[tuple[str, Description]]) -> int:
+        """Return two bits for each of the leader's cache misses: no mismatch, and submitted here."""
         answer = 0
         for number, (name, description) in enumerate(items):
-            work = self.pending.get(name)
-            if self._joined_here or (work is not None and work.request.description == description):
+            work = self.named.get(name)
+            if self.joined_here or (work is not None and work.request.description == description):
                 bits = 3
             else:
                 bits = 1 if work is None else 2
             answer |= bits << 2 * number
         return answer
 
-    def _reclassify(self) -> None:
-        """Find out anew which pending requests are known: entries have come, changed and gone."""
-        self._ready = 0
-        self.news = {}
-        for name, work in self.pending.items():
-            self._classify(name, work)
+    def look_up_all(self) -> None:
+        """Look up all named requests again after the cache has changed."""
+        self.ready = 0
+        self.misses = {}
+        for name, work in self.named.items():
+            self._add_named(name, work)

@@ -1,97 +1,148 @@
 """One process set: the state machine by which its members agree, round by round.
 
-``steps()`` is a generator; each ``next()`` does what can be done without waiting. It runs
-rounds: all members AND their vectors (see ``agreement``), execute what is ready everywhere,
-then deal with news. When to enter a round is decided here alone (``due``); what happens in it
-follows from agreed facts only.
+``steps()`` is a generator; each ``next()`` does what can be done without waiting. It runs rounds: all
+members AND their vectors (see ``agreement``), execute what is ready everywhere, then exchange cache
+misses. When to enter a round is decided here alone (``due``); what happens in it follows from agreed
+facts only.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import numpy as np
 
-from ringdance.core.agreed import AgreedRequests
-from ringdance.core.agreement import CALM, GO, HEAD, RIDER_SLOTS, RUN, Entry, Rides, run_digest, set_bits
+from ringdance.core.agreement import (
+    CONTINUE,
+    HAS_UNNAMED,
+    NO_WAITER,
+    PIGGYBACK_ENTRIES,
+    UNNAMED,
+    CacheEntry,
+    Piggyback,
+    VectorLayout,
+    set_bits,
+)
 from ringdance.core.batch import description_bytes
-from ringdance.core.encoding import decode_news, encode_news
+from ringdance.core.encoding import decode_misses, encode_misses
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
 from ringdance.core.exchange.arithmetic import Reduction, reduction
+from ringdance.core.executor import Executor
+from ringdance.core.pending import PendingRequests
+from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description, ReduceOp, Work
 from ringdance.transport.base import Transport
-from ringdance.transport.window import RIDER_BYTES, Window
+from ringdance.transport.window import PIGGYBACK_BYTES, Window
 
 __all__ = ["ProcessSetState"]
 
-_NEWS_AT_ONCE = 256
-_LONGEST_PAUSE = 0.010
+_MISSES_AT_ONCE = 256
+_MAX_BACKOFF = 0.010
 
 
-class ProcessSetState(AgreedRequests):
+class ProcessSetState:
     """The members' agreement, as seen from one of them.
 
     Args:
         set_id: number of the set, 0 for all ranks.
         transport: the members' communicator.
         exchange: how they move data.
-        cycle_seconds: how long an asynchronous request may wait for company.
-        others: see ``AgreedRequests``.
+        cycle_seconds: how long an asynchronous request may wait for others.
+        capacity: entries of the response cache.
+        lock: guards what submitting threads change.
+        recorder: gets a record of each batch.
+        others: see ``Executor``.
+
+    Attributes:
+        pending: the requests in flight; ``add`` is its method.
+        waiting: what threads wait for in this set, by a key of each wait.
+        members: the global ranks.
+        rounds: how many there have been.
+        in_round: a round is under way; the members rely on this rank's vector.
+        urgent: start what is pending now.
+        stopping: this rank wants to stop; ``stopped``: all members have agreed.
+        no_waiter: after the stop, whether no thread was left waiting.
     """
 
     def __init__(
-        self, set_id: int, transport: Transport, exchange: Exchange, *, cycle_seconds: float, **others: Any
+        self,
+        set_id: int,
+        transport: Transport,
+        exchange: Exchange,
+        *,
+        cycle_seconds: float,
+        capacity: int,
+        lock: threading.Lock,
+        recorder: Recorder,
+        **others: Any,
     ) -> None:
-        super().__init__(set_id, transport, exchange, **others)
-        self.waiting: dict[object, Work] = {}  # what threads wait for in this set
+        self.set_id = set_id
+        self.transport = transport
+        self.exchange = exchange
+        self.members = transport.members
+        self.pending = PendingRequests(capacity)
+        self.add = self.pending.add
+        self.waiting: dict[object, Work] = {}
+        self.rounds = 0
+        self.in_round = False
         self.urgent = False
         self.stopping = False
         self.stopped = False
-        self.calm = True  # after the stop: whether nobody was left waiting
+        self.no_waiter = True
+        self._executor = Executor(
+            set_id, transport, exchange, self.pending, lock=lock, recorder=recorder, **others
+        )
+        self._lock = lock
+        self._recorder = recorder
+        self._progress = exchange.progress
+        self._layout = VectorLayout(transport.size)
         self._last_joined = -1
         self._window = transport.window if transport.one_host else None
-        self._rider: tuple[int, Entry, Work, Reduction, list[np.ndarray[Any, Any]]] | None = None
+        self._piggyback: tuple[int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]]] | None = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
         self._cycle = cycle_seconds
-
-    # -- the driver --------------------------------------------------------------------------
 
     def due(self) -> bool:
         """Return whether this rank should enter a round now."""
         if self.stopping:
             return True
-        if not (self.pending or self.unnamed or self.join_work is not None):
+        pending = self.pending
+        if not (pending.named or pending.unnamed or pending.join is not None):
             self.urgent = False
             return False
-        since = self.eager_since
+        since = pending.eager_since
         if not (self._progress.callers or self.urgent) and (
             since is None or time.monotonic() < self._eager_due(since)
         ):
             return False
-        if self._pause and time.monotonic() < self.not_before:
+        if pending.backoff and time.monotonic() < pending.not_before:
             return self._window is not None and self._window.peer_ahead()
         return True
 
     def next_due(self) -> float | None:
         """Return the time (monotonic) at which a round becomes due by itself, or None."""
-        if not self.has_work():
+        pending = self.pending
+        if not pending.has_work():
             return None
         if self._progress.callers or self.urgent:
-            return self.not_before
-        since = self.eager_since  # read once: a step in another thread may end what it tells of
-        return None if since is None else max(self._eager_due(since), self.not_before)
+            return pending.not_before
+        since = pending.eager_since  # read once: a step in another thread may reset it
+        return None if since is None else max(self._eager_due(since), pending.not_before)
 
     def _eager_due(self, since: float) -> float:
-        """Return when what was submitted asynchronously is due: a cycle later, or once a burst has ended.
+        """Return when asynchronous requests are due: after a cycle, or once a burst has ended.
 
-        Starting in the middle of a burst would cut it in two, and make both threads fight for the core.
+        A start in the middle of a burst would cut it in two, and make both threads compete for the core.
         """
-        return max(since + self._cycle, min(self.eager_last + self._cycle / 8, since + 4 * self._cycle))
+        cycle = self._cycle
+        return max(since + cycle, min(self.pending.eager_last + cycle / 8, since + 4 * cycle))
 
     def steps(self) -> Steps:
         """Run until all members have agreed to stop."""
+        pending = self.pending
         while not self.stopped:
             if not self.due():
                 yield
@@ -100,99 +151,96 @@ class ProcessSetState(AgreedRequests):
             achieved = yield from self._round()
             with self._lock:
                 self.in_round = False
-                if self._held:
-                    self._release()
-                if achieved and self.eager_since is not None:
-                    self.eager_since = time.monotonic() if self.has_work() else None
+                if pending.held:
+                    pending.release_held()
+                if achieved and pending.eager_since is not None:
+                    pending.eager_since = time.monotonic() if pending.has_work() else None
             if achieved:
-                self._pause = 0.0
+                pending.backoff = 0.0
             else:
-                self._pause = min(max(2 * self._pause, 5e-5), _LONGEST_PAUSE)
-                self.not_before = time.monotonic() + self._pause
+                pending.backoff = min(max(2 * pending.backoff, 5e-5), _MAX_BACKOFF)
+                pending.not_before = time.monotonic() + pending.backoff
 
     def _compose(self) -> int:
         """Return this rank's vector. The lock is held."""
-        layout = self._layout
-        vector = layout.all_quiet
-        self._rider = None
-        if not (self.unnamed or self.news or self.stopping or self.join_work is not None):  # the usual case
-            if self._ready and self._window is not None:
-                vector |= self._load_rider(self._window)
-            if self.waiting:
-                vector ^= CALM
-            return (vector ^ HEAD) | self._ready << layout.ready_at
-        place = self.transport.rank
-        if self.stopping:
-            vector ^= GO
+        layout, pending = self._layout, self.pending
+        vector = layout.neutral
         if self.waiting:
-            vector ^= CALM
-        if self.join_work is not None and not (self.pending or self.unnamed):
-            self._joined_here = True
-        if self._joined_here:
-            vector ^= 1 << (layout.joined_at + place)
-            return vector | ((1 << len(self._table.entries)) - 1) << layout.ready_at
-        if self.unnamed and self.joined:
-            self._name_unnamed()
-        if self.unnamed:
-            vector ^= layout.unnamed_mask << layout.unnamed_at
-            first = self.unnamed[0]
-            run = 0
-            if len(self.unnamed) >= RUN:
-                run = run_digest([self.unnamed[i].request.description for i in range(RUN)])
-            vector |= (
-                layout.unnamed(first.order, first.request.description.digest(), run) << layout.unnamed_at
-            )
+            vector ^= NO_WAITER
+        self._piggyback = None
+        if not (pending.unnamed or pending.misses or self.stopping or pending.join is not None):  # fast path
+            if pending.ready and self._window is not None:
+                vector |= self._load_piggyback(self._window)
+            return (vector ^ HAS_UNNAMED) | pending.ready << layout.ready_at
+        rank = self.transport.rank
+        if self.stopping:
+            vector ^= CONTINUE
+        if pending.join is not None and not (pending.named or pending.unnamed):
+            pending.joined_here = True
+        if pending.joined_here:
+            vector ^= 1 << (layout.joined_at + rank)
+            return vector | ((1 << len(pending.cache.entries)) - 1) << layout.ready_at
+        if pending.joined:
+            pending.name_unnamed()
+        if pending.unnamed:
+            vector ^= layout.unnamed_field
+            first = [pending.unnamed[i] for i in range(min(UNNAMED, len(pending.unnamed)))]
+            vector |= layout.unnamed([work.request.description.digest() for work in first])
         else:
-            vector ^= HEAD
-        if self.news:
-            vector ^= 1 << (layout.news_at + place)
-        return vector | self._ready << layout.ready_at
+            vector ^= HAS_UNNAMED
+        if pending.misses:
+            vector ^= 1 << (layout.misses_at + rank)
+        return vector | pending.ready << layout.ready_at
 
-    def _load_rider(self, window: Window) -> int:
-        """Let the data of the first ready request ride along if they are few; return the vector's field.
+    def _load_piggyback(self, window: Window) -> int:
+        """Piggyback the first ready request's data on the vector if they fit; return the vector's field.
 
-        If all members choose the same entry, the round is its exchange too: one meeting instead of two.
+        If all members choose the same entry, the round is its exchange too: one synchronization, not two.
         """
-        slot = (self._ready & -self._ready).bit_length() - 1
-        entry = self._table.entries[slot]
+        pending = self.pending
+        slot = (pending.ready & -pending.ready).bit_length() - 1
+        entry = pending.cache.entries[slot]
         assert entry is not None
-        if entry.rides is None or slot >= RIDER_SLOTS:
+        if entry.piggyback is None or slot >= PIGGYBACK_ENTRIES:
             return 0
-        how, turns = entry.rides
-        parts = turns[window.vector_turn ^ 1]
-        work = self.pending[entry.name]
+        how, buffers = entry.piggyback
+        parts = buffers[window.vector_parity ^ 1]
+        work = pending.named[entry.name]
         how.prepare(work.request.inputs[0], parts[window.index])
-        self._rider = (slot, entry, work, how, parts)
-        return self._layout.rider(slot)
+        self._piggyback = (slot, entry, work, how, parts)
+        return self._layout.piggyback(slot)
 
-    def _rides(self, description: Description) -> Rides | None:
-        """Return how the data of such a request are reduced, and where they lie, if they may ride along."""
-        d, window = description, self._window
-        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
-            return None
-        nbytes = description_bytes(d)
-        if len(d.shapes) != 1 or nbytes > RIDER_BYTES:
-            return None
-        how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
-        shape = d.shapes[0]
-        return how, [[r[:nbytes].view(how.dtype).reshape(shape) for r in turn] for turn in window.riders]
-
-    def _land_rider(self) -> int:
-        """Reduce what rode along; return the entry's bit."""
-        assert self._rider is not None
-        slot, entry, work, how, parts = self._rider
+    def _complete_piggyback(self) -> int:
+        """Reduce the piggybacked data; return the entry's bit."""
+        assert self._piggyback is not None
+        slot, entry, work, how, parts = self._piggyback
         outputs = work.request.outputs
         target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
         how.combine(parts, target)
         if how.late:
             how.deliver(target, target)
         entry.used = self.rounds
+        pending = self.pending
         with self._lock:
-            self._ready &= ~(1 << slot)
-            del self.pending[entry.name]
+            pending.ready &= ~(1 << slot)
+            del pending.named[entry.name]
         self._recorder.add("batch", (self.set_id, self.rounds, "ALLREDUCE", (entry.name,), 0.0))
         work.finish([target])
         return 1 << slot
+
+    def _piggyback_of(self, d: Description) -> Piggyback | None:
+        """Return how a request's data are piggybacked, and in which buffers; None if they do not fit."""
+        window = self._window
+        if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
+            return None
+        nbytes = description_bytes(d)
+        if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES:
+            return None
+        how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
+        shape = d.shapes[0]
+        return how, [
+            [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
+        ]
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
@@ -200,8 +248,8 @@ class ProcessSetState(AgreedRequests):
         if window is not None:
             if width != self._width:
                 self._set_width(window, width)
-            window.vector_turn ^= 1
-            mine, others = self._views[window.vector_turn]
+            window.vector_parity ^= 1
+            mine, others = self._views[window.vector_parity]
             mine[:] = vector.to_bytes(width, "little")
             window.signal()
             while not window.reached():
@@ -225,99 +273,72 @@ class ProcessSetState(AgreedRequests):
             self._views.append((cut.pop(window.index), cut))
 
     def _round(self) -> Steps:
-        """One agreement and what follows from it; returns whether it achieved anything."""
-        layout = self._layout
+        """Agree once and execute what follows from it; return whether anything was achieved."""
+        layout, pending = self._layout, self.pending
         with self._lock:
             vector = self._compose()
-        agreed = yield from self._agree(vector, (layout.ready_at + len(self._table.entries) + 7) >> 3)
+        agreed = yield from self._agree(vector, (layout.ready_at + len(pending.cache.entries) + 7) >> 3)
         self.rounds += 1
-        if agreed & layout.plain_mask == layout.plain and not self.joined:
-            # Only known tensors: the usual case.
-            ready = agreed >> layout.ready_at
-            if self._rider is not None and layout.same_rider(agreed):
-                ready ^= self._land_rider()
-                if not ready:
-                    return True
+        ready = agreed >> layout.ready_at
+        if agreed & layout.plain_mask == layout.plain and not pending.joined:  # fast path: only cache hits
+            achieved = ready != 0
+            if self._piggyback is not None and layout.same_piggyback(agreed):
+                ready ^= self._complete_piggyback()
             if ready:
-                yield from self._run_ready(ready)
-            return ready != 0
-        if not agreed & GO:
-            self.calm = bool(agreed & CALM)
+                yield from self._executor.run_ready(ready, self.rounds)
+            return achieved
+        if not agreed & CONTINUE:
+            self.no_waiter = bool(agreed & NO_WAITER)
             self.stopped = True
             return True
-        achieved = self._see_joined(layout.everyone & ~(agreed >> layout.joined_at))
-        if self.joined == layout.everyone:
-            self._all_joined()
+        joined = layout.everyone & ~(agreed >> layout.joined_at)
+        achieved = bool(joined & ~pending.joined)
+        if achieved:
+            self._last_joined = self.members[set_bits(joined & ~pending.joined)[-1]]
+        pending.joined = joined
+        if joined == layout.everyone:
+            with self._lock:
+                work = pending.all_joined()
+            if work is not None:
+                work.finish(self._last_joined)
             return True
-        if agreed & HEAD and not self.joined:
-            achieved |= yield from self._run_unnamed(agreed)
-        ready = agreed >> layout.ready_at
-        if ready:
-            yield from self._run_ready(ready)
+        if agreed & HAS_UNNAMED and not joined:
+            yield from self._executor.run_unnamed(layout.equal_unnamed(agreed), self.rounds)
             achieved = True
-        news = layout.everyone & ~(agreed >> layout.news_at)
-        if news:
-            achieved |= yield from self._hear_news(set_bits(news)[0])
+        if ready:
+            yield from self._executor.run_ready(ready, self.rounds)
+            achieved = True
+        misses = layout.everyone & ~(agreed >> layout.misses_at)
+        if misses:
+            achieved |= yield from self._exchange_misses(set_bits(misses)[0])
         return achieved
 
-    def _see_joined(self, joined: int) -> bool:
-        new = joined & ~self.joined
-        self.joined = joined
-        if new:
-            self._last_joined = self.members[set_bits(new)[-1]]
-        return bool(new)
-
-    def _all_joined(self) -> None:
-        with self._lock:
-            work, self.join_work = self.join_work, None
-            self.joined = 0
-            self._joined_here = False
-            again = sorted((t for t in self.pending.values() if t.order >= 0), key=lambda t: t.order)
-            for waiting in again:
-                del self.pending[waiting.name]
-                if self.news.pop(waiting.name, None) is None:
-                    self._ready &= ~(1 << self._table.slots[waiting.name])
-            self.unnamed.extendleft(reversed(again))
-            self._next_unnamed = 0  # who joined early has counted fewer: all begin anew
-            for waiting in self.unnamed:
-                self._number(waiting)
-        if work is not None:
-            work.finish(self._last_joined)
-
-    def _choose_news(self) -> list[tuple[str, Work]]:
-        """Return what is told next: what was told longest ago, or never, comes first."""
-        most = min(_NEWS_AT_ONCE, self._table.capacity)
-        news = list(self.news.items())
-        if len(news) > most:
-            news = sorted(news, key=lambda item: item[1].told)[:most]
-        for _, work in news:
-            work.told = self.rounds
-        return news
-
-    def _hear_news(self, leader: int) -> Steps:
-        """The lowest rank that has news tells what it has; all enter it in their tables."""
-        items: list[tuple[str, Description]] = []
+    def _exchange_misses(self, leader: int) -> Steps:
+        """Enter the leader's cache misses into all caches; execute those that are ready everywhere."""
+        pending, items = self.pending, []
         if self.transport.rank == leader:
             with self._lock:
-                chosen = self._choose_news()
-            items = [(name, work.request.description) for name, work in chosen]
-        payload = yield from self.exchange.broadcast_bytes(encode_news(items), leader)
-        items = decode_news(payload)
+                # Those announced longest ago, or never, come first.
+                chosen = sorted(pending.misses.items(), key=lambda item: item[1].announced)
+                for name, work in chosen[: min(_MISSES_AT_ONCE, pending.cache.capacity)]:
+                    work.announced = self.rounds
+                    items.append((name, work.request.description))
+        items = decode_misses((yield from self.exchange.broadcast_bytes(encode_misses(items), leader)))
         with self._lock:
-            answer = self._answer(items)
+            answer = pending.answer(items)
         agreed = yield from self._agree(answer, -(-len(items) // 4))
         installed = []
         with self._lock:
             for number, (name, description) in enumerate(items):
-                disputed = not agreed >> 2 * number & 1
-                slot = self._table.install(
-                    name, description, self.rounds, disputed, None if disputed else self._rides(description)
-                )
-                self._plans.clear()
+                mismatched = not agreed >> 2 * number & 1
+                piggyback = None if mismatched else self._piggyback_of(description)
+                entry = CacheEntry(name, description, self.rounds, mismatched, piggyback)
+                slot = pending.cache.install(entry)
                 if agreed >> 2 * number & 2:
-                    installed.append((slot, self._table.entries[slot]))
-            self._reclassify()
-        # A small table may not hold all that was told: what was pushed out again is news once more.
-        now_ready = [slot for slot, entry in installed if self._table.entries[slot] is entry]
-        yield from self._run_slots(now_ready)
-        return bool(now_ready)
+                    installed.append((slot, entry))
+            self._executor.plans.clear()
+            pending.look_up_all()
+        # A small cache may not hold them all: what was evicted again is a miss once more.
+        ready = [slot for slot, entry in installed if pending.cache.entries[slot] is entry]
+        yield from self._executor.run_slots(ready, self.rounds)
+        return bool(ready)

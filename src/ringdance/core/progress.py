@@ -1,19 +1,19 @@
-"""Who drives the engine, and how it waits.
+"""The progress engine: steps the engine and waits for progress.
 
-One step of the engine does what can be done without waiting. Steps are taken by a thread that
-blocks on a Work (no hand-over to another thread for a lone operation) or, for asynchronous
-work, by the engine thread, which stands down while a caller drives. One thread at a time is in
-a step, none while it sleeps; of several callers one leads and the others follow it.
+One step of the engine does what can be done without waiting. Steps are made by a thread that waits for a Work
+(a lone operation needs no other thread) or, for asynchronous operations, by the engine thread, which rests
+while callers wait. One thread at a time is in a step, none while it sleeps; of several callers one is the
+leader and the others follow it.
 
-Waiting: first yield the core for some microseconds, then sleep: on the doorbell where all
-peers are on this host, else in naps that grow.
+Waiting: first yield the core for some microseconds, then sleep: on the event count if all peers are on this
+host, else for intervals that grow.
 
 Note [Interrupts]
     Ctrl-C raises KeyboardInterrupt in the main thread, but only where CPython looks for signals: after a
     call, at the start of a function, at a jump back. ``lock.acquire(False)`` can therefore take a lock and
-    raise before the next bytecode, and nobody would release it. What must not stay taken is an entry of a
-    dict: ``setdefault`` takes it in one call within ``try``, and ``finally`` gives it back by
-    subscripts alone, between which no signal is looked for.
+    raise before the next bytecode, and it would stay taken. Instead a lock is an entry of a dict:
+    ``setdefault`` takes it in one call within ``try``, and ``finally`` releases it by subscripts alone,
+    between which no signal is looked for.
 """
 
 from __future__ import annotations
@@ -21,35 +21,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ringdance.core.request import Work
-from ringdance.transport.eventcount import Doorbell, yield_core
+from ringdance.transport.eventcount import yield_core
 
-__all__ = ["Driven", "Driver"]
+if TYPE_CHECKING:
+    from ringdance.core.engine import Engine
 
-_LOOK_EVERY = 0.1  # seconds between looks at notes, at peers and for stalls
-_LOOK_STEPS = 32  # and of those that achieve something, in an exchange so long that nobody sleeps
+__all__ = ["ProgressEngine"]
+
+_CHECK_EVERY = 0.1  # seconds between checks of the peers
+_CHECK_STEPS = 32  # steps that achieve something between checks, in an exchange too long for a sleep
 _IDLE = 0.1
-_FOLLOWER_POLL = 0.02  # for two threads that wait for one work: they share what wakes them
-_FLYING_NAP = 1e-4  # between hosts MPI moves data only while it is asked: a millisecond would stop the wire
-
-
-class Driven(Protocol):
-    """What a driver needs of its engine."""
-
-    closed: bool
-
-    @property
-    def callers(self) -> dict[object, Work]: ...
-    @property
-    def flying(self) -> int: ...
-    def step(self) -> bool: ...
-    def look(self) -> None: ...
-    def next_due(self) -> float | None: ...
-    def pausing_until(self) -> float: ...
-    def abandon(self, work: Work) -> None: ...
-    def thread_failed(self, error: BaseException) -> None: ...
+_FOLLOWER_POLL = 0.02  # for two threads that wait for one Work: they share what wakes them
+_TRANSIT_SLEEP = 1e-4  # between hosts MPI moves data only while it is called: longer sleeps would stop it
+_FIRST_BACKOFF = 5e-5
 
 
 def _alone(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) -> Any:
@@ -65,41 +52,34 @@ def _alone(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) 
             pass
 
 
-class Driver:
-    """Drives one engine.
+class ProgressEngine:
+    """Steps one engine, on the threads that wait and on one of its own.
 
     Attributes:
         asleep: the engine thread rests and has to be woken.
 
     Args:
-        engine: what is driven.
+        engine: what is stepped.
         spin_seconds: how long to poll before sleeping.
-        doorbell: wakes this rank; None where peers cannot reach it (other hosts).
-        thread: whether to run the engine thread.
+        thread_name: of the engine thread; None for no such thread.
+        on_start: called by the engine thread at its start.
     """
 
     def __init__(
-        self,
-        engine: Driven,
-        spin_seconds: float,
-        doorbell: Callable[[], Doorbell | None],
-        name: str,
-        thread: bool,
-        on_start: Callable[[], None],
+        self, engine: Engine, *, spin_seconds: float, thread_name: str | None, on_start: Callable[[], None]
     ) -> None:
         self._engine = engine
         self._spin = spin_seconds
-        self._doorbell = doorbell
         self._stepping: dict[int, object] = {}
         self._leading: dict[int, object] = {}
         self._wake = threading.Event()
         self.asleep = False
         self._steps = 0
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         self._on_start = on_start
         self._thread: threading.Thread | None = None
-        if thread:
-            self._thread = threading.Thread(target=self._thread_main, name=name, daemon=True)
+        if thread_name is not None:
+            self._thread = threading.Thread(target=self._thread_main, name=thread_name, daemon=True)
             self._thread.start()
 
     # -- callers -------------------------------------------------------------------------------
@@ -117,7 +97,7 @@ class Driver:
         while not work.done():
             try:
                 if leading.setdefault(0, me) is me:
-                    self._drive(work, deadline)
+                    self._lead(work, deadline)
                     return
             finally:
                 try:
@@ -128,7 +108,7 @@ class Driver:
             self._follow(work, deadline)
 
     def caller_left(self) -> None:
-        """Let another caller lead, or the engine thread work, now that ``Driven.callers`` has one less."""
+        """Let another caller lead, or the engine thread step, since a caller has left."""
         if callers := self._engine.callers:
             for work in list(callers.values()):
                 if not work.done():
@@ -137,9 +117,9 @@ class Driver:
         if self.asleep and self._engine.next_due() is not None:
             self.wake()
 
-    def _drive(self, work: Work, deadline: float | None) -> None:
+    def _lead(self, work: Work, deadline: float | None) -> None:
         spin_until = time.monotonic() + self._spin
-        nap = 5e-5
+        backoff = _FIRST_BACKOFF
         while not work.done():
             if self._try_step():
                 spin_until = 0.0
@@ -148,16 +128,16 @@ class Driver:
                 return
             now = time.monotonic()
             if spin_until == 0.0:
-                spin_until, nap = now + self._spin, 5e-5
+                spin_until, backoff = now + self._spin, _FIRST_BACKOFF
             if deadline is not None and now > deadline:
                 raise _timeout(work)
             if now < spin_until:
                 yield_core()
-            elif self._engine.closed:  # a Work not done when nobody is in a step never will be
+            elif self._engine.closed:  # a Work that is not done then never will be
                 if _alone(self._stepping, self._engine.abandon, work) is None:
                     time.sleep(1e-3)
             else:
-                nap = self._sleep(now, nap)
+                backoff = self._sleep(now, backoff)
 
     def _follow(self, work: Work, deadline: float | None) -> None:
         """Wait while another caller leads, until it leaves or the work is done."""
@@ -183,33 +163,33 @@ class Driver:
             except KeyError:
                 pass
         self._steps += 1
-        if not self._steps % _LOOK_STEPS and time.monotonic() - self._looked > _LOOK_EVERY:
-            self.look(time.monotonic())
+        if not self._steps % _CHECK_STEPS and time.monotonic() - self._checked > _CHECK_EVERY:
+            self.check_peers(time.monotonic())
         return True
 
-    def _sleep(self, now: float, nap: float) -> float:
-        """Sleep until something may have changed; return the next nap's length."""
-        if now - self._looked > _LOOK_EVERY:
-            self.look(now)
-        pause = self._engine.pausing_until() - now
-        bell = self._doorbell()
-        if bell is None and self._engine.flying:
-            time.sleep(_FLYING_NAP)
-            return nap
-        if bell is None:
-            time.sleep(min(nap, pause) if pause > 0 else nap)
-            return min(nap * 1.25, 2e-4 if nap < 2e-4 else 1e-3)
-        seen = bell.glance()
+    def _sleep(self, now: float, backoff: float) -> float:
+        """Sleep until something may have changed; return the next backoff."""
+        if now - self._checked > _CHECK_EVERY:
+            self.check_peers(now)
+        limit = self._engine.backoff_until() - now
+        event = self._engine.sets.event_count
+        if event is None and self._engine.progress.in_transit:
+            time.sleep(_TRANSIT_SLEEP)
+            return backoff
+        if event is None:
+            time.sleep(min(backoff, limit) if limit > 0 else backoff)
+            return min(backoff * 1.25, 2e-4 if backoff < 2e-4 else 1e-3)
+        seen = event.prepare_wait()
         if self._try_step():
-            bell.awake()
+            event.cancel_wait()
         else:
-            bell.sleep(seen, min(0.02, pause) if pause > 0 else 0.02)
-        return nap
+            event.wait(seen, min(0.02, limit) if limit > 0 else 0.02)
+        return backoff
 
-    def look(self, now: float) -> None:
-        """Look for notes from others, for lost peers and for stalls."""
-        self._looked = now
-        _alone(self._stepping, self._engine.look)
+    def check_peers(self, now: float) -> None:
+        """Check the peers unless another thread is in a step."""
+        self._checked = now
+        _alone(self._stepping, self._engine.check_peers)
 
     # -- the engine thread ---------------------------------------------------------------------
 
@@ -222,7 +202,7 @@ class Driver:
 
     def _run(self) -> None:
         spin_until = 0.0
-        nap = 5e-5
+        backoff = _FIRST_BACKOFF
         while not self._engine.closed:
             now = time.monotonic()
             if self._seconds_to_work(now) > 0:
@@ -231,11 +211,11 @@ class Driver:
             elif self._try_step():
                 spin_until = 0.0
             elif spin_until == 0.0:
-                spin_until, nap = now + self._spin, 5e-5
+                spin_until, backoff = now + self._spin, _FIRST_BACKOFF
             elif now < spin_until:
                 yield_core()
             else:
-                nap = self._sleep(now, nap)
+                backoff = self._sleep(now, backoff)
 
     def _seconds_to_work(self, now: float) -> float:
         """Return how long the engine thread has nothing to do, at most ``_IDLE`` (callers drive)."""
@@ -243,15 +223,15 @@ class Driver:
         return _IDLE if due is None else min(_IDLE, due - now)
 
     def _rest(self) -> None:
-        self.asleep = True  # before the look: who submits after it wakes this thread
+        self.asleep = True  # before the check: a submission after it wakes this thread
         seconds = self._seconds_to_work(time.monotonic())
         if seconds > 0:
             self._wake.wait(seconds)
         self.asleep = False
         self._wake.clear()
         now = time.monotonic()
-        if not self._engine.callers and now - self._looked >= 0.9 * _LOOK_EVERY:
-            self.look(now)
+        if not self._engine.callers and now - self._checked >= 0.9 * _CHECK_EVERY:
+            self.check_peers(now)
 
     def join(self) -> None:
         """Wait for the engine thread to end (the engine is closed)."""

@@ -62,13 +62,13 @@ class Description:
     detail: tuple[int, ...] = ()
 
     def digest(self) -> int:
-        """Return a 64-bit number, the same on all ranks for equal descriptions."""
+        """Return a 32-bit number, the same on all ranks for equal descriptions."""
         return _digest(self)
 
 
 @lru_cache(maxsize=4096)
 def _digest(description: Description) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(description).encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(repr(description).encode(), digest_size=4).digest(), "little")
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Work:
         error: the exception that ``wait`` raises, if it failed.
         order: number of an unnamed request in its process set, else -1.
         refusal: why this rank's own call was refused, if it was (``Engine.refuse``).
-        told: the round in which the other members were told of it as news, else 0.
+        announced: the round in which it was sent to the other members as a cache miss, else 0.
         submitted: when, in seconds of ``time.monotonic``.
         waited_since: when a thread first waited for it, likewise; 0.0 if none has.
         thread: identifier of the thread that waits for it or, as long as none does, that submitted it.
@@ -116,8 +116,8 @@ class Work:
     # Slots, not an instance dictionary with defaults on the class: filled in by several threads in varying
     # order, such dictionaries crashed CPython 3.11.7 (dictresize of a key-sharing table).
     __slots__ = (
-        "_done", "_waiter", "error", "name", "order", "received_splits", "refusal", "request", "result",
-        "submitted", "thread", "told", "wait_on", "waited_since",
+        "_done", "_waiter", "announced", "error", "name", "order", "received_splits", "refusal", "request",
+        "result", "submitted", "thread", "wait_on", "waited_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, name: str, wait_on: Callable[[Work, float | None], None]) -> None:
@@ -128,7 +128,7 @@ class Work:
         self.waited_since = 0.0
         self.thread = get_ident()
         self.order = -1
-        self.told = 0
+        self.announced = 0
         self.result: Any = None
         self.received_splits: list[np.ndarray[Any, Any]] | None = None
         self.error: BaseException | None = None

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import abc
 import operator
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from ringdance.core.agreement import VectorLayout
 from ringdance.core.exchange import Progress, Steps, exchange_for
 from ringdance.core.execute import AgreedRequest
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.reports.recorder import Recorder
-from ringdance.core.request import Collective, Description, Request, Work
+from ringdance.core.request import Collective, Description
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
+from ringdance.transport.eventcount import EventCount
 
-__all__ = ["ProcessSets", "RegisteredSet", "area_bytes"]
+__all__ = ["ProcessSets", "RegisteredSet", "buffer_bytes", "vector_bytes"]
 
-_SMALLEST_AREA = 1 << 16  # some cache lines for each of hundreds of members, however small the pieces
+_MIN_BUFFER = 1 << 16  # some cache lines for each of hundreds of members, however small the chunks
 
 
 @dataclass(slots=True)
@@ -32,112 +33,103 @@ class RegisteredSet:
     alone: bool
 
 
-def area_bytes(settings: Settings) -> int:
-    """Return the data area of each rank in a window; 0 for none."""
+def buffer_bytes(settings: Settings) -> int:
+    """Return the size of each rank's buffers in a window; 0 for no window."""
     if not settings.window:
         return 0
-    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _SMALLEST_AREA)
+    return max(settings.window_bytes or settings.chunk_bytes, settings.small_bytes, _MIN_BUFFER)
 
 
-class ProcessSets(abc.ABC):
-    """The part of the engine that knows the sets. Registered ids and ranks are the same on all ranks."""
+def vector_bytes(size: int, capacity: int) -> int:
+    """Return the room that agreement vectors of ``size`` ranks need in a window."""
+    return VectorLayout(size).width(max(1, capacity))
 
-    settings: Settings
-    transport: Transport
-    recorder: Recorder
-    rank: int
-    size: int
 
-    def __init__(self) -> None:
-        self._progress = Progress()
-        self._lock = threading.Lock()
-        self._sets: dict[int, RegisteredSet] = {}
-        self._machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
+class ProcessSets:
+    """The registered process sets. Ids and ranks are the same on all ranks.
 
-    @abc.abstractmethod
-    def submit(self, request: Request, *, wake: bool = True) -> Work:
-        """Take a request in (see ``Engine``)."""
+    Args:
+        transport: of the whole job.
+        settings: of the engine.
+        progress: shared by all sets.
+        lock: guards what submitting threads change.
+        recorder: gets a record of each batch.
 
-    @abc.abstractmethod
-    def refuse(self, request: Request, message: str) -> None:
-        """Tell the peers of a wrong call (see ``Engine``)."""
+    Attributes:
+        registered: all sets by id.
+        machines: the state machines of the sets that this rank is in, with their generators.
+        event_count: wakes this rank; None if not all peers can reach it (other hosts).
+    """
 
-    @abc.abstractmethod
-    def _sets_changed(self) -> None:
-        """Take notice of sets that have come or gone."""
+    def __init__(
+        self,
+        transport: Transport,
+        settings: Settings,
+        progress: Progress,
+        lock: threading.Lock,
+        recorder: Recorder,
+    ) -> None:
+        self.registered: dict[int, RegisteredSet] = {}
+        self.machines: tuple[tuple[ProcessSetState, Steps], ...] = ()
+        self.event_count: EventCount | None = None
+        self._transport = transport
+        self._settings = settings
+        self._progress = progress
+        self._lock = lock
+        self._recorder = recorder
+        self.register(0, tuple(range(transport.size)), transport)
+        self._find_event_count()
+
+    def find(self, set_id: int) -> RegisteredSet:
+        """Return a set. Raises ArgumentError for an unknown one."""
+        known = self.registered.get(set_id)
+        if known is None:
+            raise ArgumentError(f"There is no process set number {set_id}; registered: {self.ranks()}.")
+        return known
 
     def members(self, set_id: int = 0) -> tuple[int, ...]:
         """Return the global ranks of a set, ascending. Raises ArgumentError for an unknown set."""
-        return self._known(set_id).ranks
+        return self.find(set_id).ranks
 
-    def process_sets(self) -> dict[int, tuple[int, ...]]:
+    def ranks(self) -> dict[int, tuple[int, ...]]:
         """Return all registered sets: id -> ranks."""
-        return {set_id: known.ranks for set_id, known in sorted(self._sets.items())}
+        return {set_id: known.ranks for set_id, known in sorted(self.registered.items())}
 
-    def add_process_set(self, ranks: Iterable[int]) -> int:
-        """Make a set and return its id. All ranks must call it with the same members; blocks until all have.
+    def states(self) -> list[ProcessSetState]:
+        """Return the state machines of the sets that this rank is in."""
+        return [state for state, _ in self.machines]
 
-        Raises:
-            ArgumentError: on this rank, a rank is out of range or repeated, or an equal set exists; the
-                other ranks get a MismatchError that says so.
-            MismatchError: ranks asked for different members, or some have joined.
-        """
-        request = Request(Description(Collective.ADD_SET), name="process_set.add")
-        try:
-            request.description = replace(request.description, detail=self._new_members(ranks))
-        except ArgumentError as error:
-            self.refuse(request, str(error))
-            raise
-        return int(self.submit(request, wake=False).wait())
-
-    def _new_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def check_new(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the sorted members of a set that can be made. Raises ArgumentError."""
+        size = self._transport.size
         try:
             wanted = tuple(sorted(operator.index(rank) for rank in ranks))
         except TypeError:
             raise ArgumentError(f"A process set needs ranks, which are integers; got {ranks!r}.") from None
-        if not wanted or wanted[0] < 0 or wanted[-1] >= self.size or len(set(wanted)) < len(wanted):
+        if not wanted or wanted[0] < 0 or wanted[-1] >= size or len(set(wanted)) < len(wanted):
             raise ArgumentError(
                 f"A process set needs at least one rank, and each only once; got {list(wanted)}, "
-                f"and this job has the ranks 0 to {self.size - 1}."
+                f"and this job has the ranks 0 to {size - 1}."
             )
-        for set_id, known in self._sets.items():
+        for set_id, known in self.registered.items():
             if known.ranks == wanted:
                 raise ArgumentError(
                     f"A process set with the ranks {list(wanted)} exists already: number {set_id}."
                 )
         return wanted
 
-    def remove_process_set(self, set_id: int) -> None:
-        """Remove a set. All ranks must call it; what is pending in the set fails with ProcessSetRemovedError.
+    def check_removal(self, set_id: int) -> tuple[int]:
+        """Return the id of a set that can be removed, as a tuple. Raises ArgumentError."""
+        if set_id == 0:
+            raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
+        self.find(set_id)
+        return (set_id,)
 
-        Raises:
-            ArgumentError: on this rank, the set is that of all ranks, or unknown; the other ranks get a
-                MismatchError that says so.
-            MismatchError: ranks named different sets, or some have joined.
-        """
-        request = Request(Description(Collective.REMOVE_SET, detail=(set_id,)), name="process_set.remove")
-        try:
-            if set_id == 0:
-                raise ArgumentError("The process set of all ranks (number 0) cannot be removed.")
-            self._known(set_id)
-        except ArgumentError as error:
-            self.refuse(request, str(error))
-            raise
-        self.submit(request, wake=False).wait()
-
-    def _known(self, set_id: int) -> RegisteredSet:
-        known = self._sets.get(set_id)
-        if known is None:
-            raise ArgumentError(
-                f"There is no process set number {set_id}; registered: {self.process_sets()}."
-            )
-        return known
-
-    def _register(self, set_id: int, ranks: tuple[int, ...], transport: Transport | None) -> None:
+    def register(self, set_id: int, ranks: tuple[int, ...], transport: Transport | None) -> None:
+        """Enter a set; ``transport`` is None on ranks that are not members."""
         state = None
         if transport is not None and len(ranks) > 1:
-            s = self.settings
+            s = self._settings
             state = ProcessSetState(
                 set_id,
                 transport,
@@ -146,51 +138,43 @@ class ProcessSets(abc.ABC):
                 threshold=s.fusion_threshold,
                 cycle_seconds=s.cycle_time * 1e-3,
                 lock=self._lock,
-                progress=self._progress,
-                recorder=self.recorder,
-                change_set=self._change_set if set_id == 0 else None,
+                recorder=self._recorder,
+                change_set=self._change if set_id == 0 else None,
             )
-            self._machines = (*self._machines, (state, state.steps()))
-        self._sets[set_id] = RegisteredSet(ranks, state, len(ranks) == 1 and self.rank in ranks)
+            self.machines = (*self.machines, (state, state.steps()))
+        alone = len(ranks) == 1 and self._transport.rank in ranks
+        self.registered[set_id] = RegisteredSet(ranks, state, alone)
 
-    def _change_set(self, item: AgreedRequest) -> Steps:
-        """Carry out an agreed change of sets; all ranks come here in the same order."""
-        assert item.work is not None
+    def _change(self, item: AgreedRequest) -> Steps:
+        """Add or remove a set; all ranks do so in the same order."""
         detail = item.description.detail
         if item.description.kind == Collective.ADD_SET:
             set_id = self._free_id()
             transport = None
             if len(detail) > 1:
-                transport = yield from self._off_driver(
-                    lambda: self.transport.split(detail, area_bytes(self.settings))
-                )
-            self._register(set_id, detail, transport)
-            result: Any = set_id
+                size = buffer_bytes(self._settings)
+                transport = yield from self._on_thread(lambda: self._transport.split(detail, size))
+            self.register(set_id, detail, transport)
         else:
             set_id = detail[0]
-            state = self._sets[set_id].state
+            state = self.registered[set_id].state
             if state is not None:
                 state.stopping = True
                 while not state.stopped:
                     yield
-                self._fail_pending(
-                    state,
-                    ProcessSetRemovedError(
-                        f"Process set number {set_id} was removed while this operation was pending in it."
-                    ),
-                )
-                yield from self._off_driver(lambda: state.transport.close(True))
-            del self._sets[set_id]
-            result = set_id
-        self._sets_changed()
-        return [result]
+                text = f"Process set number {set_id} was removed while this operation was pending in it."
+                self.fail_pending(state, ProcessSetRemovedError(text))
+                yield from self._on_thread(lambda: state.transport.close(True))
+            del self.registered[set_id]
+        self._find_event_count()
+        return [set_id]
 
-    def _off_driver(self, call: Callable[[], Any]) -> Steps:
+    def _on_thread(self, call: Callable[[], Any]) -> Steps:
         """Run a call that may block on a thread of its own, so that other sets are stepped meanwhile.
 
-        On this thread where MPI allows no other: all ranks come here in one order and wait for nothing else.
+        On this thread if MPI allows no other: all ranks call it in one order and wait for nothing else.
         """
-        if not self.transport.several_threads:
+        if not self._transport.several_threads:
             return call()
         outcome: list[Any] = []
 
@@ -205,25 +189,32 @@ class ProcessSets(abc.ABC):
         while not outcome:
             yield
         thread.join()
-        if outcome[0][1] is not None:
-            raise outcome[0][1]
-        return outcome[0][0]
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result
 
-    def _change_alone(self, description: Description) -> int:
-        """Change the sets of a job of one process: nobody to agree with."""
+    def change_alone(self, description: Description) -> int:
+        """Add or remove a set in a job of one process; return its id."""
         if description.kind == Collective.REMOVE_SET:
-            del self._sets[description.detail[0]]
+            del self.registered[description.detail[0]]
             return description.detail[0]
         set_id = self._free_id()
-        self._register(set_id, description.detail, None)
+        self.register(set_id, description.detail, None)
         return set_id
 
     def _free_id(self) -> int:
-        return next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
+        return next(i for i in range(1, len(self.registered) + 1) if i not in self.registered)
 
-    def _fail_pending(self, state: ProcessSetState, error: CollectiveError) -> None:
+    def _find_event_count(self) -> None:
+        transports = [state.transport for state, _ in self.machines]
+        reachable = all(transport.window is not None and transport.one_host for transport in transports)
+        self.event_count = self._transport.event_count if reachable else None
+
+    def fail_pending(self, state: ProcessSetState, error: CollectiveError) -> None:
+        """Fail all that is pending in a set."""
         with self._lock:
-            works = state.drop_all()
+            works = state.pending.drop_all()
         for work in works:
             # An instance for each: raising one object again and again would make its traceback ever longer.
             own = type(error)(*error.args)

@@ -8,7 +8,7 @@ several communicators::
         yield
 
 Collectives of one communicator match between ranks by the order in which they are started.
-``messages`` and ``post`` are apart from that order: small notes ("bells") to single ranks,
+``messages`` and ``post`` are apart from that order: small notes ("events") to single ranks,
 for states that no agreement can carry.
 """
 
@@ -24,7 +24,7 @@ from ringdance.errors import ArgumentError
 if TYPE_CHECKING:
     import numpy as np
 
-    from ringdance.transport.eventcount import Doorbell
+    from ringdance.transport.eventcount import EventCount
     from ringdance.transport.window import Window
 
 __all__ = ["Buffer", "Hierarchy", "Identity", "Pending", "Transport"]
@@ -58,13 +58,13 @@ class Hierarchy:
 
     Attributes:
         host_sizes: members on each host; hosts in the order of their lowest members.
-        area_bytes: data area of a member in the window of each host, the smallest of them.
+        buffer_bytes: data area of a member in the window of each host, the smallest of them.
         cross: cross-host communicator of the members with this local index, one of each host in that order;
             None where the local index is not below ``min(host_sizes)``.
     """
 
     host_sizes: tuple[int, ...]
-    area_bytes: int
+    buffer_bytes: int
     cross: Transport | None
 
 
@@ -75,7 +75,7 @@ class Transport(abc.ABC):
         identities: one for each member, ``Identity.rank`` being the rank in the whole job.
         host_group: places (in this communicator) of the members on this host, ascending.
         window: the memory shared by this host's members, or None where there is none.
-        doorbell: how a sleeping member on this host is woken, or None.
+        event_count: wakes members on this host, or None.
         several_threads: whether the program may call the transport's library from any thread.
     """
 
@@ -84,7 +84,7 @@ class Transport(abc.ABC):
     identities: tuple[Identity, ...]
     host_group: tuple[int, ...]
     window: Window | None = None
-    doorbell: Doorbell | None = None
+    event_count: EventCount | None = None
     several_threads: bool = True
 
     @property
@@ -94,6 +94,13 @@ class Transport(abc.ABC):
     @property
     def one_host(self) -> bool:
         return len(self.host_group) == self.size
+
+    def shared_events(self, parent: Transport | None) -> tuple[EventCount, list[int]] | None:
+        """Return the parent's event count with the local indices of this host's members in it, or None."""
+        if parent is None or parent.event_count is None:
+            return None
+        group = [parent.identities[i].rank for i in parent.host_group]
+        return parent.event_count, [group.index(self.identities[i].rank) for i in self.host_group]
 
     def places_of(self, comm: Any) -> tuple[int, ...]:
         """Return the places, ascending, of the members of a communicator that the user has made.

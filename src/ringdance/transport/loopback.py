@@ -115,10 +115,6 @@ class LoopbackTransport(Transport):
         self._splits = 0
         self._random = random.Random(f"{world.seed} {board.ranks} {place}")
         if board.window_bytes:
-            bells = None
-            if parent is not None and parent.doorbell is not None:
-                group = [parent.identities[i].rank for i in parent.host_group]
-                bells = (parent.doorbell, [group.index(board.ranks[i]) for i in self.host_group])
             self.window = Window(
                 board.memory[host],
                 self.host_group.index(place),
@@ -126,9 +122,9 @@ class LoopbackTransport(Transport):
                 board.vector_bytes,
                 board.window_bytes,
                 fence=lambda: None,
-                bells=bells,
+                shared=self.shared_events(parent),
             )
-            self.doorbell = self.window.doorbell
+            self.event_count = self.window.event_count
 
     def check_alive(self) -> None:
         if self.board.ranks[self.rank] in self.board.world.dead:
@@ -250,7 +246,7 @@ class LoopbackWorld:
         size: number of ranks.
         hosts: the host of each rank; all on one by default.
         window: whether the ranks of a host share memory.
-        area_bytes: data area of each rank in that memory.
+        buffer_bytes: data area of each rank in that memory.
         seed, delay: see the module.
     """
 
@@ -260,7 +256,7 @@ class LoopbackWorld:
         *,
         hosts: Sequence[str] | None = None,
         window: bool = True,
-        area_bytes: int = 1 << 16,
+        buffer_bytes: int = 1 << 16,
         vector_bytes: int = 4096,
         seed: int = 0,
         delay: float = 0.0,
@@ -271,7 +267,7 @@ class LoopbackWorld:
         self.seed = seed
         self.delay = delay
         self.dead: set[int] = set()
-        self._board = _Board(self, tuple(range(size)), area_bytes if window else 0, vector_bytes)
+        self._board = _Board(self, tuple(range(size)), buffer_bytes if window else 0, vector_bytes)
 
     def transport(self, rank: int) -> LoopbackTransport:
         """Return the transport of one rank."""

@@ -44,15 +44,15 @@ class _Process:
 
 
 @contextlib.contextmanager
-def waiting_in_init(patience: float, ranks: Collection[int] = ()) -> Iterator[None]:
-    """While the body runs, this rank is seen to wait; after ``patience`` seconds it says for whom.
+def waiting_in_init(timeout: float, ranks: Collection[int] = ()) -> Iterator[None]:
+    """While the body runs, this rank is seen to wait; after ``timeout`` seconds it says for whom.
 
     Args:
-        patience: seconds; said again after twice, four times that.
+        timeout: seconds; said again after twice, four times that.
         ranks: who should come; empty for all that there are.
     """
     done = threading.Event()
-    thread = threading.Thread(target=_watch, args=(done, patience, ranks), name=_MARK, daemon=True)
+    thread = threading.Thread(target=_watch, args=(done, timeout, ranks), name=_MARK, daemon=True)
     thread.start()
     try:
         yield
@@ -60,18 +60,18 @@ def waiting_in_init(patience: float, ranks: Collection[int] = ()) -> Iterator[No
         done.set()
 
 
-def _watch(done: threading.Event, patience: float, ranks: Collection[int]) -> None:
+def _watch(done: threading.Event, timeout: float, ranks: Collection[int]) -> None:
     with contextlib.suppress(OSError):
         with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
             file.write(_MARK)
-    waited = patience
-    while not done.wait(patience):
+    waited = timeout
+    while not done.wait(timeout):
         name = next((name for name in _RANK_NAMES if name in os.environ), "")
         found = look_around(name) if name else None
         # The lowest that waits on this host speaks for all.
         if found is None or not found.present or int(os.environ[name]) == min(found.present):
             _log.warning("ringdance: %s", message(found, ranks, waited))
-        patience, waited = waited, 2 * waited
+        timeout, waited = waited, 2 * waited
 
 
 def tell(ranks: Collection[int], waited: float) -> str:

@@ -87,16 +87,13 @@ class MpiTransport(Transport):
         if node.Get_rank() == 0:
             memory[:] = 0
         node.Barrier()
-        bells = None
-        self._borrowed_bell = parent is not None and parent.doorbell is not None
-        if parent is not None and parent.doorbell is not None:
-            group = [parent.identities[i].rank for i in parent.host_group]
-            bells = (parent.doorbell, [group.index(self.identities[i].rank) for i in self.host_group])
+        shared = self.shared_events(parent)
+        self._own_events = shared is None
         self.window = Window(
-            memory, node.Get_rank(), count, vector_bytes, window_bytes, self._memory.Sync, bells
+            memory, node.Get_rank(), count, vector_bytes, window_bytes, self._memory.Sync, shared
         )
         self.window.touch()
-        self.doorbell = self.window.doorbell
+        self.event_count = self.window.event_count
         node.Barrier()
 
     def places_of(self, comm: Any) -> tuple[int, ...]:
@@ -166,7 +163,7 @@ class MpiTransport(Transport):
 
     def _hierarchy(self) -> Hierarchy | None:
         own = self.host_group[0]
-        area = 0 if self.window is None else self.window.area_bytes
+        area = 0 if self.window is None else self.window.buffer_bytes
         everyone = gather(self._comm, [own, len(self.host_group), area])
         lowest = sorted({first for first, _, _ in everyone})
         sizes = tuple(everyone[first][1] for first in lowest)
@@ -243,9 +240,9 @@ class MpiTransport(Transport):
             self._cross.close(True)
         if self._memory is not None:
             # Views of the window may outlive it in somebody's hands; from here on they must not be used.
-            if self.doorbell is not None and not self._borrowed_bell:
-                self.doorbell.close()
-            self.window = self.doorbell = None
+            if self.event_count is not None and self._own_events:
+                self.event_count.close()
+            self.window = self.event_count = None
             self._memory.Free()
         self.messages()
         for comm in (self._node, self._notes, self._comm):
@@ -270,13 +267,13 @@ def gather(comm: Any, value: Any) -> list[Any]:
     ]
 
 
-def meet(comm: Any, peers: Sequence[Identity], patience: float, limit: float) -> None:
+def meet(comm: Any, peers: Sequence[Identity], timeout: float, limit: float) -> None:
     """Wait until all ranks of a job that has ended come here, to start it again.
 
     Args:
         comm: as for ``world_transport``; for a list of ranks nothing is waited for here.
         peers: the ranks of the former job.
-        patience: seconds after which a warning says which ranks have not come.
+        timeout: seconds after which a warning says which ranks have not come.
         limit: seconds.
 
     Raises:
@@ -287,7 +284,7 @@ def meet(comm: Any, peers: Sequence[Identity], patience: float, limit: float) ->
     where = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(where, MPI.Comm):
         return
-    with waiting_in_init(patience, _expected(comm)):
+    with waiting_in_init(timeout, _expected(comm)):
         _wait_for_all(where, peers, limit, _expected(comm))
 
 
@@ -326,7 +323,7 @@ def world_transport(
     window_bytes: int,
     vector_bytes: int,
     common: dict[str, Any],
-    patience: float = 30.0,
+    timeout: float = 30.0,
     threads: bool = True,
 ) -> MpiTransport:
     """Start MPI if need be and return the transport of the whole job.
@@ -336,7 +333,7 @@ def world_transport(
         window_bytes: data area of each rank in the shared window of a host, 0 for no window.
         vector_bytes: longest agreement vector.
         common: what must be equal on all ranks, by name.
-        patience: seconds after which a warning says which ranks have not come.
+        timeout: seconds after which a warning says which ranks have not come.
         threads: ask MPI for support of several threads.
 
     Raises:
@@ -344,7 +341,7 @@ def world_transport(
         LaunchError: MPI cannot be loaded.
         SettingError: something of ``common`` differs; raised on all ranks.
     """
-    with waiting_in_init(patience, _expected(comm)):
+    with waiting_in_init(timeout, _expected(comm)):
         mpi = load_mpi("multiple" if threads else "single")
         chosen = _choose(mpi, comm)
         with _lost_in_start(chosen):

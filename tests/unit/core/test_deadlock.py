@@ -85,7 +85,7 @@ def test_zero_only_warns() -> None:
             crossed(engine)
 
     def ended(engine: Engine) -> None:
-        threading.Timer(3 * SOON, lambda: engine.shutdown(patience=0.1)).start()
+        threading.Timer(3 * SOON, lambda: engine.shutdown(timeout=0.1)).start()
         program(engine)
 
     job(2, ended, Settings(stall_check_time=0.2, deadlock_time=0.0), report=said.append)

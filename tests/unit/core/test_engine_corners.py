@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringdance.core.agreement import RIDER_SLOTS
-from ringdance.core.engine import Engine, area_bytes, vector_bytes
+from ringdance.core.agreement import PIGGYBACK_ENTRIES
+from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.settings import Settings
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 def on_ranks(size: int, program: Callable[[Engine], Any], **values: Any) -> list[Any]:
     settings = Settings(**values)
     room = vector_bytes(size, settings.cache_capacity)
-    world = LoopbackWorld(size, area_bytes=area_bytes(settings), vector_bytes=room)
+    world = LoopbackWorld(size, buffer_bytes=buffer_bytes(settings), vector_bytes=room)
 
     def rank(transport: LoopbackTransport) -> Any:
         engine = Engine(transport, settings)
@@ -171,12 +171,13 @@ def test_a_thread_that_submits_while_its_set_is_removed_gets_an_error() -> None:
 
 
 def test_a_table_larger_than_the_number_of_what_rides_along() -> None:
-    capacity = RIDER_SLOTS + 100
+    capacity = PIGGYBACK_ENTRIES + 100
 
     def program(engine: Engine) -> list[float]:
         view = np.full(3, 1.0 + engine.rank)
         allreduce(engine, view, "first").wait()
-        engine._machines[0][0]._table.entries += [None] * (RIDER_SLOTS + 10)  # as if so many had been known
+        cache = engine.sets.states()[0].pending.cache
+        cache.entries += [None] * (PIGGYBACK_ENTRIES + 10)  # as if so many had been cached
         return [float(allreduce(engine, view, name).wait()[0][0]) for name in "abab" for _ in range(3)]
 
     assert on_ranks(2, program, cache_capacity=capacity) == [[3.0] * 12] * 2

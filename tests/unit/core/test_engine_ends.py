@@ -115,17 +115,17 @@ def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
 def test_an_exception_in_a_step_breaks_the_engine_everywhere(
     settings: Settings, kind: type[BaseException], name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ringdance.core.exchange.shared_memory import WindowExchange
+    from ringdance.core.exchange.shared_memory import SharedMemoryExchange
 
     arm = threading.Event()
-    usual = WindowExchange.allreduce
+    usual = SharedMemoryExchange.allreduce
 
-    def allreduce(self: WindowExchange, *given: Any) -> Any:
+    def allreduce(self: SharedMemoryExchange, *given: Any) -> Any:
         if arm.is_set() and self.rank == 1:
             raise kind("as if by Ctrl-C")
         return usual(self, *given)
 
-    monkeypatch.setattr(WindowExchange, "allreduce", allreduce)
+    monkeypatch.setattr(SharedMemoryExchange, "allreduce", allreduce)
 
     def program(engine: Engine) -> BaseException:
         hvd.barrier()
@@ -306,7 +306,7 @@ def test_a_clean_end(settings: Settings) -> None:
 
 
 def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> None:
-    """Its engine takes no part; shutdown gives up after its patience and says who."""
+    """Its engine takes no part; shutdown gives up after its timeout and says who."""
     world = world_for(settings, 2)
     over = threading.Event()
 
@@ -316,7 +316,7 @@ def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> No
             return
         engine = Engine(transport, settings)
         with session.bind(engine):
-            assert not engine.shutdown(patience=0.3)
+            assert not engine.shutdown(timeout=0.3)
         assert "rank 1 on host loopback" in str(engine.broken)
         over.set()
 

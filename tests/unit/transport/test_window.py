@@ -1,4 +1,4 @@
-"""The window's layout, its counters, and the doorbell, between threads and between processes."""
+"""The window's layout, its counters, and the event, between threads and between processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from ringdance.transport.eventcount import Doorbell, process_state
+from ringdance.transport.eventcount import EventCount, process_state
 from ringdance.transport.window import Window, window_size
 
 
@@ -25,7 +25,7 @@ def test_parts_do_not_overlap(members: int, vector: int, area: int) -> None:
     """Each part is filled with a number of its own; all are intact at the end, the counters untouched."""
     held = windows(members, vector, area)
     parts = [np.frombuffer(part, np.uint8) for turn in held[0].vectors for part in turn]
-    parts += [part for turn in held[0].areas for part in turn]
+    parts += [part for turn in held[0].buffers for part in turn]
     assert all(part.size >= vector for part in parts[: 2 * members])
     assert all(part.size == area for part in parts[2 * members :])
     for number, part in enumerate(parts):
@@ -37,8 +37,8 @@ def test_parts_do_not_overlap(members: int, vector: int, area: int) -> None:
 
 def test_all_see_the_same_memory() -> None:
     one, two = windows(2)
-    one.areas[1][0][:3] = (1, 2, 3)
-    assert two.areas[1][0][:3].tolist() == [1, 2, 3]
+    one.buffers[1][0][:3] = (1, 2, 3)
+    assert two.buffers[1][0][:3].tolist() == [1, 2, 3]
     one.vectors[0][0][:2] = b"ab"
     assert bytes(two.vectors[0][0][:2]) == b"ab"
 
@@ -71,11 +71,11 @@ def test_a_sleeper_is_woken_by_a_signal() -> None:
     def sleeper() -> None:
         one.signal()
         while not one.reached():
-            seen = one.doorbell.glance()
+            seen = one.event_count.prepare_wait()
             if one.reached():
-                one.doorbell.awake()
+                one.event_count.cancel_wait()
                 break
-            one.doorbell.sleep(seen, 0.02)
+            one.event_count.wait(seen, 0.02)
         woken.set()
 
     thread = threading.Thread(target=sleeper)
@@ -91,21 +91,21 @@ def test_a_ring_before_the_sleep_is_not_lost() -> None:
     """Rung after the glance: the sleep ends at once, else so many outlast the limit of a test."""
     one, two = windows(2)
     for _ in range(5000):
-        seen = one.doorbell.glance()
-        two.doorbell.ring(0)
-        one.doorbell.sleep(seen, 0.02)
-        assert one.doorbell.glance() != seen
+        seen = one.event_count.prepare_wait()
+        two.event_count.notify(0)
+        one.event_count.wait(seen, 0.02)
+        assert one.event_count.prepare_wait() != seen
 
 
 def test_bells_of_a_parent_window() -> None:
-    """A subset's window rings the bells of the whole host's: a rank sleeps on one bell only."""
+    """A subset's window rings the events of the whole host's: a rank sleeps on one event only."""
     parents = windows(3)
     memory = np.zeros(window_size(2, 8, 8) // 8, np.int64).view(np.uint8)
-    child = Window(memory, 0, 2, 8, 8, lambda: None, bells=(parents[0].doorbell, [0, 2]))
-    assert child.doorbell is parents[0].doorbell
-    seen = parents[2].doorbell.glance()
+    child = Window(memory, 0, 2, 8, 8, lambda: None, shared=(parents[0].event_count, [0, 2]))
+    assert child.event_count is parents[0].event_count
+    seen = parents[2].event_count.prepare_wait()
     child.signal()
-    assert parents[2].doorbell.glance() != seen
+    assert parents[2].event_count.prepare_wait() != seen
 
 
 def test_between_processes() -> None:
@@ -116,11 +116,11 @@ def test_between_processes() -> None:
     def meet(index: int) -> bool:
         window = Window(memory, index, 2, 8, 64, lambda: None)
         for turn in range(1000):
-            window.areas[turn % 2][index][:8].view(np.int64)[0] = 10 * turn + index
+            window.buffers[turn % 2][index][:8].view(np.int64)[0] = 10 * turn + index
             window.signal()
             while not window.reached():
-                window.doorbell.sleep(window.doorbell.glance(), 0.001)
-            if window.areas[turn % 2][1 - index][:8].view(np.int64)[0] != 10 * turn + 1 - index:
+                window.event_count.wait(window.event_count.prepare_wait(), 0.001)
+            if window.buffers[turn % 2][1 - index][:8].view(np.int64)[0] != 10 * turn + 1 - index:
                 return False
         return True
 
@@ -134,8 +134,8 @@ def test_between_processes() -> None:
 
 def test_doorbell_sleeps_no_longer_than_it_may() -> None:
     words = memoryview(np.zeros(32, np.int32))
-    bell = Doorbell(words, np.frombuffer(words, np.int32).ctypes.data, 16, 1)
-    bell.sleep(bell.glance(), 5.0)  # at most 20 ms, so that a flag that was missed does no harm
+    event = EventCount(words, np.frombuffer(words, np.int32).ctypes.data, 16, 1)
+    event.wait(event.prepare_wait(), 5.0)  # at most 20 ms, so that a flag that was missed does no harm
     assert words[17] == 0
 
 

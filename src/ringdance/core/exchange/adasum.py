@@ -1,4 +1,4 @@
-"""Adasum: gradients combined by how far they agree (Maleki et al., 2020, arXiv:2006.02924; contract 6.10).
+"""Adasum: gradients combined by how far they agree (Maleki et al., 2020, arXiv:2006.02924).
 
 Two vectors a, b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum when orthogonal,
 their average when parallel. 2^k ranks combine pairwise in k levels, each tensor by itself.

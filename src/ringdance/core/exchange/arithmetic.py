@@ -1,6 +1,4 @@
-"""How values are reduced, scaled and rounded, on pieces of NumPy arrays.
-
-Rules (contract 3.4, its defects mended):
+"""How values are reduced, scaled and rounded, on parts of NumPy arrays.
 
 - Sums are taken in rank order, so that the result does not depend on who computes it.
 - float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once. In two
@@ -23,8 +21,8 @@ import numpy as np
 
 from ringdance.core.request import ReduceOp
 
-# An infinity or NaN in a gradient is the result, and the training loop's to judge (loss scaling makes them on
-# purpose): NumPy's warning would come out of the engine, or break it under `python -W error`.
+# An infinity or NaN in a gradient is a result (loss scaling makes them on purpose): NumPy's warning would
+# come out of the engine, or break it under `python -W error`.
 warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r"ringdance\.core")
 
 __all__ = ["Reduction", "dtype_named", "reduction", "two_stages"]
@@ -39,7 +37,7 @@ _UFUNC: dict[ReduceOp, Any] = {
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
 }
-_WIRE_NAME = {
+_MPI_OP = {
     ReduceOp.AVERAGE: "sum",
     ReduceOp.SUM: "sum",
     ReduceOp.MIN: "min",
@@ -89,8 +87,8 @@ class Reduction:
         deliver: copies what ``combine`` made to the caller's memory, scaling if ``late``.
         simple: reducing two parts is one call of ``ufunc``.
         late: scaling happens while the result is copied out (float32, float64), else the one
-            who reduces a slice also finishes it.
-        wire: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, and
+            who reduces a block also scales it.
+        mpi_op: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, and
             for Min and Max of floats, whose NaN MPI's comparisons drop.
     """
 
@@ -112,7 +110,7 @@ class Reduction:
         self.identity = prescale == 1.0 or self.wide
         self.ufunc = _UFUNC[operation]
         drops_nan = dtype.kind == "f" and operation in (ReduceOp.MIN, ReduceOp.MAX)
-        self.wire = None if self.wide or dtype == np.bool_ or drops_nan else _WIRE_NAME.get(operation)
+        self.mpi_op = None if self.wide or dtype == np.bool_ or drops_nan else _MPI_OP.get(operation)
         divisor = size if operation == ReduceOp.AVERAGE else 1
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)

@@ -1,4 +1,4 @@
-"""What every exchange can do, and the parts that are the same in all of them."""
+"""The interface of every exchange, and what all have in common."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Steps = Generator[None, None, Any]
 
 
 class Progress:
-    """What the parts of one engine tell each other while it runs.
+    """State that the parts of one engine share while it runs.
 
     Attributes:
-        count: grows with whatever is achieved, so that whoever drives knows whether to pause.
+        count: grows with whatever is achieved; if it does not, the progress engine sleeps.
         callers: what threads wait for, by a key of each wait. While there are any, all that is pending is
             due, in every set: two ranks may wait for two sets in different orders.
-        flying: how many wait for data that is on its way between hosts: long naps would stop it.
+        in_transit: how many exchanges wait for data between hosts, which long sleeps would stop.
     """
 
-    __slots__ = ("callers", "count", "flying")
+    __slots__ = ("callers", "count", "in_transit")
 
     def __init__(self) -> None:
         self.callers: dict[object, Any] = {}
         self.count = 0
-        self.flying = 0
+        self.in_transit = 0
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -55,25 +55,28 @@ def as_bytes(array: Array) -> Array:
 
 
 def copy_range(
-    views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, area: Array, outward: bool
+    views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
-    """Copy bytes [start, stop) of the row that ``views`` form to the area, or from it (``outward``)."""
-    if len(views) == 1:  # the usual case, in a fifth of the time
+    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or from it (``outward``)."""
+    if len(views) == 1:  # the fast path, in a fifth of the time
         if outward:
-            views[0][start:stop] = area[: stop - start]
+            views[0][start:stop] = buffer[: stop - start]
         else:
-            area[: stop - start] = views[0][start:stop]
+            buffer[: stop - start] = views[0][start:stop]
         return
     for segment in segments(bounds, start, stop, 0):
         part = views[segment.tensor][segment.start : segment.stop]
         if outward:
-            part[...] = area[segment.at : segment.end]
+            part[...] = buffer[segment.at : segment.end]
         else:
-            area[segment.at : segment.end] = part
+            buffer[segment.at : segment.end] = part
 
 
 class Exchange(abc.ABC):
-    """The collectives on flat buffers, as state machines; all members run the same ones in the same order."""
+    """The collectives on flat arrays, as state machines; all members run the same ones in the same order.
+
+    Arrays that are passed must live, and inputs stay unchanged, until the state machine has ended.
+    """
 
     def __init__(self, rank: int, size: int, progress: Progress) -> None:
         self.rank = rank
@@ -88,7 +91,7 @@ class Exchange(abc.ABC):
     def stream(
         self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
     ) -> Steps:
-        """Let everybody read everybody's row of bytes.
+        """Let each member read the others' rows of bytes.
 
         Args:
             sends: this member's row, uint8 views.
@@ -113,7 +116,7 @@ class Exchange(abc.ABC):
         own = np.array(words, np.int64)
         table = np.empty((self.size, len(words)), np.int64)
         table[self.rank] = own
-        rows: list[list[Array] | None] = [[table[place].view(np.uint8)] for place in range(self.size)]
+        rows: list[list[Array] | None] = [[table[rank].view(np.uint8)] for rank in range(self.size)]
         yield from self.stream([own.view(np.uint8)], [own.nbytes] * self.size, rows)
         return table.tolist()
 
@@ -135,21 +138,21 @@ class Exchange(abc.ABC):
         return view.tobytes()
 
     def broadcast(self, views: Sequence[Array], root: int) -> Steps:
-        """Copy member ``root``'s uint8 ``views`` into everybody's."""
+        """Copy member ``root``'s uint8 ``views`` into the others'."""
         length = sum(view.nbytes for view in views)
-        lengths = [length if place == root else 0 for place in range(self.size)]
+        lengths = [length if rank == root else 0 for rank in range(self.size)]
         receives: list[Sequence[Array] | None] = [None] * self.size
         receives[root] = views
         yield from self.stream(views if self.rank == root else [], lengths, receives)
 
     def copy(self, source: Array, target: Array) -> Steps:
-        """Copy within this member, in steps: a gigabyte of memory that is new takes seconds."""
-        given, taken = as_bytes(source), as_bytes(target)
-        for start in range(0, given.size, _COPY_BYTES):
+        """Copy within this member, in steps: a gigabyte of new memory takes seconds."""
+        source, target = as_bytes(source), as_bytes(target)
+        for start in range(0, source.size, _COPY_BYTES):
             if start:
                 self.progress.count += 1
                 yield
-            taken[start : start + _COPY_BYTES] = given[start : start + _COPY_BYTES]
+            target[start : start + _COPY_BYTES] = source[start : start + _COPY_BYTES]
 
     def swap(self, send: Array, receive: Array, partner: int) -> Steps:
         """Exchange uint8 rows of one length with ``partner``; all members swap at once."""

@@ -1,8 +1,8 @@
-"""Plans: how a list of tensors is cut into cache-sized pieces. Pure functions, the same on all ranks.
+"""Plans: how a list of tensors is cut into cache-sized chunks. Pure functions, the same on all ranks.
 
-The tensors of a batch are taken as one long row of elements. A *piece* is a part of it that
-stays in the cache while it is copied in, reduced and copied out; each of the n members of a
-host owns one *slice* of every piece. A slice is a list of *segments*, parts of one tensor.
+The tensors of a batch are taken as one long row of elements. A *chunk* of it stays in the cache while it is
+copied in, reduced and copied out; each of the n members of a host owns one *block* of every chunk. A block
+is a list of *segments*, each within one tensor.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Segment", "even_rows", "pieces", "segments"]
+__all__ = ["Segment", "chunks", "even_rows", "segments"]
 
 _LINE = 16  # elements: whole cache lines for 4-byte numbers
 
 
 class Segment(NamedTuple):
-    """Elements [start, stop) of tensor number ``tensor``, at ``at`` in the area (to ``end``)."""
+    """Elements [start, stop) of tensor number ``tensor``, at ``at`` in the buffer (to ``end``)."""
 
     tensor: int
     start: int
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Segment, ...]:
-    """Cut elements [start, stop) of the row at tensor borders; the first goes to ``at`` in the area.
+    """Cut elements [start, stop) of the row at tensor borders; the first is at ``at`` in the buffer.
 
     ``bounds`` holds where each tensor begins in the row, and the row's length.
     """
@@ -47,31 +47,31 @@ def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Seg
 
 
 @lru_cache(maxsize=256)
-def pieces(sizes: tuple[int, ...], piece: int, members: int) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
-    """Return for each piece, for each member, the segments of the slice it owns.
+def chunks(sizes: tuple[int, ...], limit: int, members: int) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
+    """Return for each chunk, for each member, the segments of the block it owns.
 
     Args:
         sizes: elements of each tensor.
-        piece: most elements of a piece; pieces are about equal.
-        members: how many share the work.
+        limit: most elements of a chunk; chunks are about equal.
+        members: number of blocks of a chunk.
     """
     bounds = [0, *accumulate(sizes)]
     row = bounds[-1]
     if not row:
         return ()
-    even = -(-row // -(-row // piece))
-    length = min(piece, -(-even // (_LINE * members)) * _LINE * members)
-    # A slice has the same place in the area in all pieces: of two pieces that are in an area at a time,
-    # one's results and the other's parts must not meet.
-    places = [min(length, -(-(length * i // members) // _LINE) * _LINE) for i in range(members)] + [length]
+    even = -(-row // -(-row // limit))
+    length = min(limit, -(-even // (_LINE * members)) * _LINE * members)
+    # A block is at one position in all chunks: two chunks are in a buffer at a time, and one's results must
+    # not overlap the other's inputs.
+    offsets = [min(length, -(-(length * i // members) // _LINE) * _LINE) for i in range(members)] + [length]
     plan = []
     for start in range(0, row, length):
-        cuts = [min(start + place, row) for place in places]
-        plan.append(tuple(segments(bounds, cuts[i], cuts[i + 1], places[i]) for i in range(members)))
+        cuts = [min(start + offset, row) for offset in offsets]
+        plan.append(tuple(segments(bounds, cuts[i], cuts[i + 1], offsets[i]) for i in range(members)))
     return tuple(plan)
 
 
 def even_rows(rows: int, members: int) -> list[int]:
-    """Return how many of ``rows`` each member gets from a reducescatter (contract 3.5)."""
+    """Return how many of ``rows`` each member gets from a reducescatter: the first get one more."""
     share, rest = divmod(rows, members)
-    return [share + (place < rest) for place in range(members)]
+    return [share + (member < rest) for member in range(members)]

@@ -1,4 +1,4 @@
-"""Several hosts: blocks are reduced inside each host, then across hosts, then gathered inside each host."""
+"""Several hosts: intra-host reduce, all-reduce across hosts, intra-host all-gather."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction, two_stages
 from ringdance.core.exchange.base import Array, Progress, Steps
-from ringdance.core.exchange.chunks import pieces
-from ringdance.core.exchange.mpi import Flights, WireExchange
-from ringdance.core.exchange.shared_memory import LEAST_SHARE, WindowExchange
+from ringdance.core.exchange.chunks import chunks
+from ringdance.core.exchange.mpi import ChunkPipeline, MpiExchange
+from ringdance.core.exchange.shared_memory import MIN_BLOCK_BYTES, SharedMemoryExchange
 from ringdance.transport.base import Hierarchy, Transport
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["ClusterExchange"]
+__all__ = ["HierarchicalExchange"]
 
 
-class ClusterExchange(WireExchange):
-    """As ``WireExchange``, but large all-reduces are reduced inside each host first.
+class HierarchicalExchange(MpiExchange):
+    """As ``MpiExchange``, but large all-reduces are reduced inside each host first.
 
     Each block of a chunk has one owner on each host: as many blocks as the smallest host has members. Members
-    beyond them own none: they bring their data to the intra-host reduce, and take part in the gather.
+    beyond them own none: they take part in the intra-host reduce and all-gather.
+
+    Args:
+        transport: of all members.
+        hierarchy: their hosts, and the cross-host communicator.
+        chunk_bytes, small_bytes, progress: see ``exchange_for``.
     """
 
     def __init__(
@@ -36,12 +41,13 @@ class ClusterExchange(WireExchange):
         self._small, self._sizes = small_bytes, hierarchy.host_sizes
         self._blocks = min(self._sizes)
         # The same on all hosts, however many members each has.
-        self._chunk = min(max(chunk_bytes, LEAST_SHARE * max(self._sizes)), hierarchy.area_bytes)
+        self._chunk_in_host = min(max(chunk_bytes, MIN_BLOCK_BYTES * max(self._sizes)), hierarchy.buffer_bytes)
+        chunk = self._chunk_in_host
         index, count = transport.host_group.index(transport.rank), len(transport.host_group)
-        window = transport.window or _window_of_one(self._chunk)
-        self._inside = WindowExchange(window, index, count, self._chunk, small_bytes, progress)
+        window = transport.window or _private_window(chunk)
+        self._inside = SharedMemoryExchange(window, index, count, chunk, small_bytes, progress)
         cross = hierarchy.cross
-        self._across = Flights(cross or transport, self._chunk if cross else 0, small_bytes, progress)
+        self._across = ChunkPipeline(cross or transport, chunk if cross else 0, small_bytes, progress)
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
         if sum(view.nbytes for view in inputs) <= self._small:
@@ -53,7 +59,7 @@ class ClusterExchange(WireExchange):
         inside, index = self._inside, self._inside.rank
         in_host, across = two_stages(how, inside.size, self._sizes)
         sizes = tuple([view.size for view in inputs])
-        plan = pieces(sizes, self._chunk // how.dtype.itemsize, self._blocks)
+        plan = chunks(sizes, self._chunk_in_host // how.dtype.itemsize, self._blocks)
         owned = [blocks[index] if index < self._blocks else () for blocks in plan]
         yield from self._across.run(
             [block[-1].end - block[0].at if block else 0 for block in owned],
@@ -67,8 +73,7 @@ class ClusterExchange(WireExchange):
         )
 
 
-def _window_of_one(area_bytes: int) -> Window:
+def _private_window(buffer_bytes: int) -> Window:
     """Return the window of a member that is alone on its host: memory of its own."""
-    size = window_size(1, 0, area_bytes)
-    memory = np.zeros(size // 8, np.int64).view(np.uint8)
-    return Window(memory, 0, 1, 0, area_bytes, lambda: None)
+    memory = np.zeros(window_size(1, 0, buffer_bytes) // 8, np.int64).view(np.uint8)
+    return Window(memory, 0, 1, 0, buffer_bytes, lambda: None)

@@ -1,4 +1,4 @@
-"""Exchange through the transport's collectives: between hosts, and where a host has no window."""
+"""Exchange by the transport's collectives: between hosts, and on a host without a window."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, as_bytes, copy_range
-from ringdance.core.exchange.chunks import even_rows, pieces
+from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.transport.base import Pending, Transport
 
-__all__ = ["WireExchange"]
+__all__ = ["ChunkPipeline", "MpiExchange"]
 
-_IN_FLIGHT = 4  # pieces: enough that packing, the wire and unpacking overlap
-_AHEAD = 2  # of them are sent before the first is summed: meanwhile the wire has something to do
-_ASKED = 8  # times in a row whether data has come: each time the library moves some
-_FEW = 16  # members among whom all send their parts of a piece to all; for more MPI's own way is better
+_IN_FLIGHT = 4  # chunks: enough that packing, the network and unpacking overlap
+_AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy
+_POLLS = 8  # consecutive tests for completion: the library moves data in each
+_FEW = 16  # members that send the blocks of a chunk to each other; MPI's own all-reduce is better for more
 # Data that are not reduced move in rounds, far below the 2^31 bytes at which MPI's counts end. From 4 MiB on
 # the size hardly matters; a second round in flight keeps the network busy while one is packed and unpacked.
 _ROUND_BYTES = 16 << 20
@@ -28,40 +28,44 @@ _ROUNDS = 2
 _Posted = tuple[Pending, Callable[[], None] | None]
 
 
-class _Flight:
-    """One piece on its way: reduced over the members of a transport, in rank order where they are few.
+class _ChunkInFlight:
+    """One chunk on its way: reduced over the members of a transport, in rank order if they are few.
 
-    Parts go to their owners, who reduce them, and the results to all: each member sends and receives the
-    piece not quite twice, whatever their number. All members must call the steps of all flights in one order.
+    Blocks are sent to their owners, who reduce them, and the results to all: each member sends and receives
+    less than two chunks, whatever the number of members. All members must call the methods of all chunks in
+    one order.
 
     Args:
         transport: of those who reduce.
-        small_bytes: up to this length MPI's own way, of one round, is quicker; negative: never.
-        progress: told when it waits.
-        piece, scratch: memory; the latter has room for a row more than a piece.
+        small_bytes: up to this length MPI's own all-reduce is quicker; negative: never.
+        progress: counts exchanges in transit.
+        chunk_bytes: of the largest chunk.
+
+    Attributes:
+        memory: room for the chunk, bytes; lent to ``load`` until ``start``, to ``unload`` after ``complete``.
+        buffer: what was sent, then the result.
     """
 
-    def __init__(
-        self, transport: Transport, small_bytes: int, progress: Progress, piece: Array, scratch: Array
-    ) -> None:
+    def __init__(self, transport: Transport, small_bytes: int, progress: Progress, chunk_bytes: int) -> None:
         self._transport, self._small, self._progress = transport, small_bytes, progress
-        self.piece, self._scratch = piece, scratch
+        self.memory = np.empty(chunk_bytes, np.uint8)
+        self._scratch = np.empty(chunk_bytes + 16 * transport.size, np.uint8)
         self._pending: Pending | None = None
 
     def start(self, buffer: Array, how: Reduction) -> None:
-        """Send what ``buffer`` holds, a part of ``piece``; ``self.buffer`` will hold the result."""
+        """Send what ``buffer``, a part of ``memory``, holds."""
         self.buffer, self._how = buffer, how
         size = self._transport.size
         by_mpi = self._small >= 0 and (size > _FEW or buffer.nbytes <= self._small)
-        self._whole = by_mpi and how.wire is not None
+        self._whole = by_mpi and how.mpi_op is not None
         if not buffer.size:
             return
         if self._whole:
-            assert how.wire is not None
-            # Not in place: then Open MPI's Iallreduce takes a binomial tree, whose root moves it log2(size)
+            assert how.mpi_op is not None
+            # Not in place: then Open MPI's Iallreduce takes a binomial tree, whose root sends it log2(size)
             # times each way.
             self.buffer = self._scratch[: buffer.nbytes].view(how.dtype)
-            self._pending = self._transport.allreduce(buffer, how.wire, self.buffer)
+            self._pending = self._transport.allreduce(buffer, how.mpi_op, self.buffer)
             return
         item = how.dtype.itemsize
         rows = even_rows(buffer.size, size)
@@ -72,61 +76,56 @@ class _Flight:
             as_bytes(buffer), self._counts, as_bytes(self._parts), [own * item] * size
         )
 
-    def turn(self) -> Steps:
-        """Reduce this member's part of all and send the result."""
+    def reduce(self) -> Steps:
+        """Reduce this member's block and send the result."""
         if self._whole or not self.buffer.size:
             return
-        yield from self._finish()
+        yield from self._wait()
         total = self._parts[0]
         self._how.combine(list(self._parts), total)
         self._pending = self._transport.allgather(as_bytes(total), as_bytes(self.buffer), self._counts)
 
-    def _finish(self) -> Steps:
+    def _wait(self) -> Steps:
         assert self._pending is not None
-        return finished(self._pending, self._progress)
+        return completed(self._pending, self._progress)
 
-    def push(self) -> None:
-        """Let it go on, if it is on its way: the library moves data only while it is asked."""
+    def test(self) -> None:
+        """Let the library move data, which it does only while it is called."""
         if self._pending is not None:
             self._pending.test()
 
-    def land(self) -> Steps:
-        """Wait until the buffer holds the result, to be handed out by ``how.deliver``."""
-        if not self.buffer.size:
-            return
-        yield from self._finish()
-        if self._whole:
-            self._how.complete(self.buffer)
+    def complete(self) -> Steps:
+        """Wait until ``buffer`` holds the result, to be copied by ``how.deliver``."""
+        if self.buffer.size:
+            yield from self._wait()
+            if self._whole:
+                self._how.complete(self.buffer)
 
 
-def finished(pending: Pending, progress: Progress) -> Steps:
-    """Wait for it."""
-    progress.flying += 1
+def completed(pending: Pending, progress: Progress) -> Steps:
+    """Wait for a collective of the transport."""
+    progress.in_transit += 1
     try:
-        while not any(pending.test() for _ in range(_ASKED)):
+        while not any(pending.test() for _ in range(_POLLS)):
             yield
     finally:
-        progress.flying -= 1
+        progress.in_transit -= 1
 
 
-class Flights:
-    """Pieces that follow each other closely through one transport.
+class ChunkPipeline:
+    """Chunks that follow each other closely through one transport.
 
     Args:
         transport: of those who reduce.
-        chunk_bytes: of the largest piece.
-        small_bytes: of the largest that is worth one round only; negative: see ``_Flight``.
-        progress: told of each piece that has arrived.
+        chunk_bytes: of the largest chunk.
+        small_bytes: up to this length MPI's own all-reduce is quicker; negative: never.
+        progress: counts completed chunks.
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, progress: Progress) -> None:
         self._progress = progress
-        room = chunk_bytes + 16 * transport.size
-        self._flights = [
-            _Flight(
-                transport, small_bytes, progress, np.empty(chunk_bytes, np.uint8), np.empty(room, np.uint8)
-            )
-            for _ in range(_IN_FLIGHT)
+        self._ring = [
+            _ChunkInFlight(transport, small_bytes, progress, chunk_bytes) for _ in range(_IN_FLIGHT)
         ]
 
     def run(
@@ -136,57 +135,62 @@ class Flights:
         load: Callable[[int, Array], Steps],
         unload: Callable[[int, Array], Steps],
     ) -> Steps:
-        """Reduce pieces.
+        """Reduce chunks.
 
         Args:
             lengths: elements of each.
             how: dtype and operation.
-            load: fills the array with what this member adds to the piece of that number.
-            unload: takes the result, which is to be handed out by ``how.deliver``.
+            load: fills the array with this member's input of the chunk of that number.
+            unload: takes the result, which is to be copied by ``how.deliver``; the array is reused after it.
         """
-        ring, count = self._flights, len(lengths)
+        ring, count = self._ring, len(lengths)
         for number in range(count + _IN_FLIGHT):
-            flight = ring[number % _IN_FLIGHT]
+            chunk = ring[number % _IN_FLIGHT]
             if number >= _IN_FLIGHT:
-                yield from flight.land()
+                yield from chunk.complete()
                 self._progress.count += 1
-                yield from self._meanwhile(unload(number - _IN_FLIGHT, flight.buffer))
+                yield from self._meanwhile(unload(number - _IN_FLIGHT, chunk.buffer))
             if number < count:
-                buffer = flight.piece[: lengths[number] * how.dtype.itemsize].view(how.dtype)
+                buffer = chunk.memory[: lengths[number] * how.dtype.itemsize].view(how.dtype)
                 yield from self._meanwhile(load(number, buffer))
-                flight.start(buffer, how)
+                chunk.start(buffer, how)
             if _AHEAD <= number < count + _AHEAD:
-                yield from ring[(number - _AHEAD) % _IN_FLIGHT].turn()
+                yield from ring[(number - _AHEAD) % _IN_FLIGHT].reduce()
                 self._progress.count += 1
 
     def _meanwhile(self, steps: Steps) -> Steps:
-        """Let the pieces on their way go on while ``steps`` wait for something else."""
-        self._progress.flying += 1
+        """Let the library move the chunks in flight while ``steps`` wait for something else."""
+        self._progress.in_transit += 1
         try:
             for _ in steps:
-                for flight in self._flights:
-                    flight.push()
+                for chunk in self._ring:
+                    chunk.test()
                 yield
         finally:
-            self._progress.flying -= 1
+            self._progress.in_transit -= 1
 
 
-class WireExchange(Exchange):
-    """Exchange by non-blocking collectives on bounded chunks: MPI's counts do not grow with tensors."""
+class MpiExchange(Exchange):
+    """Exchange by non-blocking collectives on chunks, so that MPI's counts do not grow with tensors.
+
+    Args:
+        transport: of all members.
+        chunk_bytes, small_bytes, progress: see ``exchange_for``.
+    """
 
     def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, progress: Progress) -> None:
         super().__init__(transport.rank, transport.size, progress)
         self._transport = transport
-        self._piece = max(64, chunk_bytes, small_bytes) // 64 * 64  # whole elements of any dtype
-        self._round = min(_ROUND_BYTES, 32 * self._piece)
-        self._flights = Flights(transport, self._piece, small_bytes, progress)
+        self._chunk = max(64, chunk_bytes, small_bytes) // 64 * 64  # whole elements of any dtype
+        self._round = min(_ROUND_BYTES, 32 * self._chunk)
+        self._pipeline = ChunkPipeline(transport, self._chunk, small_bytes, progress)
 
     def _room(self, parts: int) -> int:
-        """Return the bytes of a chunk where a round moves ``parts`` of them: whole elements of any dtype."""
+        """Return the bytes of one of ``parts`` in a round: whole elements of any dtype."""
         return max(64, self._round // max(1, parts) // 64 * 64)
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        plan = pieces(tuple([view.size for view in inputs]), self._piece // how.dtype.itemsize, 1)
+        plan = chunks(tuple([view.size for view in inputs]), self._chunk // how.dtype.itemsize, 1)
 
         def load(number: int, buffer: Array) -> Steps:
             for tensor, start, stop, at, end in plan[number][0]:
@@ -198,7 +202,7 @@ class WireExchange(Exchange):
                 how.deliver(buffer[at:end], outputs[tensor][start:stop])
             yield from ()
 
-        yield from self._flights.run([part[-1].end for (part,) in plan], how, load, unload)
+        yield from self._pipeline.run([part[-1].end for (part,) in plan], how, load, unload)
 
     def _rounds(self, length: int, room: int, post: Callable[[int, _Memory], _Posted]) -> Steps:
         """Move rows in rounds, some of them in flight at once.
@@ -206,7 +210,7 @@ class WireExchange(Exchange):
         Args:
             length: bytes or elements of the longest row, the same on all members.
             room: as many of them as a round moves of each row.
-            post: posts the round that begins at an offset; memory that it takes is its own until completed.
+            post: starts the round that begins at an offset; its memory is reused after completion.
         """
         if length <= room:  # one round: most calls
             if length:
@@ -223,7 +227,7 @@ class WireExchange(Exchange):
 
     def _complete(self, posted: _Posted) -> Steps:
         pending, complete = posted
-        yield from finished(pending, self.progress)
+        yield from completed(pending, self.progress)
         if complete is not None:
             complete()
         self.progress.count += 1
@@ -260,11 +264,11 @@ class WireExchange(Exchange):
 
         def unpack(start: int, counts: Sequence[int], rows: Array) -> None:
             at = 0
-            for place, count in enumerate(counts):
-                views = receives[place]
-                if views is not None and place != own and count:
+            for rank, count in enumerate(counts):
+                views = receives[rank]
+                if views is not None and rank != own and count:
                     row = rows[at : at + count]
-                    copy_range(views, receive_bounds[place], start, start + count, row, outward=True)
+                    copy_range(views, receive_bounds[rank], start, start + count, row, outward=True)
                 at += count
 
         yield from self._rounds(max(lengths), room, post)
@@ -275,7 +279,7 @@ class WireExchange(Exchange):
         room = self._room(size)
 
         def parts(views: Sequence[Array], start: int) -> list[Array]:
-            return [view[start : start + room * (place != own)] for place, view in enumerate(views)]
+            return [view[start : start + room * (rank != own)] for rank, view in enumerate(views)]
 
         def post(start: int, memory: _Memory) -> _Posted:
             given, taken = parts(sends, start), parts(receives, start)
@@ -322,13 +326,13 @@ class WireExchange(Exchange):
 
 
 class _Memory:
-    """Buffers of one of the rounds that are in flight: used again by later rounds of the same collective."""
+    """Buffers of one of the rounds that are in flight, reused by later rounds of the same collective."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}
 
     def take(self, name: str, nbytes: int) -> Array:
-        """Return ``nbytes`` of the buffer called ``name``, uint8; what it held before is gone."""
+        """Return ``nbytes`` of the buffer called ``name``, uint8; its contents are undefined."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = np.empty(nbytes, np.uint8)

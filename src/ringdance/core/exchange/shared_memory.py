@@ -1,58 +1,63 @@
-"""Exchange through the window: each rank reads the others' memory, nothing is sent.
+"""Exchange through the shared-memory window: each rank reads the others' memory, nothing is sent.
 
-All-reduce of a piece ("direct"): every rank copies in the slices that others own; each rank
-adds its own slice from all peers' areas and, uncopied, from its own tensor; all copy the
-result out, scaling as they copy. Two passes over memory in all. Pieces are small enough
-to stay in the cache between these steps; while one is reduced the next is copied in, so that n pieces
-take n + 1 meetings. What fits in ``small_bytes`` is summed by everybody: one meeting instead of two.
+All-reduce of a chunk: every rank copies in the blocks that others own; each rank reduces its own block from
+all peers' buffers and, uncopied, from its own tensor; all copy the result out, scaling as they copy. That is
+two passes over memory. Chunks are small enough to stay in the cache between these steps; while one is
+reduced the next is copied in, so that n chunks take n + 1 synchronization points. Up to ``small_bytes`` all
+ranks reduce everything: one synchronization point instead of two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, copy_range
-from ringdance.core.exchange.chunks import Segment, pieces
+from ringdance.core.exchange.chunks import Segment, chunks
 from ringdance.transport.window import Window
 
-__all__ = ["LEAST_SHARE", "WindowExchange"]
+__all__ = ["MIN_BLOCK_BYTES", "SharedMemoryExchange"]
 
-LEAST_SHARE = 256  # bytes of a piece for each member: 16 elements of any dtype
+MIN_BLOCK_BYTES = 256  # of a chunk for each member: 16 elements of any dtype
+Blocks = Sequence[Sequence[Segment]]
+_BYTE = np.dtype(np.uint8)
 
 
-class WindowExchange(Exchange):
-    """Exchange between ranks of one host."""
+class SharedMemoryExchange(Exchange):
+    """Exchange between ranks of one host.
+
+    Args:
+        window: the members' shared memory.
+        rank, size: of this member, in the order of reductions.
+        chunk_bytes: of the largest chunk that is reduced at a time.
+        small_bytes: up to this size a batch is exchanged with the lowest latency.
+        progress: counts what is achieved.
+    """
 
     def __init__(
-        self,
-        window: Window,
-        rank: int,
-        size: int,
-        chunk_bytes: int,
-        small_bytes: int,
-        progress: Progress,
+        self, window: Window, rank: int, size: int, chunk_bytes: int, small_bytes: int, progress: Progress
     ) -> None:
         super().__init__(rank, size, progress)
         self._window = window
-        self.chunk_bytes = self._piece = min(max(chunk_bytes, LEAST_SHARE * size), window.area_bytes)
-        self._small = min(small_bytes, self._piece)
+        self._chunk = min(max(chunk_bytes, MIN_BLOCK_BYTES * size), window.buffer_bytes)
+        self._small = min(small_bytes, self._chunk)
         self._typed: dict[int, list[list[Array]]] = {}
 
-    def _areas(self, dtype: np.dtype[Any]) -> list[Array]:
-        """Return all members' areas, as ``dtype``, of the turn that begins."""
-        kind = dtype.num  # quicker to hash than the dtype
-        if kind not in self._typed:
-            cut = self._window.area_bytes // dtype.itemsize * dtype.itemsize
-            self._typed[kind] = [[area[:cut].view(dtype) for area in turn] for turn in self._window.areas]
+    def _buffers(self, dtype: np.dtype[Any]) -> list[Array]:
+        """Return all members' buffers of the next parity, as ``dtype``. See Note [Parity]."""
+        key = dtype.num  # quicker to hash than the dtype
         window = self._window
-        window.area_turn ^= 1
-        return self._typed[kind][window.area_turn]
+        if key not in self._typed:
+            cut = window.buffer_bytes // dtype.itemsize * dtype.itemsize
+            self._typed[key] = [[buffer[:cut].view(dtype) for buffer in row] for row in window.buffers]
+        window.buffer_parity ^= 1
+        return self._typed[key][window.buffer_parity]
 
-    def _meet(self) -> Steps:
+    def _synchronize(self) -> Steps:
         window = self._window
         window.signal()
         while not window.reached():
@@ -69,26 +74,26 @@ class WindowExchange(Exchange):
 
     def _lone_allreduce(self, source: Array, target: Array, how: Reduction) -> Steps:
         size = source.size
-        areas = [area[:size] for area in self._areas(how.dtype)]
+        buffers = [buffer[:size] for buffer in self._buffers(how.dtype)]
         window = self._window
-        how.prepare(source, areas[window.index])
+        how.prepare(source, buffers[window.index])
         window.signal()
         while not window.reached():
             yield
         self.progress.count += 1
-        how.combine(areas, target)
+        how.combine(buffers, target)
         if how.late:
             how.deliver(target, target)
 
     def _small_allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        areas = self._areas(how.dtype)
-        mine = areas[self._window.index]
+        buffers = self._buffers(how.dtype)
+        mine = buffers[self._window.index]
         bounds = self.bounds(inputs)
         for view, at in zip(inputs, bounds, strict=False):
             how.prepare(view, mine[at : at + view.size])
-        yield from self._meet()
+        yield from self._synchronize()
         total = np.empty(bounds[-1], how.dtype)
-        how.combine([area[: bounds[-1]] for area in areas], total)
+        how.combine([buffer[: bounds[-1]] for buffer in buffers], total)
         for view, at in zip(outputs, bounds, strict=False):
             how.deliver(total[at : at + view.size], view)
 
@@ -97,190 +102,158 @@ class WindowExchange(Exchange):
     ) -> Steps:
         window, progress = self._window, self.progress
         own, deliver = window.index, how.deliver
-        # Up to a thousand segments pass here in a step, so the usual cases are written out.
-        reduce_slice = self._add_slice if how.simple and window.members == 2 else self._reduce_slice
-        plan = pieces(sizes, self._piece // how.dtype.itemsize, window.members)
-        areas = self._areas(how.dtype)
-        self._copy_in(plan[0], areas[own], inputs, how)
+        # Up to a thousand segments are handled here in a step, so the usual cases are written out.
+        reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
+        plan = chunks(sizes, self._chunk // how.dtype.itemsize, window.members)
+        buffers = self._buffers(how.dtype)
+        self._copy_in(plan[0], buffers[own], inputs, how)
         last = None
-        for number, slices in enumerate(plan, 1):
+        for number, blocks in enumerate(plan, 1):
             window.signal()
             while not window.reached():
                 yield
             progress.count += 1
             if last is not None:
                 self._copy_out(*last, outputs, how)
-            reduce_slice(slices[own], areas, inputs, how)
-            mine, last = areas[own], (slices, areas)
-            for tensor, start, stop, at, end in slices[own]:  # now, while it is in this core's cache
+            reduce_block(blocks[own], buffers, inputs, how)
+            mine, last = buffers[own], (blocks, buffers)
+            for tensor, start, stop, at, end in blocks[own]:  # now, while it is in this core's cache
                 deliver(mine[at:end], outputs[tensor][start:stop])
-            if number < len(plan):  # one meeting for each piece: this one's results and the next one's parts
-                areas = self._areas(how.dtype)
-                self._copy_in(plan[number], areas[own], inputs, how)
-        yield from self._meet()
+            if number < len(plan):  # one synchronization for this chunk's results and the next one's inputs
+                buffers = self._buffers(how.dtype)
+                self._copy_in(plan[number], buffers[own], inputs, how)
+        yield from self._synchronize()
         assert last is not None
         self._copy_out(*last, outputs, how)
 
-    def _copy_in(
-        self, slices: Sequence[Sequence[Segment]], area: Array, inputs: Sequence[Array], how: Reduction
-    ) -> None:
-        """Put what others own into this rank's area."""
+    def _copy_in(self, blocks: Blocks, buffer: Array, inputs: Sequence[Array], how: Reduction) -> None:
+        """Copy what others own into this rank's buffer."""
         own = self._window.index
-        for place, part in enumerate(slices):
-            if place == own:
+        for index, block in enumerate(blocks):
+            if index == own:
                 continue
             if how.identity:
-                for tensor, start, stop, at, end in part:
-                    area[at:end] = inputs[tensor][start:stop]
+                for tensor, start, stop, at, end in block:
+                    buffer[at:end] = inputs[tensor][start:stop]
             else:
-                for tensor, start, stop, at, end in part:
-                    how.prepare(inputs[tensor][start:stop], area[at:end])
+                for tensor, start, stop, at, end in block:
+                    how.prepare(inputs[tensor][start:stop], buffer[at:end])
 
     def _copy_out(
-        self,
-        slices: Sequence[Sequence[Segment]],
-        areas: Sequence[Array],
-        outputs: Sequence[Array],
-        how: Reduction,
+        self, blocks: Blocks, buffers: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> None:
-        """Take what others have reduced from their areas."""
+        """Copy what others have reduced from their buffers."""
         own, deliver = self._window.index, how.deliver
-        for place, part in enumerate(slices):
-            if place == own:
+        for index, block in enumerate(blocks):
+            if index == own:
                 continue
-            result = areas[place]
-            for tensor, start, stop, at, end in part:
+            result = buffers[index]
+            for tensor, start, stop, at, end in block:
                 deliver(result[at:end], outputs[tensor][start:stop])
 
     def reduce_in_host(
-        self,
-        blocks: Sequence[Sequence[Segment]],
-        owned: Sequence[Segment],
-        inputs: Sequence[Array],
-        how: Reduction,
-        total: Array,
+        self, blocks: Blocks, owned: Sequence[Segment], inputs: Sequence[Array], how: Reduction, total: Array
     ) -> Steps:
         """Reduce a chunk over this host alone: the block that this rank owns, if any, into ``total``."""
-        areas = self._areas(how.dtype)
-        self._copy_in(blocks, areas[self._window.index], inputs, how)
-        yield from self._meet()
-        self._reduce_slice(owned, areas, inputs, how, total, owned[0].at if owned else 0)
+        buffers = self._buffers(how.dtype)
+        self._copy_in(blocks, buffers[self._window.index], inputs, how)
+        yield from self._synchronize()
+        self._reduce_block(owned, buffers, inputs, how, total, owned[0].at if owned else 0)
 
     def gather_in_host(
-        self,
-        blocks: Sequence[Sequence[Segment]],
-        owned: Sequence[Segment],
-        total: Array,
-        outputs: Sequence[Array],
-        how: Reduction,
+        self, blocks: Blocks, owned: Sequence[Segment], total: Array, outputs: Sequence[Array], how: Reduction
     ) -> Steps:
         """Copy a reduced chunk to all ranks of this host; ``total`` is the block that this rank owns."""
-        areas, own = self._areas(how.dtype), self._window.index
+        buffers, own = self._buffers(how.dtype), self._window.index
         for tensor, start, stop, at, end in owned:
             first = owned[0].at
-            areas[own][at:end] = total[at - first : end - first]
+            buffers[own][at:end] = total[at - first : end - first]
             how.deliver(total[at - first : end - first], outputs[tensor][start:stop])
-        yield from self._meet()
-        self._copy_out(blocks, areas, outputs, how)
+        yield from self._synchronize()
+        self._copy_out(blocks, buffers, outputs, how)
 
-    def _add_slice(
-        self, part: Sequence[Segment], areas: Sequence[Array], inputs: Sequence[Array], how: Reduction
+    def _add_block(
+        self, block: Sequence[Segment], buffers: Sequence[Array], inputs: Sequence[Array], how: Reduction
     ) -> None:
-        """As ``_reduce_slice``, for two members and nothing to scale before the sum."""
-        first, second = areas
+        """As ``_reduce_block``, for two members and nothing to scale before the sum."""
+        first, second = buffers
         ufunc = how.ufunc
         if self._window.index == 0:
-            for tensor, start, stop, at, end in part:
+            for tensor, start, stop, at, end in block:
                 ufunc(inputs[tensor][start:stop], second[at:end], out=first[at:end])
         else:
-            for tensor, start, stop, at, end in part:
+            for tensor, start, stop, at, end in block:
                 ufunc(first[at:end], inputs[tensor][start:stop], out=second[at:end])
 
-    def _reduce_slice(
+    def _reduce_block(
         self,
-        part: Sequence[Segment],
-        areas: Sequence[Array],
+        block: Sequence[Segment],
+        buffers: Sequence[Array],
         inputs: Sequence[Array],
         how: Reduction,
         out: Array | None = None,
         first: int = 0,
     ) -> None:
-        """Reduce the slice this rank owns, in rank order, its own tensors uncopied.
+        """Reduce the block this rank owns, in rank order, its own tensors uncopied.
 
-        Into its own area, or into ``out``, which begins at ``first``.
+        Into its own buffer, or into ``out``, which begins at ``first``.
         """
         own = self._window.index
-        target = areas[own] if out is None else out
-        for tensor, start, stop, at, end in part:
+        target = buffers[own] if out is None else out
+        for tensor, start, stop, at, end in block:
             source = inputs[tensor][start:stop]
             if not how.identity:
                 scaled = np.empty_like(source)
                 how.prepare(source, scaled)
                 source = scaled
             how.combine(
-                [source if place == own else area[at:end] for place, area in enumerate(areas)],
+                [source if index == own else buffer[at:end] for index, buffer in enumerate(buffers)],
                 target[at - first : end - first],
             )
 
     def stream(
         self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]
     ) -> Steps:
-        room, window = self._piece, self._window
+        room = self._chunk
         send_bounds = self.bounds(sends)
-        receive_bounds = [self.bounds(views) if views is not None else [] for views in receives]
-        byte = np.dtype(np.uint8)
+        receive_bounds = [self.bounds(views or ()) for views in receives]
         for start in range(0, max(lengths), room):
-            areas = self._areas(byte)
+            buffers = self._buffers(_BYTE)
             stop = min(start + room, lengths[self.rank])
             if start < stop:
-                copy_range(sends, send_bounds, start, stop, areas[window.index], outward=False)
-            yield from self._meet()
-            for place, views in enumerate(receives):
-                stop = min(start + room, lengths[place])
-                if views is not None and place != self.rank and start < stop:
-                    copy_range(views, receive_bounds[place], start, stop, areas[place], outward=True)
+                copy_range(sends, send_bounds, start, stop, buffers[self._window.index], outward=False)
+            yield from self._synchronize()
+            for rank, views in enumerate(receives):
+                stop = min(start + room, lengths[rank])
+                if views is not None and rank != self.rank and start < stop:
+                    copy_range(views, receive_bounds[rank], start, stop, buffers[rank], outward=True)
 
     def alltoall(self, sends: Sequence[Array], receives: Sequence[Array], longest: int) -> Steps:
-        room = self._piece // self.size // 64 * 64
+        room = self._chunk // self.size // 64 * 64
         own = self.rank
         yield from self.copy(sends[own], receives[own])
-        byte = np.dtype(np.uint8)
         for start in range(0, longest, room):
-            areas = self._areas(byte)
-            for place, view in enumerate(sends):
+            buffers = self._buffers(_BYTE)
+            for rank, view in enumerate(sends):
                 part = view[start : start + room]
-                if place != own and part.size:
-                    areas[own][place * room : place * room + part.size] = part
-            yield from self._meet()
-            for place, view in enumerate(receives):
+                if rank != own:
+                    buffers[own][rank * room : rank * room + part.size] = part
+            yield from self._synchronize()
+            for rank, view in enumerate(receives):
                 part = view[start : start + room]
-                if place != own and part.size:
-                    part[...] = areas[place][own * room : own * room + part.size]
+                if rank != own:
+                    part[...] = buffers[rank][own * room : own * room + part.size]
 
     def reducescatter(self, source: Array, rows: Sequence[int], output: Array, how: Reduction) -> Steps:
-        room = self._piece // how.dtype.itemsize // self.size // 16 * 16
-        own = self.rank
-        bounds = [0]
-        for count in rows:
-            bounds.append(bounds[-1] + count)
+        room = self._chunk // how.dtype.itemsize // self.size // 16 * 16
+        bounds = list(accumulate(rows, initial=0))
         for start in range(0, max(rows), room):
-            areas = self._areas(how.dtype)
-            spans = [
-                (bounds[i] + start, min(bounds[i] + start + room, bounds[i + 1])) for i in range(self.size)
-            ]
-            for place, (low, high) in enumerate(spans):
-                if place != own and low < high:
-                    how.prepare(source[low:high], areas[own][place * room : place * room + high - low])
-            yield from self._meet()
-            low, high = spans[own]
-            if low < high:
-                part = output[start : start + high - low]
-                scaled = np.empty_like(part)
-                how.prepare(source[low:high], scaled)
-                total = np.empty_like(part)
-                at = own * room
-                how.combine(
-                    [scaled if p == own else area[at : at + high - low] for p, area in enumerate(areas)],
-                    total,
-                )
-                how.deliver(total, part)
+            blocks = []
+            for rank, (first, last) in enumerate(pairwise(bounds)):
+                low, high = first + start, min(first + start + room, last)
+                segment = Segment(0, low, high, rank * room, rank * room + high - low)
+                blocks.append([segment] if low < high else [])
+            part = output[start : start + room]
+            yield from self.reduce_in_host(blocks, blocks[self.rank], [source], how, part)
+            if how.late:
+                how.deliver(part, part)

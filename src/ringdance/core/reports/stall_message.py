@@ -63,11 +63,11 @@ class Stall:
         ]
         self.unheard = [rank for rank in self.others if rank not in self.answers]
 
-    def under_way(self, patience: float) -> bool:
-        """Whether its exchange moves, or all have submitted it and idle for less than ``patience``."""
+    def under_way(self, timeout: float) -> bool:
+        """Whether its exchange moves, or all have submitted it and idle for less than ``timeout``."""
         if self.missing or self.unstarted:
             return False
-        return self.moving or (not self.unheard and self.idle < patience)
+        return self.moving or (not self.unheard and self.idle < timeout)
 
 
 def pending_names(status: dict[str, Any], set_id: int) -> list[str]:

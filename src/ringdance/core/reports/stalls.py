@@ -92,20 +92,20 @@ class StallWatch:
         waits; ``joined``; ``stopped``: the ranks of this host whose processes are stopped; ``threads``: see
         ``stacks.thread_locations``; ``blocked`` and ``quiet``: see ``deadlock.Submitters``.
         """
-        works = [(s.set_id, t) for s in sets for t in s.in_flight() if t.refusal is None]
+        works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
         return {
             "kind": "status",
             "pending": [(number, work.name) for number, work in works[:MOST_NAMES_SENT]],
             "more": [zlib.crc32(work.name.encode()) for _, work in works[MOST_NAMES_SENT:]],
             "due": [s.set_id for s in sets if _takes_part(s)],
             "waiting": any(s.waiting for s in sets),
-            "joined": any(s.join_work is not None for s in sets),
+            "joined": any(s.pending.join is not None for s in sets),
             "stopped": [r for r in self._transport.host_group if self._transport.state(r) == "stopped"],
             "threads": thread_locations({work.thread for _, work in works}),
             **self.submitters.status(list(sets[0].exchange.progress.callers.values()) if sets else ()),
         }
 
-    def hear(self, sender: int, note: dict[str, Any]) -> None:
+    def on_status(self, sender: int, note: dict[str, Any]) -> None:
         """Take in another rank's answer."""
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
@@ -133,8 +133,8 @@ class StallWatch:
         waiting = [
             (state, work, now - since)
             for state in sets
-            for work in state.in_flight()
-            if work.refusal is None and work is not state.join_work
+            for work in state.pending.in_flight()
+            if work.refusal is None and work is not state.pending.join
             if (since := _pending_since(state, work)) is not None
         ]
         if not waiting:
@@ -238,7 +238,10 @@ class StallWatch:
 def _takes_part(state: ProcessSetState) -> bool:
     """Whether this rank is in a round of the set or enters one as soon as something is pending."""
     return bool(
-        state.in_round or state.exchange.progress.callers or state.urgent or state.eager_since is not None
+        state.in_round
+        or state.exchange.progress.callers
+        or state.urgent
+        or state.pending.eager_since is not None
     )
 
 
@@ -254,4 +257,4 @@ def _pending_since(state: ProcessSetState, work: Work) -> float | None:
     """Return since when somebody waits for it or, asynchronous, it should have been started; else None."""
     if work.waited_since and state.waiting:
         return work.waited_since
-    return work.submitted if state.eager_since is not None else None
+    return work.submitted if state.pending.eager_since is not None else None

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ringdance.core.batch import description_bytes, plan_batches
-from ringdance.core.exchange.chunks import even_rows, pieces, segments
+from ringdance.core.exchange.chunks import chunks, even_rows, segments
 from ringdance.core.request import Collective, Description, ReduceOp
 
 
@@ -18,7 +18,7 @@ def test_every_element_once_and_slices_apart(members: int, piece: int) -> None:
     for _ in range(20):
         sizes = tuple(made.choice([0, 1, 2, 15, 16, 17, 100]) for _ in range(made.randint(1, 8)))
         seen = [[0] * size for size in sizes]
-        for plan in pieces(sizes, piece, members):
+        for plan in chunks(sizes, piece, members):
             assert len(plan) == members
             used = [0] * piece
             for part in plan:
@@ -33,11 +33,11 @@ def test_every_element_once_and_slices_apart(members: int, piece: int) -> None:
 
 
 def test_no_elements_no_pieces() -> None:
-    assert pieces((0, 0), 16, 3) == ()
+    assert chunks((0, 0), 16, 3) == ()
 
 
 def test_slices_begin_at_whole_cache_lines() -> None:
-    for plan in pieces((100_000,), 4096, 3):
+    for plan in chunks((100_000,), 4096, 3):
         assert all(part[0].at % 16 == 0 for part in plan if part)
 
 
@@ -45,7 +45,7 @@ def test_slices_begin_at_whole_cache_lines() -> None:
 @pytest.mark.parametrize("piece", [100, 240, 241, 256, 500])
 def test_a_slice_has_one_place_in_all_pieces(members: int, piece: int) -> None:
     for row in range(piece, 6 * piece, 7):
-        plan = pieces((row // 3, 7, 0, row - row // 3), piece, members)
+        plan = chunks((row // 3, 7, 0, row - row // 3), piece, members)
         used = [
             {i for slices in plan for part in slices[place] for i in range(part.at, part.end)}
             for place in range(members)
@@ -54,7 +54,7 @@ def test_a_slice_has_one_place_in_all_pieces(members: int, piece: int) -> None:
 
 
 def test_pieces_are_about_equal() -> None:
-    plan = pieces((1000,), 300, 2)
+    plan = chunks((1000,), 300, 2)
     lengths = [sum(part.end - part.at for place in slices for part in place) for slices in plan]
     assert lengths == [256, 256, 256, 232]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from loopback_job import job
 
-from ringdance.core import driver as driver_module
+from ringdance.core import progress
 from ringdance.core.engine import Engine
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.request import Collective, ReduceOp, Work
@@ -39,7 +39,7 @@ def until(what: Callable[[], bool]) -> None:
 @pytest.fixture
 def no_idle_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine thread finds work only by being woken."""
-    monkeypatch.setattr(driver_module, "_IDLE", 60.0)
+    monkeypatch.setattr(progress, "_IDLE", 60.0)
 
 
 @pytest.mark.usefixtures("no_idle_look")
@@ -78,16 +78,16 @@ def test_a_submission_while_the_engine_thread_lies_down(monkeypatch: pytest.Monk
     def program(engine: Engine) -> None:
         start(engine, "A").wait()
         found: list[Work] = []
-        assert engine._driver is not None
-        run = engine._driver._rest
+        assert engine._progress_engine is not None
+        run = engine._progress_engine._rest
 
         def rest() -> None:  # on the engine thread, which has just found nothing to do
             if not found:
                 told.submit = lambda: found.append(start(engine, "A", wake=True))
             run()
 
-        monkeypatch.setattr(engine._driver, "_rest", rest)
-        engine._driver.wake()
+        monkeypatch.setattr(engine._progress_engine, "_rest", rest)
+        engine._progress_engine.wake()
         until(lambda: bool(found) and found[0].done())
 
     monkeypatch.setattr(ProcessSetState, "next_due", next_due)
@@ -119,7 +119,7 @@ def test_an_engine_thread_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_followers_are_promoted_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads wait: whoever leads hands over when its own operation is complete."""
-    monkeypatch.setattr(driver_module, "_FOLLOWER_POLL", 60.0)
+    monkeypatch.setattr(progress, "_FOLLOWER_POLL", 60.0)
 
     def program(engine: Engine) -> None:
         def one(name: str) -> None:
@@ -179,21 +179,21 @@ def interrupt(call: Callable[[], Any], codes: dict[CodeType, set[int]], at: int)
 
 def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
     functions = (
-        driver_module._alone, driver_module.Driver.wait, driver_module.Driver._drive,
-        driver_module.Driver._try_step, driver_module.Driver.look, Engine._wait,
+        progress._alone, progress.ProgressEngine.wait, progress.ProgressEngine._lead,
+        progress.ProgressEngine._try_step, progress.ProgressEngine.check_peers, Engine._wait,
     )  # fmt: skip
     codes = {function.__code__: set(after_looks(function.__code__)) for function in functions}
 
     def program(engine: Engine) -> int:
-        driver = engine._driver
+        driver = engine._progress_engine
         assert driver is not None
         for places in range(1, 200):
             name = f"n{places}"
             work, found = start(engine, name), False
             if engine.rank == 0:
                 found = interrupt(lambda work=work: work.wait(), codes, places)  # type: ignore[misc]
-                assert not engine._progress.callers
-                assert not engine._machines[0][0].waiting
+                assert not engine.callers
+                assert not engine.sets.machines[0][0].waiting
             work.wait(20.0)  # also what an interrupt has left
             again = np.array([found])
             call = Call(Collective.ALLREDUCE, "again", ReduceOp.MAX)
@@ -236,7 +236,7 @@ def test_notes_are_read_during_a_long_exchange(monkeypatch: pytest.MonkeyPatch) 
         look(engine)
 
     monkeypatch.setattr(Engine, "look", counting)
-    monkeypatch.setattr(driver_module, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr(progress, "_CHECK_EVERY", 0.0)
 
     def program(engine: Engine) -> None:
         step = engine.step
