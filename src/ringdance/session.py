@@ -27,13 +27,13 @@ from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_VARIABLES
-from ringdance.transport.single import single_transport
+from ringdance.transport.loopback import single_transport
 
 __all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "regroup", "shutdown"]
 
 _log = logging.getLogger("ringdance")
 
-# Begins a line on stderr by which a failing rank tells the launcher why; JSON follows.
+# Begins a line on stderr with which a failing rank gives the launcher the reason; JSON follows.
 CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process
 # ends and the MPI launcher kills them.
@@ -50,14 +50,14 @@ _LAUNCHED_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCI
 
 
 class _Process:
-    """What this process has: its engine, and how it got to its end."""
+    """The engine of this process, and how it ended."""
 
     engine: Engine | None = None
-    comm: Any = None  # what init() was given
+    comm: Any = None  # the argument of init()
     bound: bool = False  # some thread has had an engine of its own
     pid: int = 0
     mpi: bool = False
-    clean: bool = True  # every engine so far stopped by agreement
+    clean: bool = True  # every engine so far has stopped by agreement
     hooked: bool = False
     failed: bool = False  # an uncaught exception is on its way out
 
@@ -114,7 +114,7 @@ def init(comm: Any = None) -> None:
         _process.pid = os.getpid()
         _process.engine = _start(comm, settings)
         _process.comm = comm
-        _publish_place(_process.engine)
+        _export_ranks(_process.engine)
         if not _process.hooked:
             _process.hooked = True
             atexit.register(_at_exit)
@@ -132,27 +132,25 @@ def shutdown() -> None:
 
 
 def regroup() -> Any:
-    """Leave the job and wait until all ranks have, so that it can be started again; they must come here.
+    """Leave the job and wait until all ranks have called this, so that it can be started again.
 
     Also after the engine has failed, as long as all processes live.
 
     Returns:
-        What ``init`` was given, to be given to it again.
+        The argument of ``init``, for the next call of it.
 
     Raises:
-        RankLostError: a process has ended, or did not come within the setting ``elastic_timeout``.
+        RankLostError: a process has ended, or did not call this within the setting ``elastic_timeout``.
     """
-    former = engine()
+    ended = engine()
     shutdown()
-    if _process.mpi and former.size > 1:
-        from ringdance.transport.mpi import meet
+    if _process.mpi and ended.size > 1:
+        from ringdance.transport.mpi import wait_for_restart
 
-        settings = former.settings
-        meet(
-            _process.comm, former.transport.identities, settings.init_timeout, settings.elastic_timeout
-        )  # fmt: skip
-        # Whatever went wrong before: all have left it behind.
-        _process.clean = True
+        settings = ended.settings
+        peers = ended.transport.identities
+        wait_for_restart(_process.comm, peers, settings.init_timeout, settings.elastic_timeout)
+        _process.clean = True  # whatever failed before, all ranks have left it
     return _process.comm
 
 
@@ -167,12 +165,12 @@ def _launched_size() -> int | None:
 
 
 def _start(comm: Any, settings: Settings) -> Engine:
-    said = _launched_size()
-    if comm is None and (said is None or (said == 1 and not _mpi_loaded())):
+    launched = _launched_size()
+    if comm is None and (launched is None or (launched == 1 and not _mpi_loaded())):
         return Engine(single_transport(), settings)
     from ringdance.transport.mpi import library_version, rank_list, world_transport
 
-    if said is None and not _mpi_loaded():
+    if launched is None and not _mpi_loaded():
         if any(rank_list(comm)):
             raise ArgumentError(
                 f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
@@ -181,7 +179,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
         return Engine(single_transport(), settings)
 
     threads = not settings.mpi_threads_disable
-    room = vector_bytes(_world_size(said), settings.cache_capacity)
+    room = vector_bytes(_world_size(launched), settings.cache_capacity)
     common = {name: getattr(settings, name) for name in _COMMON}
     common["the version of ringdance"] = version("ringdance")
     transport = world_transport(
@@ -193,9 +191,9 @@ def _start(comm: Any, settings: Settings) -> Engine:
         threads=threads,
     )
     _process.mpi = True
-    if comm is None and said and said > 1 and transport.size == 1:
+    if comm is None and launched and launched > 1 and transport.size == 1:
         raise LaunchError(
-            f"The launcher says it started {said} processes, but MPI sees only this one on host "
+            f"The launcher started {launched} processes, but MPI sees only this one on host "
             f"{socket.gethostname()}: mpiexec and the library that mpi4py loads do not belong together "
             f"({library_version()}). Start the job with that library's mpiexec, beside {sys.executable}, "
             "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
@@ -203,8 +201,8 @@ def _start(comm: Any, settings: Settings) -> Engine:
     return Engine(transport, settings, threaded=threads, report=_log.warning)
 
 
-def _publish_place(found: Engine) -> None:
-    """Set the variables in which scripts read their place: as `ringdance run` does, mpiexec does not."""
+def _export_ranks(found: Engine) -> None:
+    """Set the variables in which scripts read their rank: `ringdance run` does so too, mpiexec does not."""
     if not _process.mpi:
         return
     for name in RANK_VARIABLES:
@@ -217,14 +215,14 @@ def _mpi_loaded() -> bool:
     return "mpi4py.MPI" in sys.modules
 
 
-def _world_size(said: int | None) -> int:
+def _world_size(launched: int | None) -> int:
     """Return an upper bound of the job's size before MPI is up."""
     if _mpi_loaded():
         from mpi4py import MPI
 
         if MPI.Is_initialized():
             return int(MPI.COMM_WORLD.Get_size())
-    return said or 1
+    return launched or 1
 
 
 def _configure_log(settings: Settings) -> None:
@@ -239,27 +237,18 @@ def _configure_log(settings: Settings) -> None:
     _log.setLevel(level)
 
 
-# -- how it ends -----------------------------------------------------------------------------
+# -- the end --------------------------------------------------------------------------------
 
 
 def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
-    """Tell the launcher why; without ours, tell people what Python has not told them already."""
+    """Report the reason to our launcher; without it, log what Python has not printed already."""
     who = found.identity
     if "RINGDANCE_JOB" not in os.environ:
         if kind == "exit":
             _log.error("ringdance: %s", message)
         return
-    line = json.dumps(
-        {
-            "rank": who.rank,
-            "host": who.host,
-            "pid": who.pid,
-            "time": time.time(),
-            "kind": kind,
-            "message": message,
-            "traceback": trace,
-        }
-    )
+    cause = {"rank": who.rank, "host": who.host, "pid": who.pid, "time": time.time()}
+    line = json.dumps(cause | {"kind": kind, "message": message, "traceback": trace})
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{CAUSE_MARK} {line}\n")
         sys.stderr.flush()
@@ -268,7 +257,7 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
 def _on_exception(
     previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Report an uncaught exception as the cause, tell the peers, and give them a moment."""
+    """Report an uncaught exception as the cause, to the launcher and to the peers."""
     previous(kind, error, trace)
     found = _process.engine
     _process.failed = True
@@ -289,7 +278,7 @@ def _at_exit() -> None:
         return
     if found is not None and not _process.failed:
         _process.clean &= found.shutdown("has ended its program", departing=True)
-        _tell_incomplete(found)
+        _warn_of_incomplete(found)
         if found.unclean and found.stopped_first:
             ended = f"{found.identity} ended its program while other ranks waited for it. {OUT_OF_DATA}"
             _cause(found, "exit", ended)
@@ -302,10 +291,10 @@ def _at_exit() -> None:
         finalize(_process.clean and not _process.failed)
 
 
-def _tell_incomplete(found: Engine) -> None:
-    """Warn of asynchronous operations that nobody waited for and that are lost now."""
+def _warn_of_incomplete(found: Engine) -> None:
+    """Warn of asynchronous operations without a wait, which are lost now."""
     names = found.incomplete
-    if names and not found.unclean:  # else the rank that waited is told
+    if names and not found.unclean:  # else the rank that waits gets an error
         shown = ", ".join(f"'{name}'" for name in names[:6])
         more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         _log.warning(
@@ -316,7 +305,7 @@ def _tell_incomplete(found: Engine) -> None:
 
 
 def _after_fork() -> None:
-    """A forked child (a DataLoader worker) knows whose it is, for seeds and shards, but is not a rank."""
+    """In a forked child (a DataLoader worker): keep rank and size, refuse collectives."""
     found = getattr(_thread, "engine", None) or _process.engine
     _thread.__dict__.clear()
     _process.engine = found

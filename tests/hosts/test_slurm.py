@@ -108,5 +108,5 @@ def test_srun_alone(cluster: Slurm, training: str) -> None:
 def test_worlds_of_one_are_refused(cluster: Slurm, training: str) -> None:
     done = cluster.run("srun", "--mpi=none", "-N2", "--ntasks-per-node=1", sys.executable, training)
     assert done.returncode != 0
-    assert "The launcher says it started 2 processes, but MPI sees only this one on host h" in done.stderr
+    assert "The launcher started 2 processes, but MPI sees only this one on host h" in done.stderr
     assert "loss" not in done.stdout

@@ -170,7 +170,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
     """Return the ranks of a set in the numbering of this job, and fill in those of a communicator."""
     if process_set.mpi_comm is not None:
-        process_set.ranks = list(session.engine().transport.places_of(process_set.mpi_comm))
+        process_set.ranks = list(session.engine().transport.ranks_of(process_set.mpi_comm))
     return tuple(process_set.ranks or ())
 
 

@@ -1,15 +1,19 @@
-"""The interface of a transport: one communicator, its ranks, and what can be started on it.
+"""The interface of a transport: one communicator, its ranks, and its collectives.
 
-All collectives are started and then tested, never waited for, so that one thread can step
-several communicators::
+All collectives are non-blocking: started, then tested, so that one thread can step several communicators::
 
     pending = transport.allreduce(buffer, "sum")
     while not pending.test():
         yield
 
-Collectives of one communicator match between ranks by the order in which they are started.
-``messages`` and ``post`` are apart from that order: small notes ("events") to single ranks,
-for states that no agreement can carry.
+Collectives of one communicator match between ranks by the order in which they are started. ``messages`` and
+``post`` do not take part in that order: notes to single ranks, for what no agreement can carry.
+
+Note [Buffer lifetime]
+    A collective uses the arrays that it was given, uncopied, until ``test`` has returned True: until then the
+    caller must keep them alive, not write to those that are sent, and not read those that are received.
+    (A ``Pending`` holds references; dropping it does not stop the collective.) The counts are read at once.
+    A window's memory lives until ``close``.
 """
 
 from __future__ import annotations
@@ -19,17 +23,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from ringdance.errors import ArgumentError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ringdance.transport.eventcount import EventCount
     from ringdance.transport.window import Window
 
-__all__ = ["Buffer", "Hierarchy", "Identity", "Pending", "Transport"]
+__all__ = ["Array", "Hierarchy", "Identity", "Pending", "Transport"]
 
-Buffer = "np.ndarray[Any, Any]"
+Array = np.ndarray[Any, Any]
 
 
 class Pending(Protocol):
@@ -42,7 +46,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a rank is: for messages to people, and for finding out whether it still lives."""
+    """A rank of the job, for messages and to check whether its process lives."""
 
     rank: int
     host: str
@@ -54,11 +58,11 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """How the members on several hosts can reduce in two stages: inside each host, then across hosts.
+    """The members on several hosts, for reductions inside each host, then across hosts.
 
     Attributes:
         host_sizes: members on each host; hosts in the order of their lowest members.
-        buffer_bytes: data area of a member in the window of each host, the smallest of them.
+        buffer_bytes: size of a member's buffers in the window of each host, the smallest of them.
         cross: cross-host communicator of the members with this local index, one of each host in that order;
             None where the local index is not below ``min(host_sizes)``.
     """
@@ -69,14 +73,15 @@ class Hierarchy:
 
 
 class Transport(abc.ABC):
-    """One communicator. ``rank`` and ``size`` are places in it; ``members`` the ranks of the whole job.
+    """One communicator.
 
     Attributes:
+        rank, size: in this communicator; ``members`` are the ranks in the whole job.
         identities: one for each member, ``Identity.rank`` being the rank in the whole job.
-        host_group: places (in this communicator) of the members on this host, ascending.
-        window: the memory shared by this host's members, or None where there is none.
+        host_group: ranks (in this communicator) of the members on this host, ascending.
+        window: the memory shared by this host's members, or None.
         event_count: wakes members on this host, or None.
-        several_threads: whether the program may call the transport's library from any thread.
+        several_threads: whether the transport's library may be called from any thread.
     """
 
     rank: int
@@ -102,74 +107,72 @@ class Transport(abc.ABC):
         group = [parent.identities[i].rank for i in parent.host_group]
         return parent.event_count, [group.index(self.identities[i].rank) for i in self.host_group]
 
-    def places_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the places, ascending, of the members of a communicator that the user has made.
+    def ranks_of(self, comm: Any) -> tuple[int, ...]:
+        """Return the ranks here, ascending, of the members of a communicator that the user has made.
 
-        Raises ArgumentError where there is none of that kind, or if it has members that are not here.
+        Raises ArgumentError if it is of another kind, or has members that are not here.
         """
-        raise ArgumentError(f"{comm!r} means nothing here: this process is not in an MPI job.")
+        raise ArgumentError(f"{comm!r} cannot be used: this process is not in an MPI job.")
 
     @abc.abstractmethod
-    def allreduce(
-        self, buffer: np.ndarray[Any, Any], operation: str, receive: np.ndarray[Any, Any] | None = None
-    ) -> Pending:
-        """Reduce ``buffer`` over all members into ``receive``, or in place.
+    def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
+        """Reduce ``buffer`` over all members into ``receive``, or in place. See Note [Buffer lifetime].
 
         Operations are "sum", "min", "max", "product" and "and".
         """
 
     @abc.abstractmethod
-    def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
-        """Copy the place ``root``'s uint8 ``buffer`` into everybody's."""
+    def broadcast(self, buffer: Array, root: int) -> Pending:
+        """Copy rank ``root``'s uint8 ``buffer`` into the others'. See Note [Buffer lifetime]."""
 
     @abc.abstractmethod
-    def allgather(
-        self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]
-    ) -> Pending:
-        """Concatenate uint8 ``send`` of all places in ``receive``; ``counts`` bytes from each."""
+    def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
+        """Concatenate uint8 ``send`` of all ranks in ``receive``; ``counts``: bytes from each.
+
+        See Note [Buffer lifetime].
+        """
 
     @abc.abstractmethod
     def alltoall(
-        self,
-        send: np.ndarray[Any, Any],
-        send_counts: Sequence[int],
-        receive: np.ndarray[Any, Any],
-        receive_counts: Sequence[int],
+        self, send: Array, send_counts: Sequence[int], receive: Array, receive_counts: Sequence[int]
     ) -> Pending:
-        """Send the i-th part of uint8 ``send`` to place i, receive in place order; counts in bytes."""
+        """Send the i-th part of uint8 ``send`` to rank i, receive in rank order; counts in bytes.
+
+        See Note [Buffer lifetime].
+        """
 
     @abc.abstractmethod
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
-        """Make the communicator of these places; collective over all places, may block.
+        """Make the communicator of these ranks; collective over all ranks, may block.
 
-        Returns None on places that are not in ``members``. ``window_bytes`` is the data area of
-        each member in the shared window, 0 for no window.
+        Returns None on ranks that are not in ``members``. ``window_bytes``: size of each member's buffers
+        in a shared-memory window, 0 for no window.
         """
 
     @abc.abstractmethod
     def hierarchy(self) -> Hierarchy | None:
         """Make what reducing in two stages needs; collective over all members, may block.
 
-        Returns None, on all members alike, where it gains nothing (one host, or one member on each) and where
+        Returns None, on all members alike, if that gains nothing (one host, or one member on each) or
         the members of some host share no memory.
         """
 
     @abc.abstractmethod
-    def post(self, place: int, message: bytes) -> None:
-        """Send a note to one member; it arrives when that member looks."""
+    def post(self, rank: int, message: bytes) -> None:
+        """Send a note to one member, without waiting for its arrival."""
 
     @abc.abstractmethod
     def messages(self) -> list[tuple[int, bytes]]:
-        """Return the notes that have arrived: (sender's place, message)."""
+        """Return the notes that have arrived: (sender's rank, message)."""
 
     @abc.abstractmethod
-    def state(self, place: int) -> str:
+    def state(self, rank: int) -> str:
         """Return "running", "stopped", "gone" or, for a member on another host, "unknown"."""
 
     def lost(self, error: BaseException) -> list[int] | None:
-        """Return the places of members that have died, as far as known, if ``error`` says so, else None."""
+        """Return the ranks of members known to have died if ``error`` means that, else None."""
         return None
 
     @abc.abstractmethod
     def close(self, agreed: bool) -> None:
-        """Give everything back. ``agreed``: all members do so, nothing is in flight."""
+        """Free everything. ``agreed``: all members do so, nothing is in flight."""

@@ -1,4 +1,4 @@
-"""n ranks as threads of one process: a first-class transport, on which the engine is tested.
+"""n ranks as threads of one process: the transport on which the engine is tested.
 
 ::
 
@@ -6,29 +6,32 @@
     results = world.run(program)          # program(transport) on one thread for each rank
     world.kill(2)                         # rank 2 dies: its calls raise, others see it gone
 
-``delay`` is the probability that a collective that could complete says "not yet" when it is
-tested, and that a note arrives later than it could: orders then differ between ranks and
-from run to run, reproducibly by ``seed`` as far as the threads' own order allows.
+``delay`` is the probability that a collective that could complete does not when it is tested, and that a
+note arrives later than it could: orders then differ between ranks and from run to run, reproducibly by
+``seed`` as far as the threads' own order allows.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ringdance.transport.base import Hierarchy, Identity, Pending, Transport
+from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transport
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled"]
+__all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled", "single_transport"]
 
 T = TypeVar("T")
 
-# As MPI libraries do: min and max compare, so that a NaN is kept or dropped by its place.
+# As MPI libraries do: min and max compare, so that a NaN is kept or dropped by its position.
 _REDUCE: dict[str, Any] = {
     "sum": np.add,
     "min": lambda total, part, out: np.copyto(out, part, where=part < total),
@@ -42,17 +45,13 @@ class RankKilled(BaseException):
     """Raised in the thread of a rank that the test has killed."""
 
 
-class _Meeting:
-    """One collective: what each place brings, and the result once all have come."""
-
-    def __init__(self, size: int) -> None:
-        self.brought: dict[int, Any] = {}
-        self.size = size
-        self.left = 0
-
-
 class _Board:
-    """What the members of one communicator share."""
+    """State that the members of one communicator share.
+
+    Attributes:
+        contributed: by number of the collective and by rank, what each has contributed.
+        completed: by number of the collective, how many ranks have completed it.
+    """
 
     def __init__(
         self, world: LoopbackWorld, ranks: tuple[int, ...], window_bytes: int, vector_bytes: int
@@ -60,12 +59,13 @@ class _Board:
         self.world = world
         self.ranks = ranks
         self.lock = threading.Lock()
-        self.meetings: dict[int, _Meeting] = {}
+        self.contributed: dict[int, dict[int, Any]] = {}
+        self.completed: Counter[int] = Counter()
         self.children: dict[tuple[Any, ...], _Board] = {}
-        self.notes: dict[int, list[tuple[int, bytes]]] = {place: [] for place in range(len(ranks))}
+        self.notes: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in range(len(ranks))}
         self.window_bytes = window_bytes
         self.vector_bytes = vector_bytes
-        self.memory: dict[str, np.ndarray[Any, Any]] = {}
+        self.memory: dict[str, Array] = {}
         if window_bytes:
             for host in {world.hosts[rank] for rank in ranks}:
                 count = sum(world.hosts[rank] == host for rank in ranks)
@@ -73,51 +73,51 @@ class _Board:
                 self.memory[host] = np.zeros(size // 8, np.int64).view(np.uint8)
 
 
+@dataclass
 class _LoopbackPending:
-    def __init__(
-        self, transport: LoopbackTransport, number: int, finish: Callable[[dict[int, Any]], None]
-    ) -> None:
-        self._transport = transport
-        self._number = number
-        self._finish = finish
-        self._done = False
+    """A collective of one rank: the ``number``-th of its communicator."""
+
+    transport: LoopbackTransport
+    number: int
+    finish: Callable[[list[Any]], None]
+    done: bool = False
 
     def test(self) -> bool:
-        if self._done:
+        if self.done:
             return True
-        transport = self._transport
+        transport = self.transport
         transport.check_alive()
         board = transport.board
         with board.lock:
-            meeting = board.meetings[self._number]
-            if len(meeting.brought) < meeting.size or transport.dawdle():
+            contributed = board.contributed[self.number]
+            if len(contributed) < transport.size or transport.delayed():
                 return False
-            self._finish(meeting.brought)
-            meeting.left += 1
-            if meeting.left == meeting.size:
-                del board.meetings[self._number]
-        self._done = True
+            self.finish([contributed[rank] for rank in range(transport.size)])
+            board.completed[self.number] += 1
+            if board.completed[self.number] == transport.size:
+                del board.contributed[self.number], board.completed[self.number]
+        self.done = True
         return True
 
 
 class LoopbackTransport(Transport):
-    """One rank's place in a communicator of a ``LoopbackWorld``."""
+    """One rank of a communicator of a ``LoopbackWorld``."""
 
-    def __init__(self, board: _Board, place: int, parent: LoopbackTransport | None = None) -> None:
+    def __init__(self, board: _Board, rank: int, parent: LoopbackTransport | None = None) -> None:
         world = board.world
         self.board = board
-        self.rank = place
+        self.rank = rank
         self.size = len(board.ranks)
-        self.identities = tuple(Identity(rank, world.hosts[rank], os.getpid()) for rank in board.ranks)
-        host = world.hosts[board.ranks[place]]
-        self.host_group = tuple(i for i, rank in enumerate(board.ranks) if world.hosts[rank] == host)
+        self.identities = tuple(Identity(other, world.hosts[other], os.getpid()) for other in board.ranks)
+        host = world.hosts[board.ranks[rank]]
+        self.host_group = tuple(i for i, other in enumerate(board.ranks) if world.hosts[other] == host)
         self._number = 0
         self._splits = 0
-        self._random = random.Random(f"{world.seed} {board.ranks} {place}")
+        self._random = random.Random(f"{world.seed} {board.ranks} {rank}")
         if board.window_bytes:
             self.window = Window(
                 board.memory[host],
-                self.host_group.index(place),
+                self.host_group.index(rank),
                 len(self.host_group),
                 board.vector_bytes,
                 board.window_bytes,
@@ -130,69 +130,58 @@ class LoopbackTransport(Transport):
         if self.board.ranks[self.rank] in self.board.world.dead:
             raise RankKilled(f"rank {self.board.ranks[self.rank]} was killed")
 
-    def dawdle(self) -> bool:
+    def delayed(self) -> bool:
         return self._random.random() < self.board.world.delay
 
-    def _meet(self, bring: Any, finish: Callable[[dict[int, Any]], None]) -> Pending:
+    def _start(self, contribution: Any, finish: Callable[[list[Any]], None]) -> Pending:
         self.check_alive()
         with self.board.lock:
-            meeting = self.board.meetings.setdefault(self._number, _Meeting(self.size))
-            meeting.brought[self.rank] = bring
+            self.board.contributed.setdefault(self._number, {})[self.rank] = contribution
         self._number += 1
         return _LoopbackPending(self, self._number - 1, finish)
 
-    def allreduce(
-        self, buffer: np.ndarray[Any, Any], operation: str, receive: np.ndarray[Any, Any] | None = None
-    ) -> Pending:
+    def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
         target = buffer if receive is None else receive
 
-        def finish(brought: dict[int, Any]) -> None:
-            total = brought[0].copy()
-            for place in range(1, self.size):
-                _REDUCE[operation](total, brought[place], out=total)
+        def finish(parts: list[Any]) -> None:
+            total = parts[0].copy()
+            for part in parts[1:]:
+                _REDUCE[operation](total, part, out=total)
             target[...] = total
 
-        return self._meet(buffer.copy(), finish)
+        return self._start(buffer.copy(), finish)
 
-    def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
-        def finish(brought: dict[int, Any]) -> None:
+    def broadcast(self, buffer: Array, root: int) -> Pending:
+        def finish(parts: list[Any]) -> None:
             if self.rank != root:
-                buffer[...] = brought[root]
+                buffer[...] = parts[root]
 
-        return self._meet(buffer.copy() if self.rank == root else None, finish)
+        return self._start(buffer.copy() if self.rank == root else None, finish)
 
-    def allgather(
-        self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]
-    ) -> Pending:
-        def finish(brought: dict[int, Any]) -> None:
-            receive[: sum(counts)] = np.concatenate([brought[place] for place in range(self.size)])
+    def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
+        def finish(parts: list[Any]) -> None:
+            receive[: sum(counts)] = np.concatenate(parts)
 
-        return self._meet(send.copy(), finish)
+        return self._start(send.copy(), finish)
 
     def alltoall(
-        self,
-        send: np.ndarray[Any, Any],
-        send_counts: Sequence[int],
-        receive: np.ndarray[Any, Any],
-        receive_counts: Sequence[int],
+        self, send: Array, send_counts: Sequence[int], receive: Array, receive_counts: Sequence[int]
     ) -> Pending:
         bounds = np.cumsum([0, *send_counts])
-        parts = [send[bounds[i] : bounds[i + 1]].copy() for i in range(self.size)]
+        sent = [send[bounds[i] : bounds[i + 1]].copy() for i in range(self.size)]
 
-        def finish(brought: dict[int, Any]) -> None:
-            receive[: sum(receive_counts)] = np.concatenate(
-                [brought[place][self.rank] for place in range(self.size)]
-            )
+        def finish(parts: list[Any]) -> None:
+            receive[: sum(receive_counts)] = np.concatenate([part[self.rank] for part in parts])
 
-        return self._meet(parts, finish)
+        return self._start(sent, finish)
 
-    def _child(self, key: tuple[Any, ...], places: Sequence[int], window_bytes: int) -> LoopbackTransport:
+    def _child(self, key: tuple[Any, ...], chosen: Sequence[int], window_bytes: int) -> LoopbackTransport:
         board = self.board
         with board.lock:
             if key not in board.children:
-                ranks = tuple(board.ranks[i] for i in places)
+                ranks = tuple(board.ranks[i] for i in chosen)
                 board.children[key] = _Board(board.world, ranks, window_bytes, board.vector_bytes)
-        return LoopbackTransport(board.children[key], list(places).index(self.rank), self)
+        return LoopbackTransport(board.children[key], list(chosen).index(self.rank), self)
 
     def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
         self.check_alive()
@@ -204,8 +193,8 @@ class LoopbackTransport(Transport):
 
     def hierarchy(self) -> Hierarchy | None:
         groups: dict[str, list[int]] = {}
-        for place, identity in enumerate(self.identities):
-            groups.setdefault(identity.host, []).append(place)
+        for rank, identity in enumerate(self.identities):
+            groups.setdefault(identity.host, []).append(rank)
         sizes = tuple(len(group) for group in groups.values())
         if len(sizes) == 1 or max(sizes) == 1 or not self.board.window_bytes:
             return None
@@ -217,23 +206,23 @@ class LoopbackTransport(Transport):
             cross = self._child(("cross", self._splits, index), members, 0)
         return Hierarchy(sizes, self.board.window_bytes, cross)
 
-    def post(self, place: int, message: bytes) -> None:
+    def post(self, rank: int, message: bytes) -> None:
         self.check_alive()
         with self.board.lock:
-            self.board.notes[place].append((self.rank, message))
+            self.board.notes[rank].append((self.rank, message))
 
     def messages(self) -> list[tuple[int, bytes]]:
         self.check_alive()
         with self.board.lock:
-            if self.dawdle():
+            if self.delayed():
                 return []
             notes, self.board.notes[self.rank] = self.board.notes[self.rank], []
         return notes
 
-    def state(self, place: int) -> str:
-        if self.board.ranks[place] in self.board.world.dead:
+    def state(self, rank: int) -> str:
+        if self.board.ranks[rank] in self.board.world.dead:
             return "gone"
-        return "running" if place in self.host_group else "unknown"
+        return "running" if rank in self.host_group else "unknown"
 
     def close(self, agreed: bool) -> None:
         pass
@@ -246,7 +235,7 @@ class LoopbackWorld:
         size: number of ranks.
         hosts: the host of each rank; all on one by default.
         window: whether the ranks of a host share memory.
-        buffer_bytes: data area of each rank in that memory.
+        buffer_bytes: size of each rank's buffers in that memory.
         seed, delay: see the module.
     """
 
@@ -304,3 +293,8 @@ class LoopbackWorld:
         if alive:
             raise TimeoutError(f"{', '.join(alive)} still running after {timeout:g} s")
         return [results.get(rank) for rank in range(self.size)]  # type: ignore[misc]
+
+
+def single_transport() -> LoopbackTransport:
+    """Return a transport for a job of one process."""
+    return LoopbackWorld(1, hosts=(socket.gethostname(),), window=False).transport(0)

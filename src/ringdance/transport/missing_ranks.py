@@ -1,24 +1,25 @@
-"""Who has not come to ``init()`` yet: told while the others wait, which is before MPI can carry a word.
+"""Report which ranks have not called ``init()``, before MPI can carry messages.
 
-A rank that waits shows it by the name of one of its threads, which everybody on its host can
-read, as they can the environment in which the launcher started it. So nothing has to be set up
-or cleared away, and a rank that has ended or was never started is missed as well. Linux only;
-elsewhere, and of other hosts, nobody is named.
+A rank that waits in ``init()`` names one of its threads ``_MARK``, which all processes of its host can read,
+as they can the environment in which the launcher started it. So nothing has to be set up or removed, and a
+rank that has ended or was never started is missed as well. Linux only; elsewhere, and of other hosts, the
+report names no ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import socket
 import threading
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringdance.transport.eventcount import process_state
 
-__all__ = ["Absence", "look_around", "tell", "waiting_in_init"]
+__all__ = ["missing_rank_report", "waiting_in_init"]
 
 _log = logging.getLogger("ringdance")
 
@@ -29,27 +30,20 @@ _OWN_RANK = "RINGDANCE_RANK"  # set by our own launcher for the rank itself, not
 
 
 @dataclass
-class Absence:
-    """What this host knows: ``present`` ranks wait in init(), ``late`` are elsewhere (rank -> pid)."""
+class _Ranks:
+    """The ranks of this host: ``present`` ones wait in init(), ``late`` ones do not (rank -> pid)."""
 
-    present: set[int]
-    late: dict[int, int]
-
-
-@dataclass
-class _Process:
-    pid: int
-    parent: int
-    environ: dict[str, str]
+    present: set[int] = field(default_factory=set)
+    late: dict[int, int] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def waiting_in_init(timeout: float, ranks: Collection[int] = ()) -> Iterator[None]:
-    """While the body runs, this rank is seen to wait; after ``timeout`` seconds it says for whom.
+    """Mark this rank as waiting; warn which ranks are missing after ``timeout`` seconds.
 
     Args:
-        timeout: seconds; said again after twice, four times that.
-        ranks: who should come; empty for all that there are.
+        timeout: seconds; the warning is repeated after twice, four times that.
+        ranks: those that are expected; empty for all.
     """
     done = threading.Event()
     thread = threading.Thread(target=_watch, args=(done, timeout, ranks), name=_MARK, daemon=True)
@@ -66,79 +60,67 @@ def _watch(done: threading.Event, timeout: float, ranks: Collection[int]) -> Non
             file.write(_MARK)
     waited = timeout
     while not done.wait(timeout):
-        name = next((name for name in _RANK_NAMES if name in os.environ), "")
-        found = look_around(name) if name else None
-        # The lowest that waits on this host speaks for all.
-        if found is None or not found.present or int(os.environ[name]) == min(found.present):
-            _log.warning("ringdance: %s", message(found, ranks, waited))
+        name, found = _scan()
+        # The lowest rank of the host that waits reports for all.
+        if not found.present or int(os.environ[name]) == min(found.present):
+            _log.warning("ringdance: %s", _report(found, ranks, waited))
         timeout, waited = waited, 2 * waited
 
 
-def tell(ranks: Collection[int], waited: float) -> str:
-    """Return what there is to say now, while this rank waits; arguments as for ``message``."""
-    name = next((name for name in _RANK_NAMES if name in os.environ), "")
-    return message(look_around(name) if name else None, ranks, waited)
-
-
-def look_around(rank_name: str) -> Absence | None:
-    """Look at the processes of this host that the same launcher started; None where that cannot be seen.
+def missing_rank_report(ranks: Collection[int], waited: float) -> str:
+    """Return which ranks of this host wait, and which are missing.
 
     Args:
-        rank_name: the variable in which the launcher gave each its rank.
+        ranks: those that are expected; empty for all.
+        waited: seconds for which this rank has waited.
     """
-    try:
-        every = {int(entry): _read(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
-    except OSError:
-        return None
-    known = {pid: process for pid, process in every.items() if process is not None}
+    return _report(_scan()[1], ranks, waited)
 
-    def starter(process: _Process) -> int:
-        """The nearest ancestor that is no rank: the launcher's process on this host."""
-        while rank_name in process.environ and process.parent in known:
-            process = known[process.parent]
-        return process.pid if rank_name not in process.environ else process.parent
 
-    own = starter(known[os.getpid()])
-    found = Absence(set(), {})
-    for pid in sorted(known):
-        process = known[pid]
-        rank_text = process.environ.get(rank_name, "")
-        if not rank_text.isdigit() or starter(process) != own:
+def _scan() -> tuple[str, _Ranks]:
+    """Find the ranks of this host that the same launcher started; return its variable for ranks, too."""
+    import psutil  # here, since it takes 30 ms
+
+    name = next((name for name in _RANK_NAMES if name in os.environ), "")
+    found = _Ranks()
+    if not name or not os.path.isdir("/proc"):
+        return name, found
+    processes = {
+        process.pid: (process.info["ppid"], process.info["environ"])
+        for process in psutil.process_iter(["ppid", "environ"])
+        if process.info["environ"] is not None
+    }
+
+    def launcher(pid: int) -> int:
+        """Return the nearest ancestor that is not a rank: the launcher's process on this host."""
+        while pid in processes and name in processes[pid][1]:
+            pid = processes[pid][0]
+        return pid
+
+    own = launcher(os.getpid())
+    for pid, (_, environ) in sorted(processes.items()):
+        if not environ.get(name, "").isdigit() or launcher(pid) != own:
             continue
-        rank = int(rank_text)
-        if _marked(pid):
+        rank = int(environ[name])
+        if _is_marked(pid):
             found.present.add(rank)
-        elif rank not in found.late or _OWN_RANK in process.environ:
+        elif rank not in found.late or _OWN_RANK in environ:
             found.late[rank] = pid
     found.late = {rank: pid for rank, pid in found.late.items() if rank not in found.present}
-    return found
+    return name, found
 
 
-def _read(pid: int) -> _Process | None:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            parent = int(file.read().rpartition(")")[2].split()[1])
-        with open(f"/proc/{pid}/environ", "rb") as raw:
-            lines = raw.read().decode(errors="replace").split("\0")
-    except (OSError, ValueError, IndexError):
-        return None
-    return _Process(pid, parent, dict(line.split("=", 1) for line in lines if "=" in line))
-
-
-def _marked(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/comm") as file:
-                if file.read().strip() == _MARK:
-                    return True
+def _is_marked(pid: int) -> bool:
+    for path in glob.iglob(f"/proc/{pid}/task/*/comm"):
+        with contextlib.suppress(OSError), open(path) as file:
+            if file.read().strip() == _MARK:
+                return True
     return False
 
 
-def message(found: Absence | None, ranks: Collection[int], waited: float) -> str:
-    """Return what is said: who waits on this host, who is not here, and what to look for."""
-    host = socket.gethostname()
-    head = f"init() on host {host} has waited {waited:g} s for other ranks to call init()"
-    if found is None or not found.present:
+def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
+    head = f"init() on host {socket.gethostname()} has waited {waited:g} s for other ranks to call init()"
+    if not found.present:
         return f"{head}. Look for a rank that ended or hangs before its call."
     size = next((os.environ[n] for n in _SIZE_NAMES if os.environ.get(n, "").isdigit()), "0")
     expected = set(ranks) or set(range(int(size))) | found.present | set(found.late)
@@ -147,14 +129,16 @@ def message(found: Absence | None, ranks: Collection[int], waited: float) -> str
         for rank, pid in sorted(found.late.items())
         if rank in expected
     ]
-    unseen = sorted(expected - found.present - set(found.late))
+    absent = expected - found.present - set(found.late)
     parts = []
     if late:
         parts.append(f"Not there yet: {', '.join(late)}: see what they do before init().")
-    if unseen:
-        which = f"rank{'s' if len(unseen) > 1 else ''} {', '.join(map(str, unseen))}"
-        parts.append(f"Not on this host: {which}: ended before init(), or on another host.")
+    if absent:
+        parts.append(f"Not on this host: {_listed(absent)}: ended before init(), or on another host.")
     if not parts:
         parts.append("All have called it: MPI cannot connect them (network interface, firewall?).")
-    waiting = ", ".join(map(str, sorted(found.present)))
-    return f"{head}. Waiting: rank{'s' if len(found.present) > 1 else ''} {waiting}. {' '.join(parts)}"
+    return f"{head}. Waiting: {_listed(found.present)}. {' '.join(parts)}"
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

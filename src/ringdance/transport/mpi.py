@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from ringdance.errors import ArgumentError, RankLostError, SettingError
-from ringdance.transport.base import Hierarchy, Identity, Pending, Transport
+from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transport
 from ringdance.transport.eventcount import process_state
 from ringdance.transport.library import finalize, library_version, load_mpi
-from ringdance.transport.missing_ranks import tell, waiting_in_init
+from ringdance.transport.missing_ranks import missing_rank_report, waiting_in_init
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["MpiTransport", "finalize", "library_version", "load_mpi", "meet", "rank_list", "world_transport"]
+__all__ = [
+    "MpiTransport", "finalize", "library_version", "load_mpi", "rank_list", "wait_for_restart",
+    "world_transport",
+]  # fmt: skip
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
@@ -72,7 +75,7 @@ class MpiTransport(Transport):
         node = self._node
         count = node.Get_size()
         size = window_size(count, vector_bytes, window_bytes)
-        # A full /dev/shm is a bus error when a page is touched, so look first; all of a host choose together.
+        # A full /dev/shm is a bus error when a page is touched, so check first; all of a host decide alike.
         if not all(gather(node, _free_shared_memory() > 2 * size)):
             if node.Get_rank() == 0:
                 _log.warning(
@@ -96,36 +99,32 @@ class MpiTransport(Transport):
         self.event_count = self.window.event_count
         node.Barrier()
 
-    def places_of(self, comm: Any) -> tuple[int, ...]:
+    def ranks_of(self, comm: Any) -> tuple[int, ...]:
         mpi = self._mpi
         if comm == mpi.COMM_NULL:
-            raise ArgumentError("MPI.COMM_NULL stands for no ranks: leave it out where a rank is no member.")
+            raise ArgumentError("MPI.COMM_NULL has no ranks: leave it out on ranks that are not members.")
         theirs, own = comm.Get_group(), self._comm.Get_group()
-        places = mpi.Group.Translate_ranks(theirs, list(range(theirs.Get_size())), own)
+        ranks = mpi.Group.Translate_ranks(theirs, list(range(theirs.Get_size())), own)
         theirs.Free()
         own.Free()
-        if mpi.UNDEFINED in places:
+        if mpi.UNDEFINED in ranks:
             raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
-        return tuple(sorted(places))
+        return tuple(sorted(ranks))
 
     def _operation(self, name: str) -> Any:
         mpi = self._mpi
         return {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD, "and": mpi.BAND}[name]
 
-    def allreduce(
-        self, buffer: np.ndarray[Any, Any], operation: str, receive: np.ndarray[Any, Any] | None = None
-    ) -> Pending:
+    def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
         op = self._operation(operation)
         if receive is None:
             return _MpiPending(self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, op=op), buffer)
         return _MpiPending(self._comm.Iallreduce(buffer, receive, op=op), buffer, receive)
 
-    def broadcast(self, buffer: np.ndarray[Any, Any], root: int) -> Pending:
+    def broadcast(self, buffer: Array, root: int) -> Pending:
         return _MpiPending(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), buffer)
 
-    def allgather(
-        self, send: np.ndarray[Any, Any], receive: np.ndarray[Any, Any], counts: Sequence[int]
-    ) -> Pending:
+    def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
         byte = self._mpi.BYTE
         if 0 in counts and self._intel:
             # Intel MPI (2021.18) never completes an Iallgatherv of some KB to which a rank adds nothing.
@@ -136,11 +135,7 @@ class MpiTransport(Transport):
         return _MpiPending(request, send, receive)
 
     def alltoall(
-        self,
-        send: np.ndarray[Any, Any],
-        send_counts: Sequence[int],
-        receive: np.ndarray[Any, Any],
-        receive_counts: Sequence[int],
+        self, send: Array, send_counts: Sequence[int], receive: Array, receive_counts: Sequence[int]
     ) -> Pending:
         byte = self._mpi.BYTE
         request = self._comm.Ialltoallv(
@@ -154,7 +149,7 @@ class MpiTransport(Transport):
         comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
         if not inside:
             return None
-        ranks = [self.identities[place].rank for place in sorted(members)]
+        ranks = [self.identities[rank].rank for rank in sorted(members)]
         return MpiTransport(mpi, comm, ranks, window_bytes, self._vector_bytes, self)
 
     def hierarchy(self) -> Hierarchy | None:
@@ -174,17 +169,17 @@ class MpiTransport(Transport):
         inside = index < min(sizes)
         comm = self._comm.Split(index if inside else self._mpi.UNDEFINED, lowest.index(own))
         if inside:
-            ranks = [self.identities[place].rank for place in gather(comm, self.rank)]
+            ranks = [self.identities[rank].rank for rank in gather(comm, self.rank)]
             self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
         return Hierarchy(sizes, min(areas), self._cross)
 
-    def post(self, place: int, message: bytes) -> None:
-        self._sent = [pair for pair in self._sent if not self._left(pair[0])]
+    def post(self, rank: int, message: bytes) -> None:
+        self._sent = [pair for pair in self._sent if not self._is_sent(pair[0])]
         data = np.frombuffer(message, np.uint8)
-        self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=place, tag=1), data))
+        self._sent.append((self._notes.Isend([data, self._mpi.BYTE], dest=rank, tag=1), data))
 
-    def _left(self, request: Any) -> bool:
-        """Return whether a note is on its way, or never will be as its receiver has died."""
+    def _is_sent(self, request: Any) -> bool:
+        """Return whether a note is sent, or never will be as its receiver has died."""
         try:
             return bool(request.Test())
         except self._mpi.Exception as error:
@@ -201,7 +196,7 @@ class MpiTransport(Transport):
             except self._mpi.Exception as error:
                 if self.lost(error) is None:
                     raise
-                return notes  # what had arrived was found before the loss of a rank is told
+                return notes  # what had arrived was found before the loss of a rank is reported
             if message is None:
                 return notes
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -212,26 +207,27 @@ class MpiTransport(Transport):
         mpi = self._mpi
         if not isinstance(error, mpi.Exception) or len(self.host_group) == self.size:
             return None
-        told = error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        lost = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        certain = error.Get_error_class() in lost
         until = time.monotonic() + _FAILED_S
-        while True:  # a send that fails may be told before the end of its receiver
-            places = self._failed()
-            if places or told or time.monotonic() > until:
-                return places if places or told else None
+        while True:  # a send can fail before the library reports the end of its receiver
+            ranks = self._failed()
+            if ranks or certain or time.monotonic() > until:
+                return ranks if ranks or certain else None
             time.sleep(1e-3)
 
     def _failed(self) -> list[int]:
-        """Return the places of members that the library knows to have died."""
+        """Return the ranks of members that the library knows to have died."""
         try:
-            self._notes.Iprobe(tag=1)  # makes it look
+            self._notes.Iprobe(tag=1)  # lets the library notice it
         except self._mpi.Exception:
             pass
         return _failed(self._comm)
 
-    def state(self, place: int) -> str:
-        if place not in self.host_group:
+    def state(self, rank: int) -> str:
+        if rank not in self.host_group:
             return "unknown"
-        return process_state(self.identities[place].pid)
+        return process_state(self.identities[rank].pid)
 
     def close(self, agreed: bool) -> None:
         if not agreed:
@@ -239,7 +235,7 @@ class MpiTransport(Transport):
         if self._cross is not None:
             self._cross.close(True)
         if self._memory is not None:
-            # Views of the window may outlive it in somebody's hands; from here on they must not be used.
+            # Views of the window may outlive it; from here on they must not be used.
             if self.event_count is not None and self._own_events:
                 self.event_count.close()
             self.window = self.event_count = None
@@ -267,53 +263,49 @@ def gather(comm: Any, value: Any) -> list[Any]:
     ]
 
 
-def meet(comm: Any, peers: Sequence[Identity], timeout: float, limit: float) -> None:
-    """Wait until all ranks of a job that has ended come here, to start it again.
+def wait_for_restart(comm: Any, peers: Sequence[Identity], timeout: float, limit: float) -> None:
+    """Wait until all ranks of a job that has ended are here, to start it again.
 
     Args:
-        comm: as for ``world_transport``; for a list of ranks nothing is waited for here.
-        peers: the ranks of the former job.
-        timeout: seconds after which a warning says which ranks have not come.
-        limit: seconds.
+        comm: as for ``world_transport``; for a list of ranks there is no wait.
+        peers: the ranks of the ended job.
+        timeout: seconds after which a warning says which ranks are missing.
+        limit: seconds after which this fails.
 
     Raises:
-        RankLostError: a process on this host has ended, or not all came in time.
+        RankLostError: a process on this host has ended, or not all were ready in time.
     """
     from mpi4py import MPI
 
     where = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(where, MPI.Comm):
         return
-    with waiting_in_init(timeout, _expected(comm)):
-        _wait_for_all(where, peers, limit, _expected(comm))
-
-
-def _wait_for_all(where: Any, peers: Sequence[Identity], limit: float, ranks: list[int]) -> None:
-    here = socket.gethostname()
-    arrived = where.Ibarrier()
-    began = time.monotonic()
-    looked, nap = began, 1e-4
-    while not arrived.Test():
-        now = time.monotonic()
-        if now > looked + 0.1:
-            looked = now
-            gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
-            if gone:
-                raise RankLostError(f"The job cannot start again: {gone[0]} has ended.")
-        if now > began + limit:
-            raise RankLostError(
-                f"The job cannot start again: not all {len(peers)} ranks were ready within {limit:g} s "
-                f"(setting elastic_timeout). {tell(ranks, limit)}"
-            )
-        time.sleep(nap)
-        nap = min(2 * nap, 0.02)
+    here, ranks = socket.gethostname(), _expected(comm)
+    with waiting_in_init(timeout, ranks):
+        arrived = where.Ibarrier()
+        began = checked = time.monotonic()
+        backoff = 1e-4
+        while not arrived.Test():
+            now = time.monotonic()
+            if now > checked + 0.1:
+                checked = now
+                gone = [who for who in peers if who.host == here and process_state(who.pid) == "gone"]
+                if gone:
+                    raise RankLostError(f"The job cannot start again: {gone[0]} has ended.")
+            if now > began + limit:
+                raise RankLostError(
+                    f"The job cannot start again: not all {len(peers)} ranks were ready within {limit:g} s "
+                    f"(setting elastic_timeout). {missing_rank_report(ranks, limit)}"
+                )
+            time.sleep(backoff)
+            backoff = min(2 * backoff, 0.02)
 
 
 def _free_shared_memory() -> int:
     try:
         room = os.statvfs("/dev/shm")
     except OSError:
-        return 1 << 62  # no such place: the library keeps shared memory elsewhere
+        return 1 << 62  # not there: the library keeps shared memory elsewhere
     return room.f_bavail * room.f_frsize
 
 
@@ -333,7 +325,7 @@ def world_transport(
         window_bytes: data area of each rank in the shared window of a host, 0 for no window.
         vector_bytes: longest agreement vector.
         common: what must be equal on all ranks, by name.
-        timeout: seconds after which a warning says which ranks have not come.
+        timeout: seconds after which a warning says which ranks are missing.
         threads: ask MPI for support of several threads.
 
     Raises:
@@ -351,7 +343,7 @@ def world_transport(
 
 @contextlib.contextmanager
 def _lost_in_start(comm: Any) -> Iterator[None]:
-    """Raise RankLostError for what calls that block make of a peer's death: any error, or data never sent."""
+    """Raise RankLostError for the errors of blocking calls if a peer has died."""
     try:
         yield
     except Exception as error:
@@ -369,10 +361,10 @@ def _failed(comm: Any) -> list[int]:
     except NotImplementedError:  # by an MPI library without fault tolerance
         return []
     own = comm.Get_group()
-    places = list(failed.Translate_ranks(list(range(failed.Get_size())), own))
+    ranks = list(failed.Translate_ranks(list(range(failed.Get_size())), own))
     failed.Free()
     own.Free()
-    return places
+    return ranks
 
 
 def _expected(comm: Any) -> list[int]:
@@ -383,8 +375,8 @@ def _expected(comm: Any) -> list[int]:
         return rank_list(comm)
     from mpi4py import MPI
 
-    places = list(range(comm.Get_size()))
-    return list(MPI.Group.Translate_ranks(comm.Get_group(), places, MPI.COMM_WORLD.Get_group()))
+    ranks = list(range(comm.Get_size()))
+    return list(MPI.Group.Translate_ranks(comm.Get_group(), ranks, MPI.COMM_WORLD.Get_group()))
 
 
 def _check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -400,7 +392,7 @@ def _check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 
 def rank_list(comm: Any) -> list[int]:
-    """Return what was given as ``comm`` as a list of ranks. Raises ArgumentError for anything else."""
+    """Return ``comm`` as a list of ranks. Raises ArgumentError if it is not one."""
     try:
         return [operator.index(rank) for rank in comm]
     except TypeError:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from ringdance.transport.base import Pending
-from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld, RankKilled
-from ringdance.transport.single import single_transport
+from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld, RankKilled, single_transport
 
 
 def finish(pending: Pending) -> None:

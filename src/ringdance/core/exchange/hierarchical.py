@@ -41,8 +41,8 @@ class HierarchicalExchange(MpiExchange):
         self._small, self._sizes = small_bytes, hierarchy.host_sizes
         self._blocks = min(self._sizes)
         # The same on all hosts, however many members each has.
-        self._chunk_in_host = min(max(chunk_bytes, MIN_BLOCK_BYTES * max(self._sizes)), hierarchy.buffer_bytes)
-        chunk = self._chunk_in_host
+        chunk = min(max(chunk_bytes, MIN_BLOCK_BYTES * max(self._sizes)), hierarchy.buffer_bytes)
+        self._chunk_in_host = chunk
         index, count = transport.host_group.index(transport.rank), len(transport.host_group)
         window = transport.window or _private_window(chunk)
         self._inside = SharedMemoryExchange(window, index, count, chunk, small_bytes, progress)

@@ -1,4 +1,4 @@
-"""Whether the ranks wait for each other, so that none can ever go on."""
+"""Detect deadlocks: all ranks wait for each other."""
 
 from __future__ import annotations
 

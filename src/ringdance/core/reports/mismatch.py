@@ -1,26 +1,18 @@
-"""What is said when ranks submit different things under one name (contract 3.3, in its order)."""
+"""Build mismatch errors: ranks have submitted different requests under one name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringdance.core.request import Description
+from ringdance.core.request import Collective, Description
 from ringdance.transport.base import Identity
 
 __all__ = ["mismatch_message"]
 
 
-def _words(value: Any) -> str:
-    return getattr(value, "name", None) or str(value)
-
-
-def _distinct(words: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(words))
-
-
 def _shape(description: Description) -> str:
-    free_first = _words(description.kind) in ("ALLGATHER", "ALLTOALL")
+    free_first = description.kind in (Collective.ALLGATHER, Collective.ALLTOALL)
     shown = []
     for shape in description.shapes:
         dims = (["*"] if free_first else []) + [str(length) for length in shape]
@@ -28,15 +20,19 @@ def _shape(description: Description) -> str:
     return shown[0] if len(shown) == 1 else "[" + ", ".join(shown) + "]"
 
 
+def _dtypes(description: Description) -> str:
+    return ", ".join(dict.fromkeys(description.dtypes)) or "none"
+
+
 _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
-    ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), lambda d: _distinct(d.dtypes) or "none"),
-    ("operations", lambda d: d.kind, lambda d: _words(d.kind).lower()),
+    ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), _dtypes),
+    ("operations", lambda d: d.kind, lambda d: d.kind.name.lower()),
     ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),
     ("orders of element types", lambda d: d.dtypes, lambda d: ", ".join(d.dtypes)),
     ("shapes", lambda d: d.shapes, _shape),
     ("prescale factors", lambda d: d.prescale, lambda d: repr(d.prescale)),
     ("postscale factors", lambda d: d.postscale, lambda d: repr(d.postscale)),
-    ("reduce operations", lambda d: d.operation, lambda d: _words(d.operation).title()),
+    ("reduce operations", lambda d: d.operation, lambda d: d.operation.name.title()),
     ("root ranks", lambda d: d.root, lambda d: str(d.root)),
     ("ranks of the process set", lambda d: d.detail, lambda d: str(list(d.detail))),
 )
@@ -55,27 +51,22 @@ def mismatch_message(
     """Return the message for all members.
 
     Args:
-        name: the disputed name.
+        name: of the requests.
         who: the members.
         submitted: for each, what it submitted and why its own call was refused; None if it joined.
     """
     for identity, entry in zip(who, submitted, strict=True):
         if entry is not None and entry[1] is not None:
             return f"'{name}' failed because of the call on {identity}: {entry[1]}"
-    present = [
-        (identity, entry[0]) for identity, entry in zip(who, submitted, strict=True) if entry is not None
-    ]
+    present = [(identity, entry[0]) for identity, entry in zip(who, submitted, strict=True) if entry]
     for title, key, text in _CHECKS:
-        groups: dict[Any, list[Identity]] = {}
+        groups: dict[Any, list[tuple[Identity, Description]]] = {}
         for identity, description in present:
-            groups.setdefault(key(description), []).append(identity)
+            groups.setdefault(key(description), []).append((identity, description))
         if len(groups) > 1:
-            shown = "; ".join(
-                f"{text(next(d for i, d in present if i is members[0]))} on {_ranks(members)}"
-                for members in groups.values()
-            )
+            shown = [f"{text(g[0][1])} on {_ranks([identity for identity, _ in g])}" for g in groups.values()]
             advice = _ADVICE.get(title, "Make the call with equal arguments on all ranks.")
-            return f"Mismatched {title} for '{name}': {shown}. {advice}"
+            return f"Mismatched {title} for '{name}': {'; '.join(shown)}. {advice}"
     return f"Ranks submitted different requests for '{name}'."
 
 
@@ -85,8 +76,7 @@ def _ranks(members: Sequence[Identity]) -> str:
         by_host.setdefault(identity.host, []).append(identity.rank)
     parts = []
     for host, ranks in by_host.items():
-        shown = ", ".join(str(rank) for rank in ranks[:8]) + (
-            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        )
+        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        shown = ", ".join(map(str, ranks[:8])) + more
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {shown} on host {host}")
     return " and ".join(parts)

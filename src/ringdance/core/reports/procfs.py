@@ -1,4 +1,4 @@
-"""What the operating system tells of another process of this host. Linux only; elsewhere nothing."""
+"""Describe another process of this host from /proc. Linux only; elsewhere nothing is known."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CpuSample = tuple[float, float]  # seconds of time.monotonic, and seconds of CPU
 
 
 def sample_cpu(pid: int) -> CpuSample | None:
-    """Read how much CPU the main thread of a process has used; None where that cannot be read."""
+    """Read how much CPU the main thread of a process has used; None if that cannot be read."""
     found = _read_stat(pid, pid)
     return None if found is None else (time.monotonic(), found[2])
 
 
 def describe_threads(pid: int, before: CpuSample | None) -> str:
-    """Say what keeps a process from answering: what its main thread does, and which others run.
+    """Describe what keeps a process from answering: its main thread, and others that run.
 
     Args:
         pid: of a process of this host.
@@ -76,7 +76,7 @@ def _read_stat(pid: int, tid: int) -> tuple[str, str, float] | None:
 
 
 def _read_wchan(pid: int, tid: int) -> str:
-    """Return the kernel's function in which a thread sleeps, or "" where that is not told."""
+    """Return the kernel's function in which a thread sleeps, or "" if unknown."""
     try:
         with open(f"/proc/{pid}/task/{tid}/wchan") as file:
             return file.read().strip().removeprefix("0")

@@ -18,7 +18,7 @@ __all__ = ["Recorder"]
 _NAME = re.compile(r"ringdance-flight-rank\d+-\d+\.json")
 _KEPT_S = 7 * 86400.0
 _KEPT_FILES = 32
-_SURELY_S = 600.0  # for so long all are kept: a large job writes one for each rank
+_MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
 
 
 class Recorder:
@@ -28,16 +28,16 @@ class Recorder:
     "batch" and details (set, round, collective, names, bytes, seconds it took).
     """
 
-    def __init__(self, capacity: int, folder: str) -> None:
+    def __init__(self, capacity: int, directory: str) -> None:
         self._records: deque[tuple[float, str, Any]] = deque(maxlen=max(1, capacity))
-        self._folder = folder
+        self._directory = directory
 
     def add(self, kind: str, details: Any) -> None:
-        """Remember one event."""
+        """Add one record."""
         self._records.append((time.time(), kind, details))
 
     def records(self) -> list[tuple[float, str, Any]]:
-        """Return what is remembered, oldest first."""
+        """Return the records, oldest first."""
         return list(self._records)
 
     def dump(self, who: Identity, reason: str, pending: list[str]) -> str | None:
@@ -53,10 +53,10 @@ class Recorder:
             ],
         }
         try:
-            folder = self._folder or tempfile.gettempdir()
-            path = os.path.join(folder, f"ringdance-flight-rank{who.rank}-{who.pid}.json")
-            os.makedirs(folder, exist_ok=True)
-            _remove_old(folder)
+            directory = self._directory or tempfile.gettempdir()
+            path = os.path.join(directory, f"ringdance-flight-rank{who.rank}-{who.pid}.json")
+            os.makedirs(directory, exist_ok=True)
+            _remove_old(directory)
             descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600
             )
@@ -67,14 +67,14 @@ class Recorder:
         return path
 
 
-def _remove_old(folder: str) -> None:
-    """Remove records of former jobs: all of a week ago, and of ten minutes ago all but the newest 32."""
+def _remove_old(directory: str) -> None:
+    """Remove records older than a week, and older than ten minutes all but the newest 32."""
     found = []
-    for entry in os.scandir(folder):
+    for entry in os.scandir(directory):
         if _NAME.fullmatch(entry.name):
             with contextlib.suppress(OSError):
                 found.append((time.time() - entry.stat(follow_symlinks=False).st_mtime, entry.path))
     for newer, (age, path) in enumerate(sorted(found)):
-        if age > _KEPT_S or (age > _SURELY_S and newer >= _KEPT_FILES):
+        if age > _KEPT_S or (age > _MIN_KEPT_S and newer >= _KEPT_FILES):
             with contextlib.suppress(OSError):  # another user's
                 os.unlink(path)

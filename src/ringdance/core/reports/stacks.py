@@ -1,4 +1,4 @@
-"""Where the threads of this process are in the user's code."""
+"""Locate the threads of this process in the user's code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
 def user_frames(frame: FrameType | None, outermost: bool = True) -> list[str]:
     """List file, line and function of the user's frames, innermost first, at most 8.
 
-    The user's own line says more than that of a library which it calls.
+    The user's own line is more useful than that of a library which it calls.
 
     Args:
         frame: the innermost frame of a thread.
@@ -60,7 +60,7 @@ def user_frames(frame: FrameType | None, outermost: bool = True) -> list[str]:
         frame = frame.f_back
     if not found and outermost:
         shown = script or inner
-        return [_location(shown)] if shown is not None else ["unknown place"]
+        return [_location(shown)] if shown is not None else ["unknown location"]
     return found
 
 

@@ -1,4 +1,4 @@
-"""The warning about a stall: who waits for what and where, who is late and what it does, what to do."""
+"""The warning about a stall: which rank waits for what, which are late and what they do, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST_THREADS = 3
 
 @dataclass
 class Stall:
-    """What is known of a request that has been pending for long.
+    """A request that has been pending for long.
 
     Attributes:
         identities: of all ranks.
-        rank: the one that says it.
+        rank: the one that reports it.
         status: of that rank, as from ``StallWatch.status``.
         seconds: for how long it has waited, or since it has submitted.
         waits: whether a thread of it waits for this request.
@@ -31,9 +31,9 @@ class Stall:
         set_id: of its process set.
         others: the other members' ranks.
         answers: their status, from those that have answered.
-        silent: what is known of those that have not.
+        unanswered: descriptions of those that have not.
         in_round: whether a round of the process set is under way here.
-        behind: the members of this host that have not come as far in it.
+        behind: the members of this host that have not signalled in it.
         idle: seconds since anything was achieved.
         moving: whether data move.
     """
@@ -47,7 +47,7 @@ class Stall:
     set_id: int
     others: list[int]
     answers: dict[int, dict[str, Any]]
-    silent: dict[int, str]
+    unanswered: dict[int, str]
     in_round: bool = False
     behind: Collection[int] = ()
     idle: float = 0.0
@@ -61,13 +61,13 @@ class Stall:
         self.unstarted = [
             rank for rank in answered if has[rank] and self.set_id not in self.answers[rank]["due"]
         ]
-        self.unheard = [rank for rank in self.others if rank not in self.answers]
+        self.unknown = [rank for rank in self.others if rank not in self.answers]
 
     def under_way(self, timeout: float) -> bool:
         """Whether its exchange moves, or all have submitted it and idle for less than ``timeout``."""
         if self.missing or self.unstarted:
             return False
-        return self.moving or (not self.unheard and self.idle < timeout)
+        return self.moving or (not self.unknown and self.idle < timeout)
 
 
 def pending_names(status: dict[str, Any], set_id: int) -> list[str]:
@@ -89,17 +89,17 @@ def stall_message(stall: Stall) -> str:
     if stall.unstarted:
         late = [f"{who[rank]}: {_locations(stall.answers[rank], own)}" for rank in stall.unstarted]
         parts.append(f"Submitted but not yet waited for by {'; by '.join(late)}.")
-    if stall.unheard:
-        silent = [f"{who[rank]}: {stall.silent[rank]}" for rank in stall.unheard]
-        parts.append(f"No answer from {'; from '.join(silent)}.")
+    if stall.unknown:
+        descriptions = [f"{who[rank]}: {stall.unanswered[rank]}" for rank in stall.unknown]
+        parts.append(f"No answer from {'; from '.join(descriptions)}.")
     if stall.missing:
         parts.append("All ranks must make the same calls.")
-        # Those who have no more batches can join, which helps with the reductions of all ranks.
+        # Ranks that have no more batches can join, which helps with the reductions of all ranks.
         if stall.set_id == 0 and "allreduce." in stall.name:
             parts.append(OUT_OF_DATA)
     elif stall.unstarted:
         parts.append("A rank takes part in the exchange once it waits for a result.")
-    elif stall.moving or not stall.unheard:
+    elif stall.moving or not stall.unknown:
         parts = [_exchange(stall, own)]
     return " ".join([_head(stall), *parts])
 
@@ -114,7 +114,7 @@ def _head(stall: Stall) -> str:
 
 
 def _late(stall: Stall, status: dict[str, Any], own: set[str]) -> str:
-    """Say what a rank does that has not submitted the request."""
+    """Describe what a rank does that has not submitted the request."""
     names = pending_names(status, stall.set_id)
     if status["joined"]:
         doing = "it has joined"
@@ -128,7 +128,7 @@ def _late(stall: Stall, status: dict[str, Any], own: set[str]) -> str:
 
 
 def _exchange(stall: Stall, own: set[str]) -> str:
-    """Say how far the exchange is that all members have submitted."""
+    """Describe the progress of an exchange that all members have submitted."""
     if stall.moving:
         return "All members have submitted it, and its exchange is under way."
     if not stall.in_round:
@@ -147,7 +147,7 @@ def _frames(status: dict[str, Any]) -> set[str]:
 
 
 def _locations(status: dict[str, Any], others: Collection[str], only_pending: bool = False) -> str:
-    """Say where a rank's threads are: the innermost frame, and the next that the other rank is not in.
+    """Describe where a rank's threads are: the innermost frame, and the next that the other rank is not in.
 
     Where a helper function makes the call on both ranks, it is the line it was called from that differs.
     """

@@ -1,9 +1,9 @@
-"""Watching: what each rank is doing, told to those who wait for it.
+"""Detect stalls: ranks that wait for others.
 
-A rank that has waited for some seconds, or has had an asynchronous request pending for so long,
-asks the members of the set for their status; the engine thread answers, even while the main
-thread computes. The lowest waiting rank then says once who has not submitted what, and where
-its threads are. Who does not answer is looked at from outside.
+A rank that has waited for some seconds, or has had an asynchronous request pending for so long, asks all
+ranks for their status; the engine thread answers, even while the main thread computes. The lowest waiting
+rank then reports which ranks have not submitted what, and where their threads are. A process of this host
+that does not answer is examined from outside.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = ["StallWatch"]
 
-DEADLOCK = (
+_DEADLOCK = (
     "All ranks wait, each for an operation that another has not submitted, and nothing was submitted for "
     "{:g} s (setting deadlock_time): none of them can ever go on."
 )
-_ANSWER_TIME = 0.5
-_LONGEST_ANSWER_TIME = 1.5  # of a process that runs: with all cores busy its engine may get none for so long
+_ANSWER_TIMEOUT = 0.5
 _RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
+_Verdict = tuple[str | None, type[StallError] | None]
 
 
 @dataclass
 class _Inquiry:
-    """What was asked about, and what was so at that time."""
+    """A request that was asked about, and the state at that time."""
 
     asked: float
     state: ProcessSetState
@@ -54,16 +54,16 @@ class _Inquiry:
 
 
 class StallWatch:
-    """Looks after what this rank waits for.
+    """Detects stalls of what this rank waits for.
 
     Args:
-        transport: the whole job's; notes go through it.
+        transport: of the whole job; carries the notes.
         settings: report after ``stall_check_time``, and again after twice, four times that; give up after
             ``stall_shutdown_time``, or ``deadlock_time`` where no rank can ever go on.
         process_sets: returns the ranks of all process sets.
 
     Attributes:
-        submitters: to be told of each submission.
+        submitters: to be updated at each submission.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class StallWatch:
         self._deadlock = settings.deadlock_time
         self._disabled = settings.stall_check_disable
         self._next_report: dict[tuple[int, str], float] = {}
-        self._quiet_until = 0.0  # a report on one request speaks for those behind it
+        self._quiet_until = 0.0  # a report on one request covers those behind it
         self._inquiry: _Inquiry | None = None
-        self._moved: dict[int, tuple[int, float]] = {}  # by set: what ``_count`` was last, and since when
+        self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and since when
 
     def status(self, sets: list[ProcessSetState]) -> dict[str, Any]:
         """Return this rank's answer to an inquiry.
@@ -106,12 +106,12 @@ class StallWatch:
         }
 
     def on_status(self, sender: int, note: dict[str, Any]) -> None:
-        """Take in another rank's answer."""
+        """Accept another rank's answer."""
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
 
-    def check(self, sets: list[ProcessSetState]) -> tuple[str | None, type[StallError] | None]:
-        """Return (what to tell people, the error to give up with or None)."""
+    def check(self, sets: list[ProcessSetState]) -> _Verdict:
+        """Return a warning or None, and the error to fail with or None."""
         if self._disabled:
             return None, None
         now = time.monotonic()
@@ -161,22 +161,22 @@ class StallWatch:
 
     def _conclude(
         self, inquiry: _Inquiry, now: float, sets: list[ProcessSetState]
-    ) -> tuple[str | None, type[StallError] | None]:
+    ) -> _Verdict:
         state, work = inquiry.state, inquiry.work
         if work.done() or state not in sets:
             self._inquiry = None
             return None, None
         own = self._transport.rank
         others = [rank for rank in state.members if rank != own]
-        if now - inquiry.asked < _ANSWER_TIME and len(inquiry.answers) < self._transport.size - 1:
+        if now - inquiry.asked < _ANSWER_TIMEOUT and len(inquiry.answers) < self._transport.size - 1:
             return None, None
         self._inquiry = None
         give_up = 0 < self._shutdown <= inquiry.seconds + 0.001
         if not give_up and any(inquiry.answers.get(p, {}).get("waiting") for p in others if p < own):
-            return None, None  # a lower rank waits too, and will say it
+            return None, None  # a lower rank waits too, and reports it
         stall = self._describe(inquiry, now, others)
         if self._deadlocked(inquiry, sets):
-            return f"{DEADLOCK.format(self._deadlock)} {stall_message(stall)}", DeadlockError
+            return f"{_DEADLOCK.format(self._deadlock)} {stall_message(stall)}", DeadlockError
         if stall.under_way(self._check):
             give_up = False
             if inquiry.seconds < 4 * self._check:
@@ -191,9 +191,9 @@ class StallWatch:
             return False
         statuses = dict(inquiry.answers)
         statuses[self._transport.rank] = self.status(sets)
-        everybody = range(self._transport.size)
-        return len(statuses) == len(everybody) and deadlocked(
-            self._process_sets(), [statuses[rank] for rank in everybody], self._deadlock
+        everyone = range(self._transport.size)
+        return len(statuses) == len(everyone) and deadlocked(
+            self._process_sets(), [statuses[rank] for rank in everyone], self._deadlock
         )
 
     def _describe(self, inquiry: _Inquiry, now: float, others: list[int]) -> Stall:
@@ -211,16 +211,16 @@ class StallWatch:
             set_id=state.set_id,
             others=others,
             answers=inquiry.answers,
-            silent={r: self._outside(r, inquiry) for r in others if r not in inquiry.answers},
+            unanswered={r: self._outside(r, inquiry) for r in others if r not in inquiry.answers},
             in_round=state.in_round,
-            behind=[state.members[group[place]] for place in behind],
+            behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
             # Within one round: rounds that follow each other and achieve nothing move no data.
             moving=state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
         )
 
     def _outside(self, rank: int, inquiry: _Inquiry) -> str:
-        """Say what can be known of a rank that does not answer."""
+        """Describe a rank that does not answer."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         if any(rank in answer["stopped"] for answer in inquiry.answers.values()):  # by a rank on its host
             state = "stopped"
@@ -254,7 +254,7 @@ def _count(state: ProcessSetState) -> int:
 
 
 def _pending_since(state: ProcessSetState, work: Work) -> float | None:
-    """Return since when somebody waits for it or, asynchronous, it should have been started; else None."""
+    """Return since when a thread waits for it or, if asynchronous, it should have been started; else None."""
     if work.waited_since and state.waiting:
         return work.waited_since
     return work.submitted if state.pending.eager_since is not None else None
