@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from threading import get_ident
 
 from ringdance.core.exchange import Progress
 from ringdance.core.execute import complete_alone
@@ -156,10 +155,6 @@ class Engine:
         if wake and (self.callers or engine_thread is None or engine_thread.asleep):
             self._wake()
         return work
-
-    def submitted_since(self, when: float) -> bool:
-        """Return whether the calling thread has submitted something since then (``time.monotonic()``)."""
-        return self._last_submitted.get(get_ident(), 0.0) >= when
 
     def refuse(self, request: Request, message: str) -> None:
         """Fail this request's name on the peers, since the call on this rank was wrong.

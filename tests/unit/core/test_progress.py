@@ -1,4 +1,4 @@
-"""Who drives the engine: no wake-up is lost, no interrupt leaves anything taken, no thread dies unheard."""
+"""The progress engine: no wake-up is lost, no interrupt leaves a lock taken, no thread dies silently."""
 
 from __future__ import annotations
 
@@ -227,15 +227,15 @@ def test_without_threads_mpi_is_called_on_this_one(monkeypatch: pytest.MonkeyPat
 
 
 def test_notes_are_read_during_a_long_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step achieves something, so that the driver never sleeps; who asks is answered all the same."""
-    looks: list[int] = []
-    look = Engine.look
+    """Each step achieves something, so that no thread sleeps; inquiries are answered all the same."""
+    checked: list[int] = []
+    check = Engine.check_peers
 
     def counting(engine: Engine) -> None:
-        looks.append(engine.rank)
-        look(engine)
+        checked.append(engine.rank)
+        check(engine)
 
-    monkeypatch.setattr(Engine, "look", counting)
+    monkeypatch.setattr(Engine, "check_peers", counting)
     monkeypatch.setattr(progress, "_CHECK_EVERY", 0.0)
 
     def program(engine: Engine) -> None:
@@ -244,4 +244,4 @@ def test_notes_are_read_during_a_long_exchange(monkeypatch: pytest.MonkeyPatch) 
         start(engine, "A").wait()
 
     job(2, program, threaded=False)
-    assert {0, 1} == set(looks)
+    assert {0, 1} == set(checked)

@@ -169,10 +169,6 @@ class Reduction:
         if not self.late and not self.plain:
             self._finish(total, total)
 
-    def finish(self, source: Array, out: Array) -> None:
-        """Scale a sum that was made elsewhere (MPI); ``source`` and ``out`` may be the same."""
-        self._finish(source, out)
-
     def alone(self, source: Array, out: Array) -> None:
         """Reduce over one rank only: scales alone."""
         if self.prescale == 1.0 and self.plain:
