@@ -36,7 +36,7 @@ def _subcommand(
     action: Callable[[argparse.Namespace, HostSet], int],
     help: str,
     add_own: Callable[[argparse.ArgumentParser], None],
-    epilog: str,
+    epilog: str = "",
 ) -> Subcommand:
     """Make a subcommand of an action on hosts, with the options that name them."""
 
@@ -96,12 +96,7 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="write new keys without asking")
 
 
-_LIST = """\
-examples:
-  ringdance hosts list -H node1:4,node2:4
-  ringdance hosts list --hostfile hosts --format json
-
-exit code: 0 if all hosts answer, else 1"""
+_LIST = "exit code: 0 if all hosts answer, else 1"
 _RUN = """\
 Several words are a program and its arguments; a single word is a line for the shell there:
   ringdance hosts run -H node1,node2 -- nvidia-smi -L
@@ -125,20 +120,9 @@ by ssh. From host to host the bytes go over TCP, not encrypted, like MPI's; --di
 
 exit code: 0 if everything is on all hosts, else 1"""
 _KILL = """\
-examples:
-  ringdance hosts kill -H node1,node2 3f2a91c0
-
 For jobs that their launcher cannot end any more; otherwise use Ctrl-C, or `ringdance stop`.
 Only processes started by `ringdance run`, with their files in /tmp and /dev/shm."""
-_DISK = """\
-examples:
-  ringdance hosts disk -H node1,node2
-  ringdance hosts disk -H node1,node2 /scratch /dev/shm --format json"""
 _TRUST = """\
-examples:
-  ringdance hosts trust -H node1,node2          shows the fingerprints and asks
-  ringdance hosts trust --hostfile hosts --yes
-
 Compare the fingerprints with those of the hosts (there: ssh-keygen -lf
 /etc/ssh/ssh_host_ed25519_key.pub): an attacker on the network could send other keys. A key
 that differs from a known one is never written.
@@ -156,7 +140,7 @@ _SUBCOMMANDS = {
         commands.copy, "copy a file or a directory to all hosts, each passing it on", _add_copy, _COPY
     ),
     "kill": _subcommand(commands.kill, "end all processes of a job on these hosts", _add_kill, _KILL),
-    "disk": _subcommand(commands.disk, "show size and free space of directories", _add_disk, _DISK),
+    "disk": _subcommand(commands.disk, "show size and free space of directories", _add_disk),
     "trust": _subcommand(
         commands.trust, "add the ssh keys of all hosts, after showing them", _add_trust, _TRUST
     ),

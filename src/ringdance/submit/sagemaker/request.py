@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ringdance.submit.sagemaker.estimator import Estimator
 
 _KEYS = {
-    "image_uri": "AlgorithmSpecification.TrainingImage",
-    "input_mode": "AlgorithmSpecification.TrainingInputMode",
     "metric_definitions": "AlgorithmSpecification.MetricDefinitions",
     "output_kms_key": "OutputDataConfig.KmsKeyId",
     "instance_type": "ResourceConfig.InstanceType",
@@ -116,8 +114,12 @@ def training_job(
     parameters = hyperparameters(estimator, name, source, region)
     request: dict[str, Any] = {
         "TrainingJobName": name,
+        "AlgorithmSpecification": {
+            "TrainingInputMode": estimator.input_mode,
+            "TrainingImage": estimator.image_uri,
+            "EnableSageMakerMetricsTimeSeries": estimator.enable_sagemaker_metrics,
+        },
         "RoleArn": role,
-        "AlgorithmSpecification": {"EnableSageMakerMetricsTimeSeries": estimator.enable_sagemaker_metrics},
         "OutputDataConfig": {"S3OutputPath": output},
         "ProfilerConfig": {**profiler, "DisableProfiler": estimator.disable_profiler},
         "HyperParameters": {key: json.dumps(value) for key, value in parameters.items()},
