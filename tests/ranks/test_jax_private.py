@@ -102,12 +102,3 @@ def test_names_are_looked_up(
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
     assert getattr(again, attribute) == without
-    assert again.backends_are_initialized()
-
-
-def test_without_knowing_whether_xla_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is taken for not started: then setting the number of threads is useless, and harmless."""
-    from jax._src import xla_bridge
-
-    monkeypatch.delattr(xla_bridge, "backends_are_initialized")
-    assert _private._find("xla_bridge", "backends_are_initialized", lambda: False)() is False

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
-    "EFFECT", "SPMDAxisContext", "abstract_token", "backends_are_initialized", "lowering_to_hlo",
-    "one_device_of", "replace_lowering_to_hlo",
+    "EFFECT", "SPMDAxisContext", "abstract_token", "lowering_to_hlo", "one_device_of",
+    "replace_lowering_to_hlo",
 ]
 
 
@@ -55,10 +55,6 @@ SPMDAxisContext: Any = _find("sharding_impls", "SPMDAxisContext", ())
 # jax._src.callback._callback_op_sharding: lets a program for several devices of this process call Python
 # once, with whole arrays. Without it such programs are refused.
 one_device_of: Callable[..., Any] | None = _find("callback", "_callback_op_sharding")
-
-# jax._src.xla_bridge.backends_are_initialized: whether XLA has started its threads. Without it ``init`` sets
-# their number even where that is too late.
-backends_are_initialized: Callable[[], bool] = _find("xla_bridge", "backends_are_initialized", lambda: False)
 
 
 # jax._src.interpreters.pxla._cached_lowering_to_hlo: where JAX lowers a recorded program; see ``programs``.

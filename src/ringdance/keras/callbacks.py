@@ -7,7 +7,7 @@ from typing import Any
 
 from ringdance import session
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.keras.library import KERAS2, build, keras, variables_of
+from ringdance.keras.library import build, forms, keras, variables_of
 from ringdance.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
 from ringdance.keras.values import broadcast_variables
 from ringdance.training.objects import allgather_json
@@ -72,16 +72,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if self._done:
             return
         self._done = True
-        local = set().union(*map(_ids, self._local))
+        local = set().union(*map(forms, self._local))
         found = [*self.model.variables, *variables_of(getattr(self.model, "optimizer", None))]
         unique = {id(one): one for one in found}.values()
-        kept = [one for one in unique if local.isdisjoint(_ids(one))]
+        kept = [one for one in unique if local.isdisjoint(forms(one))]
         broadcast_variables(kept, self.root_rank)
-
-
-def _ids(variable: Any) -> set[int]:
-    """Return the ids of a variable and of what Keras 3 keeps in it, which a script may name as well."""
-    return {id(variable)} if KERAS2 else {id(variable), id(getattr(variable, "value", variable))}
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

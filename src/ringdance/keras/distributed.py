@@ -1,4 +1,4 @@
-"""What an optimizer of either Keras gains by becoming a DistributedOptimizer."""
+"""What a DistributedOptimizer adds to an optimizer of Keras 2 or 3."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class _Listed(list[Any]):
 
 
 class Distributed:
-    """What is put in front of the optimizer's own class; its options are attributes of the subclass.
+    """The base that comes before the optimizer's own class; options are attributes of the subclass.
 
-    Derived classes call ``_reduce`` where their Keras comes by with the gradients of a step.
+    Derived classes call ``_reduce`` where their Keras processes the gradients of a step.
     """
 
     _reduction: Reduction
@@ -40,27 +40,18 @@ class Distributed:
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
     def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        local = self._local_places(variables)
-        places = [place for place in range(len(gradients)) if place not in local]
-        shared = self._reduction([gradients[one] for one in places], [variables[one] for one in places])
-        results = list(gradients)
-        for place, one in zip(places, shared, strict=True):
-            results[place] = _times(one, self._factor)
-        # An average over the ranks is n times smaller than the sum; so is what one rank gives alone.
-        share = 1 / (self._reduction.process_set.size() or 1) if self._scale_local else 1.0
-        for place in local:
-            results[place] = _times(gradients[place], self._factor * share)
-        return results
-
-    def _local_places(self, variables: Sequence[Any]) -> set[int]:
         layers = [variable for layer in self._local_layers for variable in layer.trainable_variables]
-        local = {id(same) for one in (*self._local_variables, *layers) for same in forms(one)}
-        if not local:
-            return set()
-        return {
-            place for place, variable in enumerate(variables)
-            if any(id(same) in local for same in forms(variable))
-        }
+        ids = set().union(*map(forms, [*self._local_variables, *layers]))
+        local = [not ids.isdisjoint(forms(variable)) for variable in variables]
+        shared = [index for index, here in enumerate(local) if not here]
+        chosen = [[listed[index] for index in shared] for listed in (gradients, variables)]
+        reduced = iter(self._reduction(*chosen))
+        # An average over the ranks is n times smaller than the sum; so is the gradient of one rank alone.
+        share = 1 / (self._reduction.process_set.size() or 1) if self._scale_local else 1.0
+        return [
+            _times(one, self._factor * share) if here else _times(next(reduced), self._factor)
+            for one, here in zip(gradients, local, strict=True)
+        ]
 
 
 def _times(gradient: Any, factor: float) -> Any:

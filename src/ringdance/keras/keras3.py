@@ -1,7 +1,7 @@
 """Where an optimizer of Keras 3 reduces its gradients.
 
-- in ``apply()``, before anything else happens to them; ``fit()``, ``apply_gradients()`` and
-  ``stateless_apply()`` all come there;
+- in ``apply()``, before any other processing; ``fit()``, ``apply_gradients()`` and ``stateless_apply()`` all
+  call it;
 - with ``gradient_accumulation_steps``: where the accumulated gradients are clipped, once for each update;
 - of a ``LossScaleOptimizer``: before it looks for infinities, so that all ranks skip the same steps.
 
@@ -13,13 +13,13 @@ would leave the others waiting for its gradients.
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 from ringdance.errors import ArgumentError
+from ringdance.keras import _private
 from ringdance.keras.distributed import Distributed, is_distributed
 from ringdance.keras.library import keras
-from ringdance.keras.reduction import everywhere
+from ringdance.keras.reduction import true_on_all
 
 __all__ = ["Keras3Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
 
@@ -35,8 +35,11 @@ class Keras3Distributed(Distributed):
         known: Any = self
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        variables = self._known_variables() if trainable_variables is None else trainable_variables
-        # Otherwise there is a mistake, which Keras explains; or it is done after accumulation.
+        if trainable_variables is None:
+            variables = _private.trainable_variables(self)
+        else:
+            variables = trainable_variables
+        # Other lengths are a mistake that Keras explains; with accumulation it is done afterwards.
         if len(gradients) == len(variables) and not known.gradient_accumulation_steps:
             gradients = self._reduce(gradients, variables)
         return super().apply(gradients, trainable_variables)  # type: ignore[misc]
@@ -54,17 +57,14 @@ class Keras3Distributed(Distributed):
     def _backend_reset_gradient_accumulators(self) -> None:
         known: Any = super()
         known._backend_reset_gradient_accumulators()
-        if keras.backend.backend() == "torch":  # there Keras multiplies by zero, and an infinity would stay
-            known = self
-            for one in known._accumulated_gradients:
-                if one is not None:
-                    one.assign(keras.ops.zeros_like(one))
+        if keras.backend.backend() == "torch":
+            _private.zero_accumulators(self)
 
     def _reduce_accumulated(self, gradients: list[Any], steps: int) -> list[Any]:
         variables = self._applied_to
         if keras.backend.backend() != "jax":
             return self._reduce(gradients, variables)
-        # JAX comes here in every step, and throws away what it computes in those that only accumulate.
+        # On JAX this runs in every step, and its result is dropped in those that only accumulate.
         known: Any = self
         update = (known._iterations + 1) % steps == 0
         done: list[Any] = keras.ops.cond(
@@ -72,19 +72,13 @@ class Keras3Distributed(Distributed):
         )
         return done
 
-    def _known_variables(self) -> list[Any]:
-        known: Any = self
-        if not known._trainable_variables:  # older versions of Keras leave them to the one that is wrapped
-            known = getattr(known, "inner_optimizer", known)
-        return list(known._trainable_variables)
-
 
 class _ScalesLoss(Keras3Distributed):
     """For a LossScaleOptimizer, which on JAX does not go through ``apply``."""
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Return updated variables; gradients are reduced over the ranks first."""
-        grads = self._reduce(list(grads), self._known_variables())
+        grads = self._reduce(list(grads), _private.trainable_variables(self))
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
 
@@ -106,10 +100,11 @@ def class_options(base: type) -> dict[str, Any]:
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Let Keras accumulate over so many passes; return the options that make a sum of its mean if wanted."""
+    """Let Keras accumulate over ``passes``; return the options that turn its mean into a sum if wanted."""
     if passes == 1:
         return {}
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    _private.check_accumulation(inner)
     if inner.gradient_accumulation_steps not in (None, passes):
         raise ArgumentError(
             f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="
@@ -126,7 +121,7 @@ def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
 
 @functools.cache
 def adapt() -> None:
-    """Teach Keras two things about our optimizers; for all others it does what it did."""
+    """Patch Keras for distributed optimizers: check for infinities on all ranks, and no XLA on TensorFlow."""
     scaler = keras.optimizers.LossScaleOptimizer
     check_finite = scaler.check_finite
 
@@ -136,17 +131,7 @@ def adapt() -> None:
         inner = self.inner_optimizer
         if isinstance(self, Distributed) or not isinstance(inner, Distributed):
             return finite
-        return everywhere(finite, f"{inner._reduction.name}.finite", inner._reduction.process_set)
+        return true_on_all(finite, f"{inner._reduction.name}.finite", inner._reduction.process_set)
 
     scaler.check_finite = check_on_all_ranks
-    trainer = sys.modules["keras.src.trainers.trainer"].Trainer
-    resolve = trainer._resolve_auto_jit_compile
-
-    @functools.wraps(resolve)
-    def without_xla(self: Any) -> bool:
-        # XLA cannot compile an exchange between ranks into a TensorFlow step; jit_compile="auto" is then no.
-        if keras.backend.backend() == "tensorflow" and is_distributed(getattr(self, "optimizer", None)):
-            return False
-        return bool(resolve(self))
-
-    trainer._resolve_auto_jit_compile = without_xla
+    _private.without_xla(is_distributed)

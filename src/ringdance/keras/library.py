@@ -61,11 +61,10 @@ def number(value: Any) -> float:
     return float(value if isinstance(value, (int, float)) else ops.convert_to_numpy(value))
 
 
-def forms(variable: Any) -> tuple[Any, ...]:
-    """Return Keras's variable and, on TensorFlow, the tf.Variable in it: both are used in custom loops."""
-    if not KERAS2 and keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable):
-        return variable, variable.value
-    return (variable,)
+def forms(variable: Any) -> set[int]:
+    """Return the ids of a variable and of the backend's in Keras 3's: custom loops use both."""
+    value = getattr(variable, "value", variable)  # a method of tf.Variable, an attribute in Keras 3
+    return {id(variable), id(variable if callable(value) else value)}
 
 
 def variables_of(optimizer: Any) -> list[Any]:

@@ -1,30 +1,30 @@
-"""DistributedOptimizer: a Keras optimizer whose gradients are reduced over the ranks. Contract 2.3.
+"""DistributedOptimizer: a Keras optimizer whose gradients are reduced over the ranks.
 
 One implementation for Keras 3 on the backends tensorflow, torch and jax, and for Keras 2. The optimizer stays
-the object it is, with its variables and settings; its class becomes a subclass of its own class that reduces
-gradients before anything else happens to them: see ``keras3`` and ``keras2``. Clipping, weight decay, EMA and
+the same object, with its variables and settings; its class becomes a subclass of its own class that
+reduces gradients before any other processing: see ``keras3`` and ``keras2``. Clipping, weight decay, EMA and
 loss scaling then see what one process would see on the joined batch.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
+from ringdance.keras import _private
 from ringdance.keras.compression import Compression
 from ringdance.keras.distributed import is_distributed
 from ringdance.keras.library import KERAS2, keras, optimizer_types
 from ringdance.keras.reduction import Reduction, binding
 from ringdance.training.checks import pick_operation
+from ringdance.training.collectives import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "load_model"]
 
-Average = int(ReduceOp.AVERAGE)
 hooks: Any = importlib.import_module(f"ringdance.keras.keras{2 if KERAS2 else 3}")
 
 
@@ -70,7 +70,7 @@ def DistributedOptimizer(
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
     if is_distributed(optimizer):
         raise ArgumentError("This optimizer is a DistributedOptimizer already.")
-    binding()  # says what to do if there is none for this backend
+    binding()  # raises if there is none for this backend
     session.engine()
     reducing = hooks.unwrapped(optimizer)
     name = name or f"Distributed{type(reducing).__name__}"
@@ -90,7 +90,7 @@ def DistributedOptimizer(
 
 
 def _wrong_optimizer(kind: type) -> str:
-    """Say which optimizers are taken, and how to use the other Keras where it is one of that."""
+    """Return an error message for what is not an optimizer of the Keras in use."""
     wanted = f"Keras {2 if KERAS2 else 3}, {keras.__name__}.optimizers.*"
     text = f"Expected an optimizer of {wanted}, got {kind.__module__}.{kind.__name__}."
     if kind.__module__.partition(".")[0] == ("keras" if KERAS2 else "tf_keras"):
@@ -130,8 +130,7 @@ def _subclass(base: type, attributes: dict[str, Any]) -> type:
     made = type(base.__name__, (hooks.front(base), base), {**attributes, **hooks.class_options(base)})
     registered = keras.saving.get_registered_name(base)
     if made.__module__ != "keras.optimizers" and registered != base.__name__:
-        module = sys.modules[f"{keras.__name__}.src.saving.object_registration"]
-        getattr(module, "_GLOBAL_CUSTOM_NAMES" if KERAS2 else "GLOBAL_CUSTOM_NAMES")[made] = registered
+        _private.register_as(made, registered)
     return made
 
 
@@ -139,14 +138,14 @@ def load_model(
     filepath: Any, custom_optimizers: Any = None, custom_objects: dict[str, Any] | None = None,
     compression: Any = Compression.none, legacy_opts: bool = False,
 ) -> Any:
-    """Load a model, with its optimizer as a DistributedOptimizer that goes on where it was saved.
+    """Load a model, with its optimizer as a DistributedOptimizer in the saved state.
 
     Args:
-        filepath: what ``model.save()`` wrote, on whatever number of ranks, with or without Ringdance.
-        custom_optimizers: classes of optimizers that Keras does not know.
-        custom_objects: other classes and functions it does not know, by name.
+        filepath: what ``model.save()`` wrote, on any number of ranks, with or without Ringdance.
+        custom_optimizers: classes of optimizers that Keras does not have.
+        custom_objects: other classes and functions that it does not have, by name.
         compression: as for DistributedOptimizer.
-        legacy_opts: accepted, and not needed: Keras 2 has saved whether its optimizer was a legacy one.
+        legacy_opts: accepted and ignored: Keras 2 has saved whether its optimizer was a legacy one.
     """
     objects = {one.__name__: one for one in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})

@@ -1,4 +1,4 @@
-"""Tensors of Keras's backend, exchanged by that backend's own binding."""
+"""Reduce gradients by the binding of Keras's backend."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ringdance.keras.library import keras, ops
 from ringdance.training.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["Reduction", "binding", "everywhere", "takes_part"]
+__all__ = ["Reduction", "binding", "takes_part", "true_on_all"]
 
 BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def binding() -> Any:
-    """Return the module with the collectives for the tensors of Keras's backend.
+    """Return the binding of Keras's backend: the module with its collectives.
 
     Raises:
         ArgumentError: there is none for this backend.
@@ -34,14 +34,14 @@ def binding() -> Any:
 
 
 def takes_part(process_set: ProcessSet) -> bool:
-    """Return whether this rank has others to exchange with."""
+    """Return whether this rank exchanges data with others in a set."""
     engine = session.engine()
     members = engine.members(set_id(process_set))
     return len(members) > 1 and engine.rank in members
 
 
-def everywhere(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
-    """Return a scalar truth that holds if ``condition`` does on all ranks; at once or in a program."""
+def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
+    """Return a boolean scalar: whether ``condition`` is true on all ranks; eagerly or in a program."""
     if not takes_part(process_set):
         return condition
     value = ops.cast(condition, "float32")
@@ -53,16 +53,16 @@ _numbers: dict[tuple[str, int], Iterator[int]] = {}
 
 
 class Reduction:
-    """How the gradients of an optimizer are reduced, in one exchange for each step.
+    """Reduces the gradients of an optimizer, in one exchange for each step.
 
     Args:
-        name: the same on all ranks. Optimizers with one name are told apart by the order in which they are
-            first used: one that only some ranks have, to look into a file, does not count.
+        name: the same on all ranks. Optimizers of one name are numbered in the order of their first use:
+            one that only some ranks have, for example to read a file, does not count.
         operation: Average or Sum.
         predivide: with Average, divides before and multiplies after the sum.
         compression: see ``ringdance.keras.compression``.
         sparse_as_dense: reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
-        process_set: who takes part; on others nothing happens.
+        process_set: the ranks that take part; on others gradients stay local.
         options: more for ``ringdance.tensorflow.gradients.GradientReducer``.
     """
 
@@ -93,20 +93,16 @@ class Reduction:
         return f"{self._given_name}.{next(_numbers.setdefault(key, itertools.count()))}"
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients reduced; ``None`` stays. Results may lie in the memory of those given."""
+        """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""
         if not takes_part(self.process_set):
             return list(gradients)
         if self._in_tensorflow is not None:
             self._in_tensorflow.name = self.name
             done: list[Any] = self._in_tensorflow.reduce(gradients, variables)
             return done
-        there = [place for place, one in enumerate(gradients) if one is not None]
-        done = list(gradients)
-        if there:
-            reduced = self._reduced([gradients[place] for place in there])
-            for place, one in zip(there, reduced, strict=True):
-                done[place] = one
-        return done
+        present = [one for one in gradients if one is not None]
+        reduced = iter(self._reduced(present) if present else ())
+        return [None if one is None else next(reduced) for one in gradients]
 
     def _reduced(self, tensors: list[Any]) -> list[Any]:
         hvd = binding()
@@ -114,15 +110,10 @@ class Reduction:
         small = [one for one, _ in packed]
         reduce = hvd.grouped_allreduce
         if keras.backend.backend() == "torch":
-            import torch
-
-            # In place: a step's gradients are not needed any more. Not for torch.compile to look into.
-            unseen: Any = torch.compiler.disable
-            reduce = unseen(hvd.grouped_allreduce_)
+            reduce = hvd.grouped_allreduce_  # in place: a step's gradients are not needed any more
             small = [one.detach().contiguous() for one in small]
         small = reduce(
             small, name=self.name, op=int(self.operation), prescale_factor=self.prescale,
             postscale_factor=self.postscale, process_set=self.process_set,
         )
-        pairs = zip(small, packed, strict=True)
-        return [self.compression.decompress(one, context) for one, (_, context) in pairs]
+        return [self.compression.decompress(one, pair[1]) for one, pair in zip(small, packed, strict=True)]

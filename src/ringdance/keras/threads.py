@@ -1,4 +1,4 @@
-"""Joining the job from Keras: its backend then computes with this rank's share of the cores."""
+"""Join the job from Keras; limit its backend to this rank's share of the cores."""
 
 from __future__ import annotations
 

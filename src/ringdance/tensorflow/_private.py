@@ -29,10 +29,10 @@ _record_gradient = _find("eager.execute", "record_gradient")
 RECORDS = _must_record is not None and _record_gradient is not None
 
 
-def record(kind: str, inputs: Sequence[Any], attribute: tuple[str, str], outputs: Sequence[Any]) -> None:
-    """Record an operation of type ``kind`` with a text as attribute, if a gradient tape is recording."""
+def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: Sequence[Any]) -> None:
+    """Record an operation of type ``kind`` with the attribute ``text``, if a gradient tape is recording."""
     if RECORDS and _must_record():
-        _record_gradient(kind, list(inputs), (attribute[0], attribute[1].encode()), list(outputs))
+        _record_gradient(kind, list(inputs), ("text", text().encode()), list(outputs))
 
 
 # ops.control_flow_util.GraphOrParentsInXlaContext: whether XLA will compile the graph. Without it XLA says

@@ -1,7 +1,7 @@
-"""Ringdance's errors as TensorFlow's: of both kinds, with our message.
+"""Raise Ringdance's errors as TensorFlow's too.
 
 Eager calls raise a class that is derived from both, so that ``except tf.errors.FailedPreconditionError`` and
-``except hvd.HorovodInternalError`` both see it. From a graph TensorFlow raises its own class, of
+``except hvd.HorovodInternalError`` both catch it. From a graph TensorFlow raises its own class, of
 the same code, with the message.
 """
 
@@ -26,7 +26,7 @@ from ringdance.training.checks import UnsupportedOperationError
 
 __all__ = ["as_tensorflow", "code_of", "origin_of", "remember"]
 
-# The first that fits. What is raised for a mismatch, for a wrong argument and so on: contract 3.2.
+# The first that fits; those that Horovod raises for a mismatch, a wrong argument and so on.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
     (MismatchError, tf.errors.FailedPreconditionError),
     (NotInitializedError, tf.errors.FailedPreconditionError),
@@ -43,30 +43,22 @@ def _kind(error: BaseException) -> Any:
     return next(theirs for ours, theirs in _KINDS if isinstance(error, ours))
 
 
-_CODES = {
-    tf.errors.FailedPreconditionError: tf.errors.FAILED_PRECONDITION,
-    tf.errors.AbortedError: tf.errors.ABORTED,
-    tf.errors.InvalidArgumentError: tf.errors.INVALID_ARGUMENT, tf.errors.UnknownError: tf.errors.UNKNOWN,
-    tf.errors.CancelledError: tf.errors.CANCELLED, tf.errors.InternalError: tf.errors.INTERNAL,
-}  # fmt: skip
-
-
 def code_of(error: BaseException) -> int:
     """Return TensorFlow's number for this kind of error."""
-    return int(_CODES[_kind(error)])
+    return int(_kind(error)(None, None, "").error_code)
 
 
-# What the last failed operation of a graph raised here: TensorFlow passes on its message only.
+# The error of the last operation that failed in a graph: TensorFlow passes on its message only.
 _last: list[BaseException] = []
 
 
 def remember(error: BaseException) -> None:
-    """Keep the error with which an operation of a graph fails."""
+    """Keep the error of an operation of a graph."""
     _last[:] = [error]
 
 
 def origin_of(error: Any) -> BaseException | None:
-    """Return the error of ours for which a graph raised this one, or ``None``."""
+    """Return the error of a collective because of which a graph failed, or ``None``."""
     return next((ours for ours in _last if str(ours) and str(ours) in str(error)), None)
 
 
@@ -77,7 +69,7 @@ def _joined(ours: Any, theirs: Any) -> Any:
 
 @contextmanager
 def as_tensorflow() -> Iterator[None]:
-    """Raise Ringdance's errors from within as TensorFlow's, too."""
+    """Raise Ringdance's errors within the block as TensorFlow's too."""
     try:
         yield
     except RingdanceError as error:

@@ -9,6 +9,7 @@ operation. All ranks of the process set have to run the backward pass. A call's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -24,7 +25,6 @@ from ringdance.tensorflow import _private
 from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.graph import kernels
 from ringdance.training.collectives import Call, Keep
-from ringdance.training.sparse import submit
 
 __all__ = ["number", "perform", "perform_all", "plain"]
 
@@ -58,7 +58,7 @@ def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> l
         run = _from_data_set if in_session else _run
         return _with_gradient(call, tensors, lambda given: run(call, given, name))
     results = _run(call, tensors, name)
-    _private.record("RingdanceCall", tensors, ("call", call.text()), results)
+    _private.record("RingdanceCall", tensors, partial(kernels.text_of, call), results)
     return results
 
 
@@ -72,7 +72,7 @@ def _run(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor
         types = [types[0], tf.int32]
     results = _operation(
         "RingdanceCall", name, tensors, types, Tin=[tensor.dtype for tensor in tensors], Tout=types,
-        call=call.text(), memory=kernels.memory_text(tensors),
+        text=kernels.text_of(call, tensors),
     ).outputs
     for result, tensor in zip(results, tensors, strict=False):
         if call.keeps_shapes:
@@ -103,14 +103,7 @@ def _tensor_of(array: Array) -> Any:
 
 
 def _at_once(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
-    engine = session.engine()
-    views = tuple([_view_of(tensor) for tensor in tensors])
-    if call.kind is Collective.ALLTOALL:
-        work = call.submit(engine, views[:1], splits=(None if call.equal_splits else views[1],))
-        result = _tensor_of(work.wait()[0])
-        assert work.received_splits is not None
-        return [result, tf.constant(work.received_splits[0], tf.int32)]
-    return [_tensor_of(array) for array in submit(call, engine, views).wait()]
+    return [_tensor_of(array) for array in kernels.run(call, [_view_of(tensor) for tensor in tensors])]
 
 
 def _with_gradient(
@@ -208,7 +201,7 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
         _start(call, tensors, [] if index else listed[1:]) for index, (call, tensors) in enumerate(calls)
     ]
     # It has no results: the operation itself is what the others have to wait for.
-    wait = _operation("RingdanceWait", None, [number for _, number in started], [], N=len(started))
+    wait = _operation("RingdanceWait", None, [number for _, number in started], [], N=len(started), text="")
     with tf.control_dependencies([wait]):
         # One operation of TensorFlow's own for all: nothing else may see the results before they are there.
         results = iter(tf.raw_ops.IdentityN(input=[one for group, _ in started for one in group]))
@@ -223,7 +216,7 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
         ]
         done = [[_tensor_of(array) for array in work.wait()] for work in works]
     for (call, tensors), results in zip(calls, done, strict=True):
-        _private.record("RingdanceCall", tensors, ("call", call.text()), results)
+        _private.record("RingdanceCall", tensors, partial(kernels.text_of, call), results)
     return done
 
 
@@ -234,12 +227,12 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
     """
     types = [tensor.dtype for tensor in tensors]
     *results, number = _operation(
-        "RingdanceStart", None, tensors, [*types, tf.int64], T=types, call=call.text(),
-        memory=kernels.memory_text(tensors), others=kernels.calls_text(others),
+        "RingdanceStart", None, tensors, [*types, tf.int64], T=types,
+        text=kernels.text_of(call, tensors, others),
     ).outputs
     for result, tensor in zip(results, tensors, strict=True):
         result.set_shape(tensor.shape)
-    _private.record("RingdanceStart", tensors, ("call", call.text()), [*results, number])
+    _private.record("RingdanceStart", tensors, partial(kernels.text_of, call), [*results, number])
     return results, number
 
 
@@ -248,7 +241,7 @@ def number(what: str, set_id: int = 0, name: str | None = None) -> Tensor:
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](set_id), tf.int32)
-    (result,) = _operation("RingdanceNumber", name, [], [tf.int32], what=f"{what}:{set_id}").outputs
+    (result,) = _operation("RingdanceNumber", name, [], [tf.int32], text=f"{what}:{set_id}").outputs
     result.set_shape([])
     return result
 
@@ -268,8 +261,8 @@ def _call_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
 
 
 def _call_of(op: Any) -> Call:
-    text = op.get_attr("call")
-    return Call.from_text(text.decode() if isinstance(text, bytes) else text)
+    text = op.get_attr("text")
+    return kernels.call_of(text.decode() if isinstance(text, bytes) else text)
 
 
 def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:

@@ -10,6 +10,7 @@ are being computed (``overlap``) is each rank's own choice.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import tensorflow as tf
 from ringdance import session
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
+from ringdance.settings import level_of_caller
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import perform, perform_all, plain
 from ringdance.tensorflow.sparse import reduce_rows
@@ -26,7 +28,7 @@ from ringdance.training.collectives import Call
 from ringdance.training.options import check_groups, parts_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["GradientReducer", "variable_of"]
+__all__ = ["GradientReducer", "groups_of", "variable_of"]
 
 Tensor = Any
 
@@ -36,6 +38,14 @@ def variable_of(one: Any) -> Any:
     if isinstance(one, tf.Variable) or not hasattr(one, "value"):
         return one
     return one.value() if callable(one.value) else one.value
+
+
+def groups_of(groups: Any, num_groups: int) -> Any:
+    """Return ``groups``, or the deprecated ``num_groups`` with a warning."""
+    if not num_groups:
+        return groups
+    warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, level_of_caller())
+    return num_groups if groups is None else groups
 
 
 class GradientReducer:

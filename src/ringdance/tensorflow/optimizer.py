@@ -1,4 +1,4 @@
-"""Optimizers whose gradients are reduced over the ranks. Contract 2.2.2.
+"""Optimizers whose gradients are reduced over the ranks.
 
 Here are those of ``tf.compat.v1.train``; for Keras's, ``ringdance.keras`` has the one for all backends.
 """
@@ -6,7 +6,6 @@ Here are those of ``tf.compat.v1.train``; for Keras's, ``ringdance.keras`` has t
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -14,12 +13,19 @@ import tensorflow as tf
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
-from ringdance.tensorflow.gradients import GradientReducer
+from ringdance.tensorflow.gradients import GradientReducer, groups_of
 from ringdance.tensorflow.passes import PassSums
 from ringdance.training.collectives import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
+
+
+def _delegated(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._optimizer, name)(*args, **kwargs)
+
+    return method
 
 
 class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
@@ -34,29 +40,13 @@ class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         """Do not reduce this variable's gradient."""
         self._reducer.register_local(var)
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's own method."""
-        return self._optimizer.compute_gradients(*args, **kwargs)
-
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """As the optimizer's own method."""
-        return self._optimizer.apply_gradients(grads_and_vars, global_step, name)
-
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's own method."""
-        return self._optimizer.get_slot(*args, **kwargs)
-
-    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's own method."""
-        return self._optimizer.get_slot_names(*args, **kwargs)
-
-    def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's own method."""
-        return self._optimizer.variables(*args, **kwargs)
+    compute_gradients, apply_gradients, get_slot, get_slot_names, variables = map(
+        _delegated, ("compute_gradients", "apply_gradients", "get_slot", "get_slot_names", "variables")
+    )
 
 
 class _Reducing(_Delegating):
-    """Reduces in ``compute_gradients``, which every way of training goes through."""
+    """Reduces in ``compute_gradients``, which every training loop calls."""
 
     def __init__(
         self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: PassSums | None
@@ -130,7 +120,7 @@ def DistributedOptimizer(
         op: Average, Sum or Adasum (then the change of the weights is combined, not the gradient).
         gradient_predivide_factor: with Average, divides before and multiplies after the sum.
         average_aggregated_gradients: divide the sums by ``backward_passes_per_step``.
-        num_groups: old form of ``groups``.
+        num_groups: deprecated; use ``groups``.
         groups: a number of groups, or lists of variables, that are exchanged together.
         process_set: the ranks that take part; on others the optimizer is local.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
@@ -138,18 +128,18 @@ def DistributedOptimizer(
     Raises:
         ArgumentError: an argument is wrong.
     """
-    if num_groups:
-        warnings.warn("num_groups is old: say groups=<number>.", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
+    options: dict[str, Any] = {
+        "compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
+        "groups": groups_of(groups, num_groups), "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients, "device_dense": device_dense,
+        "device_sparse": device_sparse,
+    }
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         keras: Any = importlib.import_module("ringdance.keras")
         return keras.DistributedOptimizer(
-            optimizer, name=name, device_dense=device_dense, device_sparse=device_sparse,
-            compression=compression, sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor, op=op,
+            optimizer, name=name, gradient_predivide_factor=gradient_predivide_factor,
             backward_passes_per_step=backward_passes_per_step,
-            average_aggregated_gradients=average_aggregated_gradients, groups=groups,
-            process_set=process_set, scale_local_gradients=scale_local_gradients,
+            average_aggregated_gradients=average_aggregated_gradients, **options,
         )
     if backward_passes_per_step < 1:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
@@ -161,13 +151,8 @@ def DistributedOptimizer(
             "execution use a Keras optimizer."
         )
     adasum = op == ReduceOp.ADASUM
-    kind = type(optimizer).__name__
-    reducer = GradientReducer(
-        name or ("DistributedDelta" if adasum else "Distributed") + kind, compression=compression,
-        sparse_as_dense=sparse_as_dense, op=op, predivide=gradient_predivide_factor, groups=groups,
-        process_set=process_set, scale_local_gradients=scale_local_gradients, device_dense=device_dense,
-        device_sparse=device_sparse,
-    )
+    name = name or ("DistributedDelta" if adasum else "Distributed") + type(optimizer).__name__
+    reducer = GradientReducer(name, predivide=gradient_predivide_factor, **options)
     if not adasum:
         passes = backward_passes_per_step
         sums = PassSums(passes, average_aggregated_gradients) if passes > 1 else None

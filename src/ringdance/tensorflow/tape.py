@@ -1,8 +1,7 @@
-"""Gradient tapes whose gradients are reduced over the ranks. Contract 2.2.3."""
+"""Gradient tapes whose gradients are reduced over the ranks."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import plain
-from ringdance.tensorflow.gradients import GradientReducer
+from ringdance.tensorflow.gradients import GradientReducer, groups_of
 from ringdance.training.collectives import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
@@ -19,7 +18,7 @@ __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _Tape:
-    """What a distributed tape has beside the tape's own: put before its class."""
+    """The methods of a distributed tape, a base before the tape's own class."""
 
     _reducer: GradientReducer
 
@@ -45,9 +44,7 @@ class _Tape:
         if isinstance(sources, (tf.Variable, tf.Tensor)) or not isinstance(sources, Iterable):
             return self._reducer.reduce([computed], [sources])[0]
         flat = tf.nest.flatten(sources)
-        # IndexedSlices have parts of their own: only the structure of the sources is to be opened.
-        listed = _opened(computed, sources)
-        reduced = self._reducer.reduce(listed, flat)
+        reduced = self._reducer.reduce(tf.nest.flatten(computed), flat)
         return reduced if isinstance(sources, list) else tf.nest.pack_sequence_as(sources, reduced)
 
     @plain
@@ -61,17 +58,6 @@ class _Tape:
         pairs = list(zip(listed, gradients, strict=True))
         local = [pair for pair in pairs if self._reducer.is_local(pair[0])]
         return local, [pair for pair in pairs if not self._reducer.is_local(pair[0])]
-
-
-def _opened(computed: Any, sources: Any) -> list[Any]:
-    """Return the gradients as a list, in the order in which ``tf.nest.flatten`` has the sources."""
-    if isinstance(sources, dict):
-        return [one for key in sorted(sources) for one in _opened(computed[key], sources[key])]
-    if isinstance(sources, (list, tuple)):
-        return [
-            one for part, source in zip(computed, sources, strict=True) for one in _opened(part, source)
-        ]
-    return [computed]
 
 
 def DistributedGradientTape(
@@ -92,7 +78,7 @@ def DistributedGradientTape(
         sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering their rows.
         op: Average, Sum, Adasum, Min, Max or Product.
         gradient_predivide_factor: with Average, divides before and multiplies after the sum.
-        num_groups: old form of ``groups``.
+        num_groups: deprecated; use ``groups``.
         groups: a number of groups, or lists of variables, that are exchanged together.
         process_set: the ranks that take part; on others gradients stay local.
         scale_local_gradients: divide gradients of local sources by the number of ranks.
@@ -100,9 +86,7 @@ def DistributedGradientTape(
     Raises:
         ArgumentError: an argument is wrong.
     """
-    if num_groups:
-        warnings.warn("num_groups is old: say groups=<number>.", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
+    groups = groups_of(groups, num_groups)
     reducer = GradientReducer(
         "DistributedGradientTape", compression=compression, sparse_as_dense=sparse_as_dense, op=op,
         predivide=gradient_predivide_factor, groups=groups, process_set=process_set,

@@ -1,8 +1,8 @@
-"""How many threads TensorFlow computes with: a rank's share of the cores, unless told otherwise."""
+"""Limit TensorFlow's threads to a rank's share of the cores."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 from collections.abc import Iterable
 from functools import cache
@@ -17,10 +17,8 @@ from ringdance.training.process_sets import ProcessSet
 
 __all__ = ["computing_threads", "init"]
 
-_log = logging.getLogger("ringdance")
 
-
-def _told() -> int:
+def _chosen() -> int:
     """Return the user's number of threads within an operation, 0 if there is none."""
     text = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     number = tf.config.threading.get_intra_op_parallelism_threads()
@@ -34,21 +32,18 @@ def _on_gpu() -> bool:
 
 def computing_threads() -> int:
     """Return how many cores TensorFlow keeps busy: its threads within an operation, one if a GPU computes."""
-    return 1 if _on_gpu() else _told() or usable_cores()
+    return 1 if _on_gpu() else _chosen() or usable_cores()
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Join the job, as ``ringdance.training.basics.init``; and let TensorFlow use this rank's cores only.
+    """Join the job, as ``ringdance.training.basics.init``, and limit TensorFlow to this rank's cores.
 
-    Each process else computes on all cores of the host, and the ranks take them from each other. The user's
-    own number stays, as do threads that TensorFlow has already started. How many operations run at once is
-    left alone: a call that waits for other ranks blocks one.
+    Otherwise each process would compute on all cores of the host. The user's own number stays; if TensorFlow
+    was in use before, it keeps its threads. How many operations run at once is not limited: a call that
+    waits for other ranks blocks one.
     """
     basics.init(comm, process_sets)
     local_size = session.engine().local_size
-    if local_size == 1 or _told():
-        return
-    try:
-        tf.config.threading.set_intra_op_parallelism_threads(share_of_cores(local_size))
-    except RuntimeError:
-        _log.info("TensorFlow was in use before init(): it keeps as many threads as there are cores.")
+    if local_size > 1 and not _chosen():
+        with contextlib.suppress(RuntimeError):  # TensorFlow was in use before
+            tf.config.threading.set_intra_op_parallelism_threads(share_of_cores(local_size))

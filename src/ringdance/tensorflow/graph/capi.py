@@ -303,36 +303,35 @@ def _c_library() -> Any:
     return library
 
 
-def _attribute(construction: int, name: bytes) -> bytes:
+def _text_of(construction: int) -> bytes:
     library = _library()
     status = library.TF_NewStatus()
     try:
-        listed, total = c_int32(), c_int32()
-        library.TF_OpKernelConstruction_GetAttrSize(construction, name, byref(listed), byref(total), status)
+        _, total = pair = c_int32(), c_int32()
+        library.TF_OpKernelConstruction_GetAttrSize(construction, b"text", *map(byref, pair), status)
         buffer = ctypes.create_string_buffer(total.value + 1)
-        library.TF_OpKernelConstruction_GetAttrString(construction, name, buffer, total.value, status)
+        library.TF_OpKernelConstruction_GetAttrString(construction, b"text", buffer, total.value, status)
         return buffer.value
     finally:
         library.TF_DeleteStatus(status)
 
 
 def register(
-    name: str, texts: Sequence[str], inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str],
-    prepare: Callable[..., Any], compute: Callable[[Any, Context], None],
+    name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str],
+    prepare: Callable[[str], Any], compute: Callable[[Any, Context], None],
 ) -> None:
     """Register a stateful operation with a kernel for the CPU.
 
-    Note [Kernels]: a kernel is a copy of its attributes in C memory, which TensorFlow frees by ``free`` when
-    it deletes the kernel with the function it belongs to. It cannot call Python for that: the last kernels
-    are deleted after Python has ended. What ``prepare`` makes of the attributes is cached by their text.
+    Note [Kernels]: a kernel is a copy of the attribute ``text`` in C memory, which TensorFlow releases by
+    ``free`` when it deletes the kernel with the function it belongs to. It cannot call Python for that: the
+    last kernels are deleted after Python has ended. What ``prepare`` makes of a text is cached.
 
     Args:
         name: of the operation.
-        texts: its attributes of type string, by which kernels differ.
         inputs: specifications as in TensorFlow's ``REGISTER_OP``; so are the next two.
         outputs: likewise.
-        attributes: those beside ``texts``.
-        prepare: called with the values of ``texts``; its result is passed to ``compute``.
+        attributes: those beside ``text``.
+        prepare: called with the value of ``text``; its result is passed to ``compute``.
         compute: called with that and the context; it must not raise.
     """
     library = _library()
@@ -342,18 +341,17 @@ def register(
         library.TF_OpDefinitionBuilderAddInput(builder, one.encode())
     for one in outputs:
         library.TF_OpDefinitionBuilderAddOutput(builder, one.encode())
-    for one in (*[f"{text}: string" for text in texts], *attributes):
+    for one in ("text: string", *attributes):
         library.TF_OpDefinitionBuilderAddAttr(builder, one.encode())
     library.TF_OpDefinitionBuilderSetIsStateful(builder, True)
     library.TF_RegisterOpDefinition(builder, status)
 
     def created(construction: int) -> int:
-        values = [_attribute(construction, text.encode()) for text in texts]
-        return int(_c_library().strdup(b"\n".join(values)))
+        return int(_c_library().strdup(_text_of(construction)))
 
     @lru_cache(maxsize=1024)
-    def prepared(joined: bytes) -> Any:
-        return prepare(*joined.decode().split("\n")[: len(texts)])
+    def prepared(text: bytes) -> Any:
+        return prepare(text.decode())
 
     def computed(address: int, pointer: int) -> None:
         context = Context(pointer)

@@ -28,7 +28,9 @@ from ringdance.training.collectives import Call
 from ringdance.training.options import wants_overlap
 from ringdance.training.sparse import submit
 
-__all__ = ["NUMBERS", "calls_text", "memory_text", "register_all"]
+__all__ = ["NUMBERS", "call_of", "register_all", "run", "text_of"]
+
+Array = np.ndarray[Any, Any]
 
 NUMBERS: dict[str, Callable[[int], int]] = {
     "size": lambda set_id: len(session.engine().members(set_id)),
@@ -52,22 +54,42 @@ def _reporting(compute: Callable[[Any, Context], None]) -> Callable[[Any, Contex
     return reported
 
 
-def memory_text(tensors: Sequence[Any]) -> str:
-    """Return what the graph knows of the tensors' memory, for the attribute ``memory`` of an operation."""
-    return json.dumps([
+def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
+    """Run a call on arrays; an alltoall may get splits as second input, and returns received ones."""
+    engine = session.engine()
+    if call.kind is not Collective.ALLTOALL:
+        results: list[Array] = submit(call, engine, inputs).wait()
+        return results
+    work = call.submit(engine, (inputs[0],), splits=(None if call.equal_splits else inputs[1],))
+    output, received = work.wait(), work.received_splits
+    assert received is not None
+    return [*output, received[0].astype(np.int32)]
+
+
+def text_of(call: Call, tensors: Sequence[Any] = (), others: Sequence[Call] = ()) -> str:
+    """Return the attribute ``text`` of an operation.
+
+    Args:
+        call: the collective and its options.
+        tensors: the inputs; the text has their types and, where known, shapes.
+        others: the other calls of a group if this is the first.
+    """
+    memory = [
         [one.dtype.as_datatype_enum, one.shape.as_list() if one.shape.is_fully_defined() else None]
         for one in tensors
-    ])
+    ]
+    return json.dumps([call.text(), memory, [other.text() for other in others]])
 
 
-def calls_text(calls: Sequence[Call]) -> str:
-    """Return calls as text, for the attribute ``others`` of an operation."""
-    return json.dumps([call.text() for call in calls])
+def call_of(text: str) -> Call:
+    """Return the call in the attribute ``text`` of an operation."""
+    return Call.from_text(json.loads(text)[0])
 
 
-def _prepared(text: str, memory: str, others: str = "[]") -> tuple[Call, list[Slot], list[Call]]:
-    slots = [Slot(index, *known) for index, known in enumerate(json.loads(memory))]
-    return Call.from_text(text), slots, [Call.from_text(one) for one in json.loads(others)]
+def _prepared(text: str) -> tuple[Call, list[Slot], list[Call]]:
+    call, memory, others = json.loads(text)
+    slots = [Slot(index, *known) for index, known in enumerate(memory)]
+    return Call.from_text(call), slots, [Call.from_text(one) for one in others]
 
 
 def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> None:
@@ -79,15 +101,7 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
         finally:
             in_flight.release(one)
         return
-    inputs = context.inputs()
-    if call.kind is Collective.ALLTOALL:
-        splits = None if call.equal_splits else inputs[1]
-        work = call.submit(engine, (inputs[0],), splits=(splits,))
-        context.set_output(0, work.wait()[0])
-        assert work.received_splits is not None
-        context.set_output(1, work.received_splits[0].astype(np.int32))
-        return
-    for index, array in enumerate(submit(call, engine, inputs).wait()):
+    for index, array in enumerate(run(call, context.inputs())):
         context.set_output(index, array)
 
 
@@ -123,7 +137,7 @@ def _start(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> N
         context.set_output(len(slots), np.array(number, np.int64))
 
 
-def _wait(_: None, context: Context) -> None:
+def _wait(_: str, context: Context) -> None:
     """Wait for the calls whose numbers are the inputs."""
     error: BaseException | None = None
     for number in context.inputs():
@@ -144,15 +158,13 @@ def _number(text: str, context: Context) -> None:
 
 def register_all() -> None:
     """Register the operations; once in a process."""
+    several = ["Tin: list(type) >= 1", "Tout: list(type) >= 1"]
     capi.register(
-        "RingdanceCall", ["call", "memory"], ["tensors: Tin"], ["results: Tout"],
-        ["Tin: list(type) >= 1", "Tout: list(type) >= 1"], _prepared, _reporting(_call),
+        "RingdanceCall", ["tensors: Tin"], ["results: Tout"], several, _prepared, _reporting(_call)
     )
     capi.register(
-        "RingdanceStart", ["call", "memory", "others"], ["tensors: T"], ["results: T", "number: int64"],
-        ["T: list(type) >= 1"], _prepared, _reporting(_start),
+        "RingdanceStart", ["tensors: T"], ["results: T", "number: int64"], ["T: list(type) >= 1"],
+        _prepared, _reporting(_start),
     )
-    capi.register(
-        "RingdanceWait", [], ["numbers: N * int64"], [], ["N: int >= 1"], lambda: None, _reporting(_wait)
-    )
-    capi.register("RingdanceNumber", ["what"], [], ["number: int32"], [], str, _reporting(_number))
+    capi.register("RingdanceWait", ["numbers: N * int64"], [], ["N: int >= 1"], str, _reporting(_wait))
+    capi.register("RingdanceNumber", [], ["number: int32"], [], str, _reporting(_number))

@@ -1,0 +1,88 @@
+"""Private names of Keras that the binding uses or overrides: why, and what happens without each.
+
+Seen in Keras 3.5 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which does not change any more. Each is
+looked up when it is needed; the tests try what happens where it is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ringdance.errors import ArgumentError
+from ringdance.keras.library import KERAS2, keras
+
+__all__ = ["check_accumulation", "register_as", "trainable_variables", "without_xla", "zero_accumulators"]
+
+# Optimizer._backend_apply_gradients and ._clip_gradients: overridden, Keras calls them with the variables and
+# with the gradients of an update. Optimizer._iterations: counts the steps, not the updates. Without
+# them gradient accumulation is refused.
+_ACCUMULATION = ("_backend_apply_gradients", "_clip_gradients", "_iterations")
+
+
+def check_accumulation(optimizer: Any) -> None:
+    """Raise ArgumentError if this Keras accumulates gradients in an unknown way."""
+    missing = [name for name in _ACCUMULATION if not hasattr(optimizer, name)]
+    if missing:
+        raise ArgumentError(
+            f"Ringdance does not know how Keras {keras.__version__} accumulates gradients (it has no "
+            f"{', '.join(missing)}): use another version, or one pass in each step."
+        )
+
+
+def zero_accumulators(optimizer: Any) -> None:
+    """Set accumulated gradients to zero.
+
+    Optimizer._accumulated_gradients: on torch Keras multiplies by zero, and infinities would stay; without
+    this name they do.
+    """
+    for one in getattr(optimizer, "_accumulated_gradients", ()):
+        if one is not None:
+            one.assign(keras.ops.zeros_like(one))
+
+
+def trainable_variables(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer was built for, in the order of its gradients.
+
+    Optimizer._trainable_variables: those of ``apply()`` without variables. Without it an error asks for them.
+    """
+    # Keras 3 before 3.6 leaves them to the optimizer in a LossScaleOptimizer.
+    for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        found = getattr(one, "_trainable_variables", None)
+        if found:
+            return list(found)
+    if not hasattr(optimizer, "_trainable_variables"):
+        raise ArgumentError(f"With Keras {keras.__version__} apply() needs trainable_variables.")
+    return []
+
+
+def without_xla(has_exchange: Callable[[Any], bool]) -> None:
+    """Make ``jit_compile="auto"`` mean no for models whose TensorFlow step exchanges gradients.
+
+    Trainer._resolve_auto_jit_compile: XLA cannot compile an exchange between ranks into a TensorFlow step.
+    Without it an error where the step is traced asks for ``jit_compile=False``.
+    """
+    trainer: Any = getattr(sys.modules.get("keras.src.trainers.trainer"), "Trainer", None)
+    resolve = getattr(trainer, "_resolve_auto_jit_compile", None)
+    if resolve is None:
+        return
+
+    @functools.wraps(resolve)
+    def resolved(self: Any) -> bool:
+        if keras.backend.backend() == "tensorflow" and has_exchange(getattr(self, "optimizer", None)):
+            return False
+        return bool(resolve(self))
+
+    trainer._resolve_auto_jit_compile = resolved
+
+
+def register_as(made: type, name: str) -> None:
+    """Let Keras save objects of a class under the registered name of another.
+
+    object_registration.GLOBAL_CUSTOM_NAMES: Keras's own function would register the class under both. Without
+    it a model is saved with the name of the new class, and needs ``custom_objects`` when it is loaded.
+    """
+    module = sys.modules.get(f"{keras.__name__}.src.saving.object_registration")
+    getattr(module, "_GLOBAL_CUSTOM_NAMES" if KERAS2 else "GLOBAL_CUSTOM_NAMES", {})[made] = name
