@@ -29,7 +29,7 @@ def broadcast_parameters(
     Args:
         params: a pytree of equal structure, shapes and types on all ranks; it is not changed.
         root_rank: global rank.
-        process_set: who takes part.
+        process_set: the ranks that take part.
     """
     leaves, structure = jax.tree.flatten(params)
     if session.engine().size == 1 or not leaves:
@@ -41,8 +41,8 @@ def broadcast_parameters(
     }
     if arrays:
         sent = [jax.random.key_data(leaves[index]) if index in keys else leaves[index] for index in arrays]
-        given = grouped_broadcast(sent, root_rank, "broadcast_parameters", process_set)
-        for index, leaf in zip(arrays, given, strict=True):
+        received = grouped_broadcast(sent, root_rank, "broadcast_parameters", process_set)
+        for index, leaf in zip(arrays, received, strict=True):
             leaves[index] = jax.random.wrap_key_data(leaf, impl=keys[index]) if index in keys else leaf
     others = [index for index, leaf in enumerate(leaves) if not _is_array(leaf)]
     if others:

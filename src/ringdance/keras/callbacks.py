@@ -1,4 +1,4 @@
-"""Callbacks for ``model.fit``. Contract 2.3; those that set the learning rate are in ``schedules``."""
+"""Callbacks for ``model.fit``; those that set the learning rate are in ``schedules``."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _CHANGE_TRAINING = tuple([
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Gives all ranks the root's model and optimizer, once, before training or going on from a checkpoint.
+    """Broadcasts the root's model and optimizer, once, when training starts or resumes from a checkpoint.
 
     This happens before the first step if the model has its variables, else after that step (a subclassed
     model on TensorFlow has none before). Put it first in the list of callbacks.
 
     Args:
         root_rank: global rank.
-        device: accepted, and of no effect.
-        local_variables: variables that stay each rank's own.
+        device: accepted and ignored.
+        local_variables: variables to leave out.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if all variables are there."""
+        """Broadcast, if all variables exist."""
         if not self.model.built:
             return
         optimizer = getattr(self.model, "optimizer", None)
@@ -83,7 +83,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the metrics of an epoch over the ranks, for the callbacks after it in the list.
 
     Args:
-        device: accepted, and of no effect.
+        device: accepted and ignored.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -116,11 +116,11 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
     Args:
         monitor: name of the metric.
-        verbose: 1 tells when it saves.
+        verbose: 1 prints when it saves.
         save_weights_only: weights instead of the model.
         mode: "min", "max" or "auto".
         save_freq: "epoch", or a number of batches.
-        filepath: where; may be set later as the attribute of this name.
+        filepath: where to save; may be set later as an attribute.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
     def _save_model(self, epoch: int, batch: Any, logs: Any) -> None:
         if self.filepath is None:
-            raise ArgumentError("BestModelCheckpoint does not know where to save: set its filepath.")
+            raise ArgumentError("BestModelCheckpoint has no filepath: set it.")
         if session.engine().rank == 0:
             super()._save_model(epoch, batch, logs)
 
@@ -146,7 +146,7 @@ class ProgressBar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
     """Keras's progress bar, on rank 0 only: put it in the list of callbacks, and Keras adds no other."""
 
     def set_params(self, params: Any) -> None:
-        """Take the parameters of ``fit``; silent on other ranks than 0."""
+        """Set the parameters of ``fit``; silent on other ranks than 0."""
         super().set_params(params)
         if session.engine().rank != 0:
             self.verbose = 0

@@ -1,6 +1,6 @@
 """Elastic training with Keras: the state of a model, and callbacks that commit it within ``fit``.
 
-What happens when is told in ``ringdance.training.elastic``.
+See ``ringdance.training.elastic`` for what is saved and restored when.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state.
 
-    Collectives that fail within a compiled step, where the backend has errors of its own, count as well.
+    Collectives may also fail within a compiled step, where the backend raises errors of its own.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
@@ -95,14 +95,14 @@ class KerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore what was saved last."""
         for one, array in zip(self._variables(), self._weights, strict=True):
             one.assign(array)
         self._forget_passes()
         super().restore()
 
     def sync(self) -> None:
-        """Take over rank 0's variables and attributes, and save them."""
+        """Copy rank 0's variables and attributes, and save them. A collective."""
         broadcast_variables(self._variables())
         self._forget_passes()
         self._save_weights()
@@ -119,11 +119,11 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._remaining = batches_per_commit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit, if it is time."""
+        """Commit every ``batches_per_commit`` batches."""
         self._remaining -= 1
         if self._remaining == 0:
             self.state.commit()
@@ -142,11 +142,11 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.state = state
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the batch."""
+        """Store the batch."""
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Begin anew."""
+        """Set the batch to 0."""
         self.state.batch = 0
 
 
@@ -159,7 +159,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Note how many epochs there were before."""
+        """Store the number of epochs before."""
         self._before = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -88,7 +88,7 @@ def front(base: type) -> type:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that reduces: the one given, also if it is a LossScaleOptimizer."""
+    """Return the optimizer that reduces: the argument, also if it is a LossScaleOptimizer."""
     return optimizer
 
 

@@ -52,7 +52,7 @@ def DistributedOptimizer(
         backward_passes_per_step: gradients of so many steps are summed locally, and exchanged and applied
             in the last of them; in Keras 3 by ``gradient_accumulation_steps``, whose mean is made a sum.
         average_aggregated_gradients: leaves it the mean.
-        num_groups: old form of ``groups``.
+        num_groups: deprecated; use ``groups``.
         groups: on TensorFlow, a number of groups or lists of variables that are exchanged together. Other
             backends exchange all gradients together, and the engine cuts them.
         process_set: the ranks that take part; on others the optimizer is local.

@@ -71,7 +71,7 @@ class Reduction:
         compression: Any = Compression.none, sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set, **options: Any,
     ) -> None:
-        self._given_name = name
+        self._base_name = name
         self.operation = operation
         self.prescale, self.postscale = scales_of(operation, predivide)
         self.compression = compression
@@ -89,8 +89,8 @@ class Reduction:
     @functools.cached_property
     def name(self) -> str:
         """The name of the exchanges."""
-        key = self._given_name, set_id(self.process_set)
-        return f"{self._given_name}.{next(_numbers.setdefault(key, itertools.count()))}"
+        key = self._base_name, set_id(self.process_set)
+        return f"{self._base_name}.{next(_numbers.setdefault(key, itertools.count()))}"
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""

@@ -1,4 +1,4 @@
-"""Callbacks that set the learning rate by epoch or by batch. Contract 2.3."""
+"""Callbacks that set the learning rate by epoch or by batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     Args:
         initial_lr: the learning rate to be multiplied.
-        multiplier: a function of the epoch, or a constant c, which stands for ``c ** (epoch - start_epoch)``.
+        multiplier: a function of the epoch, or a constant c, meaning ``c ** (epoch - start_epoch)``.
         start_epoch: the first epoch in which this callback acts.
-        end_epoch: the first in which it does not any more; None: no end.
+        end_epoch: the first in which it no longer acts; None: no end.
         staircase: once at the beginning of each epoch; False: in each batch, with a fractional epoch.
         momentum_correction: multiplies the momentum by new/old rate for the batch in which the rate changes.
             Only where a step is not compiled (torch, or ``run_eagerly``): there momentum is a constant.
@@ -54,7 +54,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self.multiplier = lambda epoch: constant ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Learn how many steps an epoch has."""
+        """Determine the number of steps in an epoch."""
         if self.staircase or self.steps_per_epoch:
             return
         self.steps_per_epoch = (self.params or {}).get("steps")
@@ -64,11 +64,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
+        """Store the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the learning rate, if it is time."""
+        """Set the learning rate, in the first batch or in each."""
         self._restore_momentum()
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
@@ -143,7 +143,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write the learning rate to the logs; say when the warm-up is over."""
+        """Write the learning rate to the logs; print it at the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose > 0 and session.engine().rank == 0:
             rate = number(self.model.optimizer.learning_rate)

@@ -1,4 +1,4 @@
-"""The collectives on whatever Keras takes for a tensor: on the backend's tensors, at once. Contract 2.3."""
+"""The collectives on what Keras converts to tensors of its backend, run at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def allreduce(
     Args:
         value: equal shape and type on all ranks.
         name: key that matches the ranks' calls.
-        average: old form of ``op``: True is Average, False is Sum.
+        average: deprecated form of ``op``: True is Average, False is Sum.
         prescale_factor: multiplies the input of each rank.
         postscale_factor: multiplies the result.
         op: Average (default), Sum, Min, Max or Product.
@@ -74,7 +74,7 @@ def broadcast_variables(
     Args:
         variables: Keras variables, of equal shapes and types and in the same order on all ranks.
         root_rank: global rank.
-        process_set: who takes part.
+        process_set: the ranks that take part.
     """
     engine = session.engine()
     # The state of a random generator, an integer seed, stays each rank's own.
@@ -90,7 +90,7 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise: Keras has no list of all variables; the error says what to call instead.
+    """Raise RuntimeError: Keras has no list of all variables.
 
     Raises:
         RuntimeError: always.

@@ -13,7 +13,7 @@ from ringdance.training.collectives import Sum
 
 __all__ = ["SyncBatchNormalization"]
 
-keras: Any = tf.keras  # Keras 3, or 2 where TF_USE_LEGACY_KERAS says so
+keras: Any = tf.keras  # Keras 3, or 2 with TF_USE_LEGACY_KERAS=1
 
 
 @keras.utils.register_keras_serializable("ringdance")

@@ -1,6 +1,6 @@
-"""Training that goes on after an error: ``hvd.elastic.run`` and states for TensorFlow.
+"""Restart training after an error: ``hvd.elastic.run`` and states for TensorFlow.
 
-What happens when is told in ``ringdance.training.elastic``.
+See ``ringdance.training.elastic`` for what is saved and restored when.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function whose first argument is a state.
 
-    Collectives that fail within a ``tf.function`` count as those that fail eagerly.
+    Collectives may fail within a ``tf.function`` as well as eagerly.
     """
 
     @functools.wraps(func)
@@ -61,13 +61,13 @@ class TensorFlowState(ObjectState):
                 raise ArgumentError("TensorFlowState needs variables: model.variables, for example.")
             variables = tf.compat.v1.global_variables()
         self._session = session
-        self._given = list(variables)
+        self._listed = list(variables)
         self._broadcast: Any = None
         super().__init__(**kwargs)
         self._values = self._read()
 
     def _variables(self) -> list[Any]:
-        return [variable_of(one) for one in self._given]
+        return [variable_of(one) for one in self._listed]
 
     def _read(self) -> list[Any]:
         if self._session is not None:
@@ -81,7 +81,7 @@ class TensorFlowState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore what was saved last."""
         for variable, value in zip(self._variables(), self._values, strict=False):
             if self._session is not None:
                 variable.load(value, self._session)
@@ -90,7 +90,7 @@ class TensorFlowState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Take over rank 0's state, which counts as saved. A collective."""
+        """Copy rank 0's state, and save it. A collective."""
         if self._session is None:
             broadcast_variables(self._variables(), 0)
         else:
@@ -107,7 +107,7 @@ class TensorFlowKerasState(TensorFlowState):
     Args:
         model: with weights: built, or called once.
         optimizer: by default the one it was compiled with.
-        backend: accepted, and not needed.
+        backend: accepted and ignored.
         kwargs: more attributes.
 
     Raises:
@@ -122,7 +122,7 @@ class TensorFlowKerasState(TensorFlowState):
         super().__init__(model.weights, **kwargs)
 
     def _variables(self) -> list[Any]:
-        # An optimizer makes its variables in its first step.
+        # Read each time: an optimizer makes its variables in its first step.
         owned = getattr(self.optimizer, "variables", [])
         listed = [*self.model.weights, *(owned() if callable(owned) else owned)]
         return [variable_of(one) for one in listed]

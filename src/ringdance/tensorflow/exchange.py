@@ -166,7 +166,7 @@ def _operation(
     if _private.in_xla_context(graph):
         raise ArgumentError(
             f"{name or kind}: a function with jit_compile=True cannot hold communication between ranks, "
-            "which XLA would have to compile. Say jit_compile=False for the function (for Keras: "
+            "which XLA would have to compile. Use jit_compile=False for the function (for Keras: "
             "model.compile(..., jit_compile=False)), or compile only what computes the gradients "
             "and reduce them in a function around it."
         )

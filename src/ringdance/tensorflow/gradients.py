@@ -1,15 +1,16 @@
-"""The gradients of a step, reduced together: what tapes and optimizers have in common.
+"""Reduce the gradients of a step together, for tapes and optimizers.
 
-All dense gradients of a step are cut into buckets by size, from the last variable on, in the order in which
-backward yields them; rows of IndexedSlices are exchanged together afterwards. In a graph each
-bucket is submitted as soon as its gradients are there, and one operation waits for all. The cut
+The dense gradients of a step are divided into buckets by size, from the last variable on, in the order in
+which backward yields them; rows of IndexedSlices are exchanged together afterwards. In a graph each
+bucket is submitted as soon as its gradients are computed, and one operation waits for all. The division
 depends only on the variables, so it is the same on all ranks; whether a bucket is exchanged while others
-are being computed (``overlap``) is each rank's own choice.
+are being computed (``overlap``) is decided on each rank.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import perform, perform_all, plain
 from ringdance.tensorflow.sparse import reduce_rows
 from ringdance.training.checks import pick_operation
-from ringdance.training.collectives import Call
+from ringdance.training.collectives import Call, prepared
 from ringdance.training.options import check_groups, parts_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
@@ -53,17 +54,17 @@ class GradientReducer:
 
     Args:
         name: of the tape or optimizer; begins the names of the exchanges.
-        compression: casts dense gradients on their way.
+        compression: casts dense gradients for the exchange.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
         op: Average, Sum, ...
         predivide: with Average, divides before and multiplies after the sum.
         groups: ``None``, a number, or lists of variables to be reduced together.
         process_set: the ranks that take part.
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
-        device_dense, device_sparse: devices on which gradients are given to the exchange.
+        device_dense, device_sparse: devices on which gradients enter the exchange.
 
     Raises:
-        ArgumentError: arguments that do not go together.
+        ArgumentError: arguments that exclude each other.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class GradientReducer:
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self.operation = pick_operation(None, op)
-        self.prescale, self.postscale = scales_of(self.operation, predivide)
+        self.scales = scales_of(self.operation, predivide)
         check_groups(groups, [], lambda one: None)
         listed = [one for part in groups for one in part] if isinstance(groups, (list, tuple)) else []
         if not all(hasattr(one, "shape") for one in listed):
@@ -97,7 +98,7 @@ class GradientReducer:
 
     @property
     def idle(self) -> bool:
-        """Whether gradients stay what they are: a rank alone, or not in the set."""
+        """Whether gradients stay as they are: of a rank alone, or not in the set."""
         engine = session.engine()
         members = engine.members(set_id(self.process_set))
         # A job that may grow keeps the operations in its graphs.
@@ -109,7 +110,7 @@ class GradientReducer:
 
         Args:
             gradients: tensors, IndexedSlices or ``None``, in the same pattern on all ranks.
-            variables: what they belong to; alike on all ranks.
+            variables: one for each gradient; alike on all ranks.
         """
         if self.idle:
             return list(gradients)
@@ -145,22 +146,22 @@ class GradientReducer:
             return key
         return str(graph.unique_name(key))  # a session may run two exchanges at once
 
+    def _call(self, name: str, grouped: bool) -> Call:
+        number = set_id(self.process_set)
+        return prepared(Collective.ALLREDUCE, name, self.operation, *self.scales, number, -1, grouped)
+
     def _reduce_dense(
         self, results: list[Tensor], dense: list[int], variables: Sequence[Any], key: str
     ) -> None:
-        place = {id(variable_of(variables[index])): index for index in dense}
-        groups = check_groups(self.groups, dense, lambda one: place.get(id(variable_of(one))))
+        index_of = {id(variable_of(variables[index])): index for index in dense}
+        groups = check_groups(self.groups, dense, lambda one: index_of.get(id(variable_of(one))))
         grouped = {index for group in groups for index in group}
         rest = [index for index in dense if index not in grouped]
         buckets = [list(group) for group in groups]
         buckets += parts_of(rest, lambda index: _nbytes(variables[index]))
-        call = Call(
-            Collective.ALLREDUCE, None, self.operation, self.prescale, self.postscale,
-            set_id(self.process_set), grouped=True,
-        )
         pairs = {index: self.compression.compress(results[index]) for index in dense}
         calls = [
-            (call.but(name=f"{key}.{number}"), [pairs[index][0] for index in bucket])
+            (self._call(f"{key}.{number}", grouped=True), [pairs[index][0] for index in bucket])
             for number, bucket in enumerate(buckets)
         ]
         for bucket, tensors in zip(buckets, perform_all(calls), strict=True):
@@ -176,7 +177,7 @@ class GradientReducer:
                 "sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
-        call = Call(Collective.ALLREDUCE, f"{key}.rows", self.operation, set_id=set_id(self.process_set))
+        call = self._call(f"{key}.rows", grouped=False)
         tables = [variable_of(variables[index]).shape[0] for index in sparse]
         reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
         for index, one in zip(sparse, reduced, strict=True):
@@ -185,18 +186,14 @@ class GradientReducer:
     def _scale_local(self, results: list[Tensor], variables: Sequence[Any]) -> None:
         """Divide by the number of ranks, as an average of a gradient that is zero elsewhere would."""
         size = self.process_set.size() or 1
-        for index, one in enumerate(results):
-            if one is None or not self.is_local(variables[index]):
-                continue
+        for index in [index for index, one in enumerate(variables) if self.is_local(one)]:
+            one = results[index]
             if isinstance(one, tf.IndexedSlices):
-                values = one.values / tf.cast(size, one.dtype)
-                results[index] = tf.IndexedSlices(values, one.indices, one.dense_shape)
-            else:
-                results[index] = one / tf.cast(size, one.dtype)
+                results[index] = tf.IndexedSlices(one.values / size, one.indices, one.dense_shape)
+            elif one is not None:
+                results[index] = one / size
 
 
 def _nbytes(variable: Any) -> int:
-    elements = 1
-    for length in variable.shape:
-        elements *= int(length or 1)
+    elements = math.prod(int(length or 1) for length in variable.shape)
     return elements * int(tf.as_dtype(variable.dtype).size)

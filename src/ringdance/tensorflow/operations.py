@@ -84,8 +84,8 @@ def allreduce(
     Args:
         tensor: equal shape and type on all ranks; or ``tf.IndexedSlices``: the rows that any rank
             has are summed, each once.
-        average: old form of ``op``: True is Average, False is Sum.
-        device_dense: device on which a dense tensor is given to the exchange.
+        average: deprecated form of ``op``: True is Average, False is Sum.
+        device_dense: device on which a dense tensor enters the exchange.
         device_sparse: the same for IndexedSlices.
         compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an object with compress and decompress.
         op: Average (default), Sum, Adasum, Min, Max or Product.
@@ -191,7 +191,7 @@ def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give variables the values of global rank ``root_rank``.
+    """Assign the values of global rank ``root_rank`` to variables.
 
     Returns:
         The variables, in a list; in a graph of ``tf.compat.v1`` the operations that assign to them.

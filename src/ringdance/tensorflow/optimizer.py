@@ -112,7 +112,7 @@ def DistributedOptimizer(
         optimizer: one of ``tf.compat.v1.train``, or a Keras optimizer.
         name: by default "Distributed" and the class's name; begins the names of the exchanges.
         use_locking: as in ``tf.compat.v1.train.Optimizer``.
-        device_dense: device on which dense gradients are given to the exchange.
+        device_dense: device on which dense gradients enter the exchange.
         device_sparse: the same for IndexedSlices.
         compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
         sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering their rows.

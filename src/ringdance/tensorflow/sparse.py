@@ -1,4 +1,4 @@
-"""``tf.IndexedSlices`` by ``training.sparse``: in eager calls, in a ``tf.function`` and in graphs of v1."""
+"""Reduce ``tf.IndexedSlices`` by ``training.sparse``: eagerly, in a ``tf.function`` and in graphs of v1."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def reduce_rows(
     Args:
         call: an all-reduce: Average or Sum, its name and process set.
         slices: this rank's rows of each table.
-        names: of the tables, for people.
-        run: performs the call.
+        names: of the tables, for messages.
+        run: runs the call.
         tables: how many rows each table has, ``None`` where that is not known; without, as the slices say.
     """
     call = call.but(tables=tuple(names))
     given: list[Tensor] = []
-    for place, one in enumerate(slices):
-        given += [one.values, one.indices, _rows_of_table(one, tables[place] if tables else None)]
+    for index, one in enumerate(slices):
+        given += [one.values, one.indices, _rows_of_table(one, tables[index] if tables else None)]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduced(*tensors: Tensor) -> Any:
@@ -44,8 +44,8 @@ def reduce_rows(
 
     results = reduced(*given)
     return [
-        tf.IndexedSlices(results[3 * place], results[3 * place + 1], one.dense_shape)
-        for place, one in enumerate(slices)
+        tf.IndexedSlices(results[3 * index], results[3 * index + 1], one.dense_shape)
+        for index, one in enumerate(slices)
     ]
 
 
@@ -58,12 +58,12 @@ def _rows_of_table(one: Any, known: int | None) -> Tensor:
 def _gradient(
     call: Call, given: Sequence[Tensor], results: Sequence[Tensor], upstream: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Reduce what has come back, on all ranks for the same rows; each row given here has its part of it."""
+    """Reduce the gradients of the resulting rows; return for each input row that of its row."""
     name = None if call.name is None else f"{call.name}.grad"
     arrived = [tf.convert_to_tensor(one) for one in upstream[::3]]
     back = perform(call.but(name=name, tables=(), grouped=True), arrived)
     gradients: list[Tensor] = []
-    for place, one in enumerate(back):
-        rows = tf.searchsorted(results[3 * place + 1], given[3 * place + 1])
+    for index, one in enumerate(back):
+        rows = tf.searchsorted(results[3 * index + 1], given[3 * index + 1])
         gradients += [tf.gather(one, rows), None, None]
     return gradients

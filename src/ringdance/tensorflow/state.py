@@ -1,4 +1,4 @@
-"""Variables and objects from one rank to all. Contract 2.2.1."""
+"""Broadcast variables and objects."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Give variables the values of global rank ``root_rank``: TensorFlow's or Keras's, as many on all ranks.
+    """Assign the values of global rank ``root_rank`` to variables: TensorFlow's or Keras's.
 
-    ``inplace`` is accepted: values always go straight into the variables.
+    All ranks give equally many. ``inplace`` is accepted and ignored: values are always assigned.
 
     Returns:
         ``None``; in a graph of ``tf.compat.v1`` the operation to be run.
@@ -43,17 +43,17 @@ def broadcast_global_variables(root_rank: int) -> Any:
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "broadcast_global_variables() is for graphs of tf.compat.v1. In eager execution say "
+            "broadcast_global_variables() is for graphs of tf.compat.v1. In eager execution use "
             "hvd.broadcast_variables(model.variables, root_rank=0), after the first step."
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """For ``tf.compat.v1.train.MonitoredTrainingSession``: broadcasts all variables when a session begins.
+    """Broadcasts all variables when a ``tf.compat.v1.train.MonitoredTrainingSession`` begins.
 
     Args:
-        root_rank: global rank whose values all get, those of a checkpoint that only it loads too.
+        root_rank: global rank whose values all get, also those it alone has loaded from a checkpoint.
         device: where the operation is placed.
     """
 
@@ -64,13 +64,13 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self.bcast_op: Any = None
 
     def begin(self) -> None:
-        """Make the operation, anew for another graph."""
+        """Make the operation, once for each graph."""
         if self.bcast_op is None or self.bcast_op.graph != tf.compat.v1.get_default_graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it."""
+        """Run the operation."""
         session.run(self.bcast_op)
 
 
@@ -78,7 +78,7 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object, anything that cloudpickle takes, on every member; needs no ``session``."""
+    """Return the root's object, which cloudpickle must support, on every member; ``session`` is ignored."""
     with as_tensorflow():
         return objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -87,7 +87,7 @@ def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function of an object that does what ``broadcast_object`` does."""
+    """Return ``broadcast_object`` as a function of the object alone."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 

@@ -72,7 +72,7 @@ def DistributedGradientTape(
 
     Args:
         gradtape: a ``tf.GradientTape``.
-        device_dense: device on which dense gradients are given to the exchange.
+        device_dense: device on which dense gradients enter the exchange.
         device_sparse: the same for IndexedSlices.
         compression: ``Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
         sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering their rows.

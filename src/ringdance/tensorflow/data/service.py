@@ -6,7 +6,7 @@ Two jobs. The *compute* job runs workers (``compute_worker``) and writes a confi
     config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
     data = data.send_to_data_service(config, hvd.rank(), hvd.size(), reuse_dataset=True)
 
-Dispatchers, which hand the work out, run in either job (``dispatcher_side``). Rank r uses dispatcher
+Dispatchers, which distribute the work, run in either job (``dispatcher_side``). Rank r uses dispatcher
 ``r % dispatchers``. The servers are TensorFlow's own (``tf.data.experimental.service``).
 """
 

@@ -25,7 +25,7 @@ def shard(
     """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples, to be batched.
 
     Args:
-        data: a ``tf.data.Dataset`` that gives the same elements in the same order on all ranks; or
+        data: a ``tf.data.Dataset`` with the same elements in the same order on all ranks; or
             tensors or arrays with equally many rows, in any structure.
         ends: "pad", "drop" or "join": what happens if the ranks cannot have equally many samples.
         shuffle: each iteration in another order, the same on all ranks. True needs to know how many elements
@@ -33,7 +33,7 @@ def shard(
         seed: of the order, equal on all ranks.
         layout: "strided" or "contiguous" (only if the number of elements is known).
         process_set: the ranks among which samples are divided; all of them make this call.
-        epoch: number of the first iteration, for tensors: those who go on with a training pass it on.
+        epoch: number of the first iteration, for tensors: pass it when a training is resumed.
 
     Raises:
         ArgumentError: an argument is wrong, or "drop" would leave nothing.
@@ -55,7 +55,7 @@ def shard(
         )
     same = {"ends": ends, "layout": layout, "the number of elements": count, "shuffle": shuffle}
     if shuffle:
-        # tf.random.set_seed() has a part in it.
+        # The global seed of tf.random.set_seed() counts too.
         same["seed (with that of tf.random.set_seed)"] = tf.compat.v1.get_seed(seed)
     rank, size = place(ends, same, process_set)
     if shuffle:
@@ -68,7 +68,7 @@ def shard(
     else:
         result = _in_rounds(data, ends, rank, size)
     options = tf.data.Options()
-    options.deterministic = True  # another order on another rank: samples would be missed
+    options.deterministic = True  # orders that differ between ranks would miss samples
     return result.with_options(options)
 
 
@@ -88,13 +88,13 @@ def _of_tensors(
         return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(drawn, [len(plan)]))
 
     indices = tf.data.Dataset.range(1).flat_map(of_epoch)
-    chosen = indices.map(lambda place: tf.nest.map_structure(lambda one: tf.gather(one, place), tensors))
+    chosen = indices.map(lambda index: tf.nest.map_structure(lambda one: tf.gather(one, index), tensors))
     return chosen.apply(tf.data.experimental.assert_cardinality(len(plan)))
 
 
-def _lengthened(data: Dataset, places: int) -> Dataset:
-    """Append the first elements, so many; again from the first if there are fewer."""
-    return data.concatenate(data.take(places).repeat().take(places)) if places else data
+def _lengthened(data: Dataset, number: int) -> Dataset:
+    """Append the first ``number`` elements, cyclically if there are fewer."""
+    return data.concatenate(data.take(number).repeat().take(number)) if number else data
 
 
 def _by_number(data: Dataset, plan: Shard) -> Dataset:
@@ -105,7 +105,7 @@ def _by_number(data: Dataset, plan: Shard) -> Dataset:
 
 
 def _in_rounds(data: Dataset, ends: str, rank: int, size: int) -> Dataset:
-    """Deal out what nobody has counted, in whole rounds."""
+    """Distribute a data set of unknown length in rounds of ``size`` elements."""
     if ends == "pad":
         data = data.concatenate(data.take(size - 1).repeat(size).take(size - 1))
 
