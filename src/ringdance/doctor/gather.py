@@ -12,13 +12,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ringdance.doctor.check import Facts, Usage
 from ringdance.doctor.probe import MARK
+from ringdance.doctor.rows import several
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import LOCAL_NAMES
 from ringdance.launch.remote.shell import RemoteShell
@@ -26,7 +26,6 @@ from ringdance.launch.remote.shell import RemoteShell
 _SPARE_S = 30.0  # for ssh and for starting Python, beyond the limit of the probes
 _LINK_S = 15.0
 _PAIR_S = 0.3
-_MOST_NAMED = 4  # hosts that have not answered
 # Where libraries are: a job's ranks get these of the launcher's, whatever a host's own login sets.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
@@ -65,16 +64,16 @@ class Remote:
         host: its name.
         local: whether that is this machine.
         problem: why it does not answer, and the fix; empty if it does.
-        noise: what its login printed.
         port: where it accepts connections of other probes; 0 if it does not.
     """
 
     def __init__(self, host: str, shell: RemoteShell, local: bool) -> None:
         self.host, self.local = host, local
         self.problem: tuple[str, str] | tuple[()] = ()
-        self.noise = ""
+        self._noise = ""  # of its login
         self.port = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process: subprocess.Popen[str] | None = None
         # -P: a random.py in the working directory must not be imported.
         line = [sys.executable, "-P", "-m", "ringdance.doctor.probe"]
         try:
@@ -92,6 +91,7 @@ class Remote:
         """Send a request and return the answer; ``{"error": WHY}`` if none comes within `seconds`."""
         if self.problem:
             return {"error": self.problem[0]}
+        assert self._process
         assert self._process.stdin
         assert self._process.stdout
         late = threading.Timer(seconds, self._process.kill)
@@ -106,12 +106,12 @@ class Remote:
                 late.cancel()
                 found: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 return found
-            self.noise += line
+            self._noise += line
         expired = not late.is_alive()
         late.cancel()
         code = self._process.wait()
         self._errors.seek(0)
-        output = f"{self.noise}\n{self._errors.read().decode(errors='replace')}"
+        output = f"{self._noise}\n{self._errors.read().decode(errors='replace')}"
         self.problem = self._advice(f"no answer within {seconds:g} s" if expired else output, code)
         return {"error": self.problem[0]}
 
@@ -125,16 +125,26 @@ class Remote:
         )
 
     def close(self) -> None:
-        """End the process."""
-        if hasattr(self, "_process"):
-            assert self._process.stdin
-            try:
-                self._process.stdin.close()
-                self._process.wait(3.0)
-            except (OSError, subprocess.TimeoutExpired):
-                self._process.kill()
-                self._process.wait()
+        """End the process; one that waits for a dead network disk is left."""
+        if self._process:
+            for end in (self._process.terminate, self._process.kill):
+                end()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(2.0)
+                    break
         self._errors.close()
+
+
+T = TypeVar("T")
+
+
+def _together(function: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call `function` for all items at once; Ctrl-C does not wait for the calls."""
+    threads = [threading.Thread(target=function, args=(item,), daemon=True) for item in items]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @contextmanager
@@ -170,29 +180,29 @@ def collect(
         seconds: limit for the probes.
         report: called with a text that names what is being waited for.
     """
+    found: dict[str, dict[str, Any]] = {}
     waiting = list(remotes)
     slow = ", importing frameworks" if "frameworks" in probes else ""
 
     def show() -> None:
-        more = f" and {len(waiting) - _MOST_NAMED} more" if len(waiting) > _MOST_NAMED else ""
         if waiting:
-            report(f"checking {', '.join(waiting[:_MOST_NAMED])}{more}{slow}")
+            report(f"checking {several(waiting, 4)}{slow}")
 
-    def one(remote: Remote) -> dict[str, Any]:
-        facts = _facts(remote, request, seconds)
-        waiting.remove(remote.host)
+    def one(host: str) -> None:
+        found[host] = _facts(remotes[host], request, seconds)
+        waiting.remove(host)
         show()
-        return facts
 
     show()
-    with _probe_files(usage.folders) as made, ThreadPoolExecutor(len(remotes)) as pool:
+    with _probe_files(usage.folders) as made:
         request = {
             "probes": list(probes),
             "usage": asdict(replace(usage, probe_files=made)),
             "seconds": seconds,
             "environ": {name: os.environ[name] for name in _LIBRARIES if name in os.environ},
         }
-        return dict(zip(remotes, pool.map(one, remotes.values()), strict=True))
+        _together(one, remotes)
+    return {host: found[host] for host in remotes}
 
 
 def _facts(remote: Remote, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -201,11 +211,9 @@ def _facts(remote: Remote, request: Mapping[str, Any], seconds: float) -> dict[s
     received = time.time()
     if remote.problem:
         return {"reach": {"error": remote.problem[0], "fix": remote.problem[1]}}
-    reach = {"error": "", "local": remote.local, "noise": remote.noise.strip()[:200]}
     # Its clock is ahead by some number between these two.
-    return found | {
-        "reach": reach | {"ahead": [found["times"]["ended"] - received, found["times"]["began"] - sent]}
-    }
+    ahead = [found["times"]["ended"] - received, found["times"]["began"] - sent]
+    return found | {"reach": {"error": "", "local": remote.local, "ahead": ahead}}
 
 
 @contextmanager
@@ -258,19 +266,17 @@ def measure(
     def listen(host: str) -> None:
         remotes[host].port = remotes[host].ask({"listen": token}, _LINK_S).get("port", 0)
 
-    def one(pair: tuple[str, str], limit: float) -> None:
-        to = remotes[pair[1]]
-        request = {"connect": _addresses(to.host, facts[to.host]), "port": to.port, "token": token}
-        found[pair[0]][to.host] = remotes[pair[0]].ask({**request, "seconds": limit}, _LINK_S)
+    def both_ways(pair: tuple[str, str]) -> None:
+        for one, other, limit in ((pair[0], pair[1], _PAIR_S), (pair[1], pair[0], 0.0)):
+            request = {"connect": _addresses(other, facts[other]), "port": remotes[other].port}
+            found[one][other] = remotes[one].ask({**request, "token": token, "seconds": limit}, _LINK_S)
 
-    with ThreadPoolExecutor(len(facts)) as pool:
-        list(pool.map(listen, facts))
-        until = time.monotonic() + seconds
-        for pairs in rounds([host for host in facts if remotes[host].port]):
-            if time.monotonic() > until:
-                break
-            list(pool.map(one, pairs, [_PAIR_S] * len(pairs)))
-            list(pool.map(one, [(b, a) for a, b in pairs], [0.0] * len(pairs)))
+    _together(listen, facts)
+    until = time.monotonic() + seconds
+    for pairs in rounds([host for host in facts if remotes[host].port]):
+        if time.monotonic() > until:
+            break
+        _together(both_ways, pairs)
     return found
 
 
@@ -279,7 +285,7 @@ def _addresses(host: str, facts: Facts) -> list[str]:
     own = [
         address
         for entry in facts.get("network", {}).get("interfaces", [])
-        if entry["up"] and not entry["virtual"] and not entry["loopback"]
+        if not entry["virtual"]
         for address, _ in entry["addresses"]
     ]
     return ([] if host in LOCAL_NAMES else [host, *own])[:4] or own[:4]

@@ -15,6 +15,7 @@ from ringdance import __version__
 from ringdance.doctor.check import ERROR, WARNING, Result, Usage
 from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import QUICK
+from ringdance.doctor.rows import several
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system.machine import in_home
@@ -30,7 +31,6 @@ _HANDLED = frozenset({"mpiexec-in-path", "proxies", "inside-a-job", "slurm-mpi",
 _WARNINGS = frozenset(
     {"own-name", "names-agree", "folder-writable", "temporary-path-length", "shadowed-modules"}
 )
-_MOST_NAMED = 6
 
 
 def check_hosts(
@@ -69,10 +69,9 @@ def check_hosts(
         say(line)
     warnings = list(dict.fromkeys(result.check for result in wrong if result.severity == WARNING))
     if warnings:
-        more = f" and {len(warnings) - _MOST_NAMED} more" if len(warnings) > _MOST_NAMED else ""
         named = ",".join(f"{host}:{count}" for host, count in slots.items())
         say(
-            f"may slow the job down or end it: {', '.join(warnings[:_MOST_NAMED])}{more}; "
+            f"may slow the job down or end it: {several(warnings, 6)}; "
             f"for the fixes: ringdance doctor --quick -H {named}"
         )
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from ringdance.doctor.check import Finding, Host, Hosts
 
-KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+MB, GB = 1 << 20, 1 << 30
 
 
 def size(count: float) -> str:
     """Format bytes with a unit, powers of 1024."""
-    for unit, factor in (("TiB", 1 << 40), ("GiB", GB), ("MiB", MB), ("KiB", KB)):
+    for unit, factor in (("TiB", 1 << 40), ("GiB", GB), ("MiB", MB), ("KiB", 1 << 10)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:.0f} {unit}"
     return f"{count:.0f} bytes"
@@ -65,9 +65,7 @@ def limit(
     return judge
 
 
-def variables(
-    patterns: Mapping[str, str], effect: str, fix: str = ""
-) -> Callable[[Host], list[Finding]]:
+def variables(patterns: Mapping[str, str], effect: str, fix: str = "") -> Callable[[Host], list[Finding]]:
     """Judge variables of the environment: wrong is each whose whole value matches its pattern.
 
     Args:

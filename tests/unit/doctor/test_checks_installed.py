@@ -51,7 +51,7 @@ def test_an_environment_that_lacks_libraries(bare: Path) -> None:
 
 @breaks("mpi-library")
 def test_no_mpi4py(bare: Path) -> None:
-    found = wrong("mpi-library", of(bare).facts(["mpi"]))
+    found = wrong("mpi-library", of(bare).facts(["mpi", "environment"]))
     assert "mpi4py is not installed" in found[0].text
     assert "pip install" in found[0].fix
 
@@ -245,11 +245,11 @@ def test_a_framework_for_cpus_on_a_machine_with_gpus(tmp_path: Path, bare: Path)
     assert "CUDA 12" in found[0].fix
 
 
-@breaks("gpu-device-files")
-def test_gpus_on_the_bus_without_device_files() -> None:
+@breaks("gpu-driver")
+def test_gpus_on_the_bus_without_a_driver() -> None:
     if shutil.which("nvidia-smi"):
         pytest.skip("this machine has GPUs")
     device = "/sys/bus/pci/devices/0000:01:00.0"
     shell = f"mount -t tmpfs none /sys/bus; mkdir -p {device}; echo 0x10de >{device}/vendor"
     shell += f"; echo 0x030200 >{device}/class"
-    expect("gpu-device-files", Machine(shell=shell), "1 GPUs on the bus, but no /dev/nvidia0")
+    expect("gpu-driver", Machine(shell=shell), "1 GPUs, but no nvidia-smi")

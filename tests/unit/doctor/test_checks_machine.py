@@ -81,13 +81,6 @@ def test_swap_in_use(tmp_path: Path) -> None:
     expect("swap", Machine(shell=replaced(tmp_path, "/proc/meminfo", text)), "32 GiB of swap are in use")
 
 
-@breaks("killed-for-memory")
-def test_killed_processes(tmp_path: Path) -> None:
-    text = changed("/proc/vmstat", ("oom_kill ", "oom_kill 3"))
-    machine = Machine(shell=replaced(tmp_path, "/proc/vmstat", text))
-    expect("killed-for-memory", machine, "3 processes were killed for lack of memory")
-
-
 def in_cgroup(controller: str, settings: dict[str, str], usage: Usage, probes: list[str]) -> dict[str, Any]:
     """Facts seen from inside a cgroup with these settings (names of both versions), then removed."""
     if os.getuid():

@@ -35,7 +35,7 @@ VARIABLES = [
     ("pythonpath", {"PYTHONPATH": "/no/such/folder"}, "does not exist: /no/such/folder"),
     ("inside-a-job", {"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 of another"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "finds no MPI library"),
-    ("mpi4py-built-for", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "cannot load the library that MPI4PY_LIBMPI"),
+    ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "as MPI4PY_LIBMPI=/no/libmpi.so requires"),
     ("temporary-folder", {"TMPDIR": "/no/such"}, "TMPDIR=/no/such does not exist"),
     ("slurm-mpi", {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks without"),
     ]  # fmt: skip

@@ -24,7 +24,8 @@ def _driver(host: Host) -> Finding | None:
     if smi["missing"] and present:
         return Finding(
             f"{present} GPUs, but no nvidia-smi",
-            "install the NVIDIA driver (in a container: docker run --gpus all)",
+            "install the NVIDIA driver (in a container: docker run --gpus all; Kubernetes: resources.limits "
+            "nvidia.com/gpu)",
         )
     if smi["missing"] or smi["code"] == 0:
         return None
@@ -106,13 +107,6 @@ def _versions(host: Host) -> dict[str, str]:
 CHECKS = (
     Check("gpu-driver", "gpu", ERROR,
           "whether the driver answers for the GPUs that the machine has", _driver),
-    Check("gpu-device-files", "gpu", ERROR, "device files of the GPUs: a container without them sees none",
-          limit("{gpu[devices]} device files",
-                lambda host: not host["gpu"]["devices"],
-                "docker run --gpus all (Kubernetes: resources.limits nvidia.com/gpu); on a host: sudo "
-                "nvidia-modprobe -u -c=0",
-                problem="{gpu[on_bus]} GPUs on the bus, but no /dev/nvidia0",
-                applies=lambda host: host["gpu"]["on_bus"])),
     Check("gpu-ranks", "gpu", WARNING, "ranks and GPUs of a host",
           limit("{slots} ranks on {gpu[count]} GPUs",
                 lambda host: host.slots > host["gpu"]["count"],

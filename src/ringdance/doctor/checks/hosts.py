@@ -9,17 +9,6 @@ from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host, Hosts
 from ringdance.doctor.rows import equal, limit, several
 
 _AHEAD_S = 1.0
-_REACH = ("reach",)
-
-
-def _login_silent(host: Host) -> Finding | None:
-    found = host["reach"]
-    if found["error"] or not found["noise"]:
-        return None
-    return Finding(
-        f"its login prints {found['noise'].splitlines()[0]!r}",
-        "put this at the top of ~/.bashrc there: case $- in *i*) ;; *) return ;; esac",
-    )
 
 
 def _ssh_modes(host: Host) -> Iterator[Finding]:
@@ -46,9 +35,7 @@ def _same_machine(hosts: Hosts) -> Iterator[Finding]:
 
 def _clocks(hosts: Hosts) -> Iterator[Finding]:
     for name, host in hosts.items():
-        if host["reach"]["error"]:
-            continue
-        low, high = host["reach"]["ahead"]
+        low, high = host["reach"].get("ahead", (0.0, 0.0))  # absent if it was not reached
         least = max(low, -high)  # 0 is between low and high if the clocks may agree
         if least > _AHEAD_S:
             way = "ahead of" if low > 0 else "behind"
@@ -63,10 +50,7 @@ CHECKS = (
     Check("reached", "hosts", ERROR,
           "whether ssh reaches the hosts without a prompt, and finds this interpreter with ringdance there",
           limit("reached", lambda host: host["reach"]["error"], "{reach[fix]}", problem="{reach[error]}",
-                applies=lambda host: not host["reach"].get("local")), _REACH),
-    Check("login-silent", "hosts", WARNING,
-          "text that ~/.bashrc prints without a terminal: it breaks scp, rsync and MPI's daemons",
-          _login_silent, _REACH),
+                applies=lambda host: not host["reach"].get("local")), ("reach",)),
     Check("ssh-permissions", "hosts", ERROR,
           "private keys that others may read: ssh ignores them; ~, ~/.ssh and authorized_keys that others "
           "may write: sshd refuses the key", _ssh_modes, ("machine",)),
@@ -81,7 +65,7 @@ CHECKS = (
           _same_machine, ("machine",), compares=True),
     Check("clocks", "hosts", WARNING,
           "clocks of the hosts, compared with this one's: logs mislead, tokens expire, caches go wrong",
-          _clocks, _REACH, compares=True),
+          _clocks, ("reach",), compares=True),
     Check("same-user", "hosts", WARNING, "user of the hosts: files of one are not another's",
           equal(lambda host: {"user": host["machine"]["user"]},
                 "ssh as the same user everywhere (User in ~/.ssh/config)"), ("machine",), compares=True),

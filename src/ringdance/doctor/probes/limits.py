@@ -20,5 +20,5 @@ def collect(usage: Usage) -> dict[str, Any]:
     for name, constant in _NAMES.items():
         pair = resource.getrlimit(getattr(resource, constant))
         found[name] = [None if value == resource.RLIM_INFINITY else value for value in pair]
-    found["pids_limit"] = min(files.cgroup_limits("pids", ("pids.max",)), default=None)
+    found["pids_limit"] = files.cgroup_limit("pids", ("pids.max",))
     return found

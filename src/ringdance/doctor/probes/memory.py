@@ -12,16 +12,13 @@ from ringdance.doctor.probes import disk, files
 
 
 def collect(usage: Usage) -> dict[str, Any]:
-    """Total and available memory, the cgroup's limit, swap, /dev/shm, processes killed for lack of memory."""
+    """Total and available memory, the cgroup's limit, swap, /dev/shm."""
     memory = psutil.virtual_memory()
-    kills = [line for line in files.text("/proc/vmstat").splitlines() if line.startswith("oom_kill ")]
-    limits = files.cgroup_limits("memory", ("memory.max", "memory.limit_in_bytes"))
     return {
         "total": memory.total,
         "available": memory.available,
-        "limit": min(limits, default=None),
+        "limit": files.cgroup_limit("memory", ("memory.max", "memory.limit_in_bytes")),
         "swap_used": psutil.swap_memory().used,
-        "killed": int(kills[0].split()[1]) if kills else 0,
         "shm": _shared(),
     }
 

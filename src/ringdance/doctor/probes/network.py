@@ -12,6 +12,7 @@ import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
+from ringdance.launch.system import machine
 
 # Bridges and ends of tunnels that have the same address on every host.
 _VIRTUAL = (
@@ -23,16 +24,15 @@ def collect(usage: Usage) -> dict[str, Any]:
     """Own name and its addresses; interfaces; the other hosts' addresses as this host resolves them."""
     name = socket.gethostname()
     own = resolve(name)
-    interfaces = [_interface(*entry) for entry in psutil.net_if_addrs().items()]
-    here = {address for entry in interfaces for address, _ in entry["addresses"]}
+    here = {address for _, address, _ in machine.networks()}
     return {
         "hostname": name,
         "own": own,
-        "own_is_here": any(address in here or _ip(address).is_loopback for address in own),
+        "own_is_here": any(address in here or _is_loopback(address) for address in own),
         "localhost": resolve("localhost"),
-        "localhost_is_loopback": any(_ip(address).is_loopback for address in resolve("localhost")),
+        "localhost_is_loopback": any(map(_is_loopback, resolve("localhost"))),
         "hosts": {host: resolve(host) for host in usage.hosts},
-        "interfaces": interfaces,
+        "interfaces": _interfaces(),
         "infiniband": [os.path.basename(path) for path in glob.glob("/sys/class/infiniband/*")],
         "infiniband_down": [
             path.removeprefix("/sys/class/infiniband/").removesuffix("/state")
@@ -50,26 +50,22 @@ def resolve(name: str) -> list[str]:
         return []
 
 
-def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(address.partition("%")[0])
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _interface(name: str, addresses: list[Any]) -> dict[str, Any]:
-    """Describe an interface: [address, prefix length] pairs, MTU, speed in Mbit/s (0: not known)."""
-    pairs = [
-        [entry.address, int(_ip(entry.netmask)).bit_count()]
-        for entry in addresses
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask
-        if not _ip(entry.address).is_link_local
+def _interfaces() -> list[dict[str, Any]]:
+    """Describe interfaces: [address, prefix length] pairs if up, MTU, speed in Mbit/s (0: not known)."""
+    networks = machine.networks()
+    return [
+        {
+            "name": name,
+            "up": state.isup,
+            "virtual": name.startswith(_VIRTUAL),
+            "addresses": [[address, bits] for owner, address, bits in networks if owner == name],
+            "mtu": state.mtu,
+            "speed": state.speed,
+            "half_duplex": state.duplex == psutil.NIC_DUPLEX_HALF,
+        }
+        for name, state in psutil.net_if_stats().items()
     ]
-    state = psutil.net_if_stats().get(name)
-    return {
-        "name": name,
-        "up": bool(state and state.isup),
-        "loopback": any(_ip(address).is_loopback for address, _ in pairs) or name == "lo",
-        "virtual": name.startswith(_VIRTUAL),
-        "addresses": pairs,
-        "mtu": state.mtu if state else 0,
-        "speed": state.speed if state else 0,
-        "half_duplex": bool(state and state.duplex == psutil.NIC_DUPLEX_HALF),
-    }

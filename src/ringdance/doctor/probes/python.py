@@ -34,7 +34,6 @@ def collect(usage: Usage) -> dict[str, Any]:
     return {
         "version": platform.python_version(),
         "executable": sys.executable,
-        "prefix": sys.prefix,
         "ringdance": ringdance.__version__,
         "versions": {name: next(iter(found.values())) for name, found in installed.items()},
         "twice": {

@@ -216,24 +216,30 @@ def usable_cores() -> int:
     return max(1, int(min([cores, *_quotas()])))
 
 
-def _quotas() -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's cgroup and those above it (v1 and v2)."""
+def cgroups(controller: str) -> Iterator[str]:
+    """Yield the directories of this process's cgroup of a controller and those above it (v1 and v2)."""
     for line in _read("/proc/self/cgroup").decode(errors="replace").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
             bases = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-        elif "cpu" in controllers.split(","):
-            bases = [f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"]
+        elif controller in controllers.split(","):
+            bases = [f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"]
         else:
             continue
         parts = [part for part in path.split("/") if part and part != ".."]
-        for directory in (os.path.join(base, *parts[:n]) for base in bases for n in range(len(parts) + 1)):
-            texts = _read(f"{directory}/cpu.max") or b"%b %b" % (
-                _read(f"{directory}/cpu.cfs_quota_us"), _read(f"{directory}/cpu.cfs_period_us")
-            )  # fmt: skip
-            try:
-                quota, period = map(float, texts.split())
-            except ValueError:  # absent, or "max"
-                continue
-            if quota > 0 and period > 0:
-                yield quota / period
+        for base in bases:
+            yield from (os.path.join(base, *parts[:depth]) for depth in range(len(parts) + 1))
+
+
+def _quotas() -> Iterator[float]:
+    """Yield the CPU quotas, in cores, of this process's cgroup and those above it."""
+    for directory in cgroups("cpu"):
+        texts = _read(f"{directory}/cpu.max") or b"%b %b" % (
+            _read(f"{directory}/cpu.cfs_quota_us"), _read(f"{directory}/cpu.cfs_period_us")
+        )  # fmt: skip
+        try:
+            quota, period = map(float, texts.split())
+        except ValueError:  # absent, or "max"
+            continue
+        if quota > 0 and period > 0:
+            yield quota / period
