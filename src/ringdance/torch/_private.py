@@ -15,8 +15,17 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 __all__ = [
-    "BatchNorm", "compiler_disable", "counts_steps", "divided_by", "graph_task", "hooks_run_inside",
-    "note_step", "outermost_function_node", "queue_callback", "sparse_entries", "tells_end",
+    "BatchNorm",
+    "compiler_disable",
+    "counts_steps",
+    "divided_by",
+    "graph_task",
+    "has_end_callback",
+    "hooks_run_inside",
+    "note_step",
+    "outermost_function_node",
+    "queue_callback",
+    "sparse_entries",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +80,7 @@ _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
 )
 
 
-def tells_end() -> bool:
+def has_end_callback() -> bool:
     """Return whether ``queue_callback`` will call back in this backward pass; without these names: no.
 
     Compiled autograd accepts callbacks from what it has not compiled, and does not call them.

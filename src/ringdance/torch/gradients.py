@@ -1,4 +1,4 @@
-"""Lends the gradients of a torch optimizer's parameters to ``training.optimizer.GradientExchange``."""
+"""Give ``training.optimizer.GradientExchange`` access to the gradients of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Gradients:
                 kinds[index] = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
         return kinds
 
-    def take(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
+    def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views of the gradients, to be reduced in place; zeros for missing ones."""
-        views = None if zeros else self.lend(indices)
+        views = None if zeros else self.gradient_views(indices)
         if views is not None:
             return views
         gradients = []
@@ -87,7 +87,7 @@ class Gradients:
             return tuple([view_of(gradient) for gradient in gradients])
         return tuple(self._copied(indices, gradients))
 
-    def lend(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
+    def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
         """Return views of gradients that are dense and contiguous on the CPU; None where one is another."""
         if self.compression is not Compression.none:
             return None
@@ -110,7 +110,7 @@ class Gradients:
             views.append(view_of(wire))
         return views
 
-    def put(self, indices: Sequence[int], union: bytes) -> None:
+    def write_back(self, indices: Sequence[int], union: bytes) -> None:
         """Write results back that were reduced in a copy; make gradients sparse again that were."""
         if self._copies:
             for index in indices:
@@ -125,7 +125,7 @@ class Gradients:
             if union[index] < DENSE and gradient is not None:
                 self.parameters[index].grad = gradient.to_sparse(union[index] - AS_DENSE)
 
-    def take_sparse(self, index: int, sparse_dims: int) -> Rows:
+    def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
         """Return the entries of a sparse gradient; see ``training.gradients.GradientSource``."""
         parameter = self.parameters[index]
         gradient = parameter.grad
@@ -141,7 +141,7 @@ class Gradients:
         keys = found[0] if sparse_dims == 1 else np.ravel_multi_index(tuple(found), shape[:sparse_dims])
         return Rows(keys, view_of(host_tensor(values.contiguous())), math.prod(shape[:sparse_dims]))
 
-    def put_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
+    def write_back_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
         """Set the gradient to the entries of all ranks, each once."""
         parameter = self.parameters[index]
         places = np.stack(np.unravel_index(rows.keys, tuple(parameter.shape[:sparse_dims])))

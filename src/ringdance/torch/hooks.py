@@ -1,4 +1,4 @@
-"""Notices which gradients a backward pass accumulates, and when it ends."""
+"""Hooks on the gradients that a backward pass accumulates, and on its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """Tells about each gradient that backward has accumulated, and about the end of the pass.
+    """Calls back for each gradient that backward has accumulated, and at the end of the pass.
 
     Note [Backward passes within others]
     Checkpointing with ``use_reentrant=True`` runs a backward pass inside of a node of another, to any depth;
@@ -25,21 +25,21 @@ class Hooks:
     inner pass. A pass that raises never gets there; its hook then does nothing in later passes.
 
     Args:
-        parameters: what to watch; those that need no gradient are looked at again in ``late``. The list may
+        parameters: what to watch; ``late`` checks again those that need no gradient. The list may
             grow: see ``watch_new``.
         computed: called with the parameter's index.
-        pass_done: called at the end of a backward pass that computed at least one.
-        end_matters: whether ``pass_done`` has to come at the end of the pass; where torch does not tell when
-            that is, it raises then, and else calls ``pass_done`` for each gradient.
+        on_backward_end: called at the end of a backward pass that computed at least one.
+        end_matters: whether ``on_backward_end`` has to be called at the end of the pass. Where torch has no
+            callback for the end: True raises, False calls ``on_backward_end`` after each gradient.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], computed: Callable[[int], None], pass_done: Callable[[], None],
-        end_matters: bool = True,
+        self, parameters: Sequence[Tensor], computed: Callable[[int], None],
+        on_backward_end: Callable[[], None], end_matters: bool = True,
     ) -> None:
         self._parameters = parameters
         self._computed = computed
-        self._pass_done = pass_done
+        self._on_backward_end = on_backward_end
         self._end_matters = end_matters
         self._tasks: set[int] = set()  # passes whose end will be noticed
         self._late: list[int] = []
@@ -61,21 +61,21 @@ class Hooks:
         def hook(_: Tensor) -> None:
             computed(index)
             if graph_task() not in tasks:
-                self._await_end()
+                self._wait_for_end()
 
         register: Any = self._parameters[index].register_post_accumulate_grad_hook
         register(compiler_disable(hook))
 
-    def _await_end(self) -> None:
-        """See to it that ``_end`` is called; see Note [Backward passes within others]."""
-        if not _private.tells_end():
+    def _wait_for_end(self) -> None:
+        """Arrange that ``_end`` is called; see Note [Backward passes within others]."""
+        if not _private.has_end_callback():
             if self._end_matters:
                 raise ArgumentError(
                     "torch does not tell when this backward pass ends, as in compiled autograd: set "
                     "torch._dynamo.config.compiled_autograd = False, or give DistributedOptimizer "
                     "reduce_in_backward=False; gradients are then reduced in step(), after any clipping."
                 )
-            self._pass_done()
+            self._on_backward_end()
             return
         task = _private.graph_task()
         self._tasks.add(task)
@@ -93,7 +93,7 @@ class Hooks:
             outer = _private.graph_task()
             # Numbers rise: in a pass that began later, this is the hook of one that has raised.
             if 0 <= outer < task and outer not in self._tasks:
-                self._await_end()
+                self._wait_for_end()
 
         handle = following.register_prehook(compiler_disable(in_outermost))
 
@@ -104,7 +104,7 @@ class Hooks:
             return
         for past in [one for one in self._tasks if one <= task]:  # those of passes that raised too
             self._tasks.discard(past)
-        self._pass_done()
+        self._on_backward_end()
 
     def late(self) -> list[int]:
         """Return parameters that have begun to need a gradient, have one, and were not watched so far."""

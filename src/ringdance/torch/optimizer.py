@@ -71,7 +71,7 @@ class _Distributed(Wrapped):
             groups=options.groups, set_id=number, early=options.early,
             overlap=wants_overlap(engine, torch.get_num_threads()),
         )
-        self._hooks = Hooks(options.parameters, exchange.computed, exchange.pass_done, options.early)
+        self._hooks = Hooks(options.parameters, exchange.on_gradient, exchange.on_backward_end, options.early)
 
     def _prepare(self) -> None:
         """Connect a copy at its first use in a job; look for parameters added to the wrapped optimizer."""
@@ -110,19 +110,19 @@ class _Distributed(Wrapped):
     def synchronize(self) -> None:
         """Make sure that gradients are reduced; needed only before backward_passes_per_step is reached."""
         self._prepare()
-        self._settle()
+        self._finish_exchange()
         self._by_hand = True
 
-    def _settle(self) -> None:
+    def _finish_exchange(self) -> None:
         exchange = self._exchange
         if exchange is None or self._hooks is None:
             return
         late = self._hooks.late()
         for index in late:
-            exchange.computed(index)
+            exchange.on_gradient(index)
         if late:
             exchange.state.passes += 1
-        exchange.settle()
+        exchange.finish_exchange()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -153,11 +153,11 @@ class _Distributed(Wrapped):
             return super().step(closure)  # type: ignore[misc]
         if closure is None:
             if not self._skip:
-                self._settle()
+                self._finish_exchange()
             result = super().step()  # type: ignore[misc]
         else:
             result = super().step(self._reducing(closure, exchange))  # type: ignore[misc]
-        exchange.step_done()
+        exchange.on_step_end()
         return result
 
     _private.hooks_run_inside(step)
@@ -166,10 +166,10 @@ class _Distributed(Wrapped):
         average_loss = isinstance(self, torch.optim.LBFGS)
 
         def reducing() -> Any:
-            if exchange.settled:
+            if exchange.finished:
                 exchange.state.reduced = bytearray(len(exchange.names))
             loss = closure()
-            self._settle()
+            self._finish_exchange()
             if average_loss:
                 value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
                 return ops.allreduce(

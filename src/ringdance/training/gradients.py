@@ -1,4 +1,4 @@
-"""How a binding lends gradients to ``optimizer.GradientExchange``, their kinds, and what it notes of them."""
+"""The interface between a binding's gradients and ``optimizer.GradientExchange``."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ DENSE = 255
 
 
 class GradientSource(Protocol):
-    """How a binding lends gradients, addressed by the parameter's index."""
+    """A binding's gradients, by the index of the parameter."""
 
     def kinds(self, computed: bytearray) -> bytearray:
         """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
 
-    def lend(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
-        """Return views of gradients, to be reduced in place, if all of them are dense and can be lent."""
+    def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...] | None:
+        """Return views of gradients, to be reduced in place; ``None`` unless all are dense and contiguous."""
 
-    def take(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
+    def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
         """Return contiguous views, to be reduced in place; zeros for a gradient that is missing here.
 
         Where ``zeros[index]`` is set, the gradient counts as zero whatever is there; empty: nowhere. A
         sparse one is made dense.
         """
 
-    def put(self, indices: Sequence[int], union: bytes) -> None:
-        """The views of these now hold the result: make it the gradient, of the kind in ``union``."""
+    def write_back(self, indices: Sequence[int], union: bytes) -> None:
+        """Make the reduced views the gradients, each of its kind in ``union``."""
 
-    def take_sparse(self, index: int, sparse_dims: int) -> Rows:
-        """Return the entries of a sparse gradient, no matter in which order and how often; none if missing.
+    def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
+        """Return the entries of a sparse gradient, in any order, repeated ones too; none if missing.
 
         Their keys count the elements of the first ``sparse_dims`` dimensions, the last of these fastest.
         """
 
-    def put_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
-        """Set the gradient to these entries of all ranks: ascending keys, each once."""
+    def write_back_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
+        """Set the gradient to the entries of all ranks: ascending keys, each once."""
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
@@ -62,7 +62,7 @@ class Bucket:
     members: tuple[int, ...]
     expected: tuple[int, ...]  # agreed: what was reduced last time
     missing: int = 0  # of the expected ones, not computed yet
-    surprises: int = 0  # computed, though not expected
+    unexpected: int = 0  # computed, though not expected
     work: Work | None = None
     kinds: bytes = b""  # when it was sent during the pass; sending makes sparse gradients dense
 

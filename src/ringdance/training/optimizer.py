@@ -1,31 +1,33 @@
-"""The gradients of a step, exchanged as the framework computes them: one implementation for all bindings.
+"""Exchange the gradients of a step as the framework computes them.
 
-A binding tells ``GradientExchange`` which gradients have been computed (``computed``) and when a backward
-pass ends (``pass_done``), and lends it the gradients as NumPy views (``GradientSource``). The rules:
+A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at the end of a backward
+pass (``on_backward_end``), and gives access to the gradients as NumPy views (``GradientSource``).
 
-**A backward pass is a meeting.** At the end of every ``passes``-th backward pass all ranks exchange what
-any of them has computed, and only then does the pass return. So whatever the script does next (clipping,
-unscaling, looking at norms) sees reduced gradients, on all ranks alike. A rank that ends no such pass in a
-step meets the others in ``settle()``, called by the optimizer's step.
+Note [Exchange of gradients]
 
-**Ranks may compute different gradients.** Along with its gradients each rank sends a mask of what it
-has computed. What is set anywhere is reduced everywhere, with zeros where it is missing; what no rank has
-computed is left alone, so that the optimizer skips it as it does in one process. To need no second round
-trip, a bucket of gradients is sent along with the mask when this rank has exactly what was agreed
-to be *expected* (last time's outcome). This is sound: if anybody sent the expected request, then all of it is
-in the union of the masks, and everybody sends it; if it is not in the union, nobody has. Where all ranks
-compute the same each time, they stop sending masks: see ``shortcut``.
+All ranks synchronize at the end of every ``passes``-th backward pass: they exchange what any of them has
+computed, and only then does the pass return. Whatever the script does next (clipping, unscaling, reading
+norms) sees reduced gradients, on all ranks alike. A rank that ends no such pass in a step takes part in
+``finish_exchange()``, called by the optimizer's step.
 
-**All ranks end the same number of passes** that touch this optimizer's parameters in a step, or none. The
+Ranks may compute different gradients. Along with its gradients each rank sends a mask of what it has
+computed. What is set on any rank is reduced on all, with zeros where it is missing; what no rank has
+computed is left alone, so that the optimizer skips it as it does in one process. To save a second round
+trip, a bucket of gradients is sent along with the mask when this rank has exactly the *expected* gradients
+(last time's outcome). This is sound: if a rank sent the expected request, then all of it is in the union of
+the masks, and every rank sends it; if it is not in the union, no rank has sent it. Where all ranks
+compute the same each time, they stop sending masks: see ``fast_path``.
+
+All ranks end the same number of passes that touch this optimizer's parameters in a step, or none. The
 mask carries the number of the step and a digest of the parameters' names; where one of them differs, all
 ranks raise the same error.
 
-**A gradient may be computed again after it was reduced** (two losses, one optimizer). With Average this is
-right as it stands: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
+A gradient may be computed again after it was reduced (two losses, one optimizer). With Average the result is
+right: the mean of (reduced + new) is reduced + mean of new. With other operations it raises.
 
-**Driven or overlapped.** Without spare cores everything is sent and driven at the end of the pass, in one
-request. With spare cores on all ranks (agreed through the mask) gradients go out in buckets while others are
-still being computed. Buckets and their order are fixed by the order of the parameters, never by time.
+Without spare cores everything is sent at the end of the pass, in one request. With spare cores on all ranks
+(agreed through the mask) buckets of gradients are exchanged while others are still being computed. Buckets
+and their order are fixed by the order of the parameters, never by time.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from ringdance import session
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.collectives import on_join, prepared
+from ringdance.training.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients import AS_DENSE, Bucket, GradientSource, State
 from ringdance.training.options import parts_of, scales_of
-from ringdance.training.shortcut import DifferentStepsError, Shortcut
 from ringdance.training.sparse import SparseExchange
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ Array = np.ndarray[Any, Any]
 STEPS = 251
 
 
-# How many exchanges of the same parameter names among the same ranks there were: makes names unique.
+# Number of exchanges with the same parameter names and ranks: makes their names unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
@@ -68,18 +70,18 @@ def _digest_of(names: Sequence[str], size: int) -> bytes:
 
 
 class GradientExchange:
-    """Reduces the gradients of one optimizer. Members of the process set make it alike and in the same order.
+    """Reduces the gradients of one optimizer; the members of the set construct it in the same order.
 
     Args:
-        source: lends the gradients.
+        source: the gradients.
         names: one for each parameter, the same and in the same order on all ranks.
         operation: Average, Sum, Min, Max or Product.
-        passes: backward passes between two exchanges; their gradients are summed by the framework.
+        passes: backward passes per exchange; the framework sums their gradients.
         predivide: divides before and multiplies after the sum (Average only).
         groups: parameter indices to be reduced together.
         set_id: process set.
-        early: exchange at the end of a backward pass; False: only in ``settle()``.
-        overlap: this rank would like to exchange while it computes; done if all want it.
+        early: exchange at the end of a backward pass; False: only in ``finish_exchange()``.
+        overlap: whether this rank can exchange while it computes; done if all can.
     """
 
     def __init__(
@@ -103,36 +105,36 @@ class GradientExchange:
         self._join(session.engine())
 
     def _join(self, engine: Engine) -> None:
-        """Work in this job, all ranks from the same beginning: what earlier steps taught is forgotten."""
+        """Take part in a job, without what was agreed on in earlier steps."""
         self.engine = engine
         counter = _seen.setdefault(engine, Counter())
         key = self._digest, engine.members(self.set_id)
         self.name = f"gradients.{self._digest}.{counter[key]}"
         counter[key] += 1
         self._forget()
-        on_join(engine, self.start_afresh)
+        on_join(engine, self.start_again)
 
     def _forget(self) -> None:
         digest = _digest_of(self.names, 2)
-        self._names_in_mask = digest + bytes(255 - byte for byte in digest)
+        self._names_digest = digest + bytes(255 - byte for byte in digest)
         self.step = 0
         self.overlap = False  # not before all ranks have agreed, with the first mask
         self.buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
-        self._shortcut = Shortcut(
+        self._fast_path = FastPath(
             self.engine, self.set_id, self.source, self.name, (self.prescale, self.postscale)
         )
         self._plan()
 
     def _rejoin(self) -> bool:
-        """After shutdown() and init() the optimizer works in the new job, from its next exchange on."""
+        """Join the new job after shutdown() and init(); return whether there is one."""
         if not self.engine.closed or self.engine is session.engine():
             return False
         self._join(session.engine())
         return True
 
     def _plan(self) -> None:
-        """Cut the parameters into buckets: the groups, then the rest, in parts if computation overlaps."""
+        """Divide the parameters into buckets: the groups, then the rest, in parts if computation overlaps."""
         grouped = {index for group in self.groups for index in group}
         rest = [index for index in range(len(self.names)) if index not in grouped]
         parts: list[list[int]] = [list(group) for group in self.groups]
@@ -154,15 +156,15 @@ class GradientExchange:
 
     # What the binding calls.
 
-    def start_afresh(self) -> None:
-        """After ``join()``: ranks that had joined missed what the others agreed on meanwhile."""
+    def start_again(self) -> None:
+        """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
         self._forget()
         self.reset()
 
     def extend(self, names: Sequence[str], computed: Sequence[int] = ()) -> None:
-        """Reduce gradients too that the source has gained; all ranks of the set, between the same steps.
+        """Add the gradients that the source has gained; all ranks of the set, between the same steps.
 
-        The exchange keeps its name, so that all get an error in the next one if a rank has not done it.
+        The exchange keeps its name, so that all ranks get an error in the next one if one has not done it.
 
         Args:
             names: as those given at first.
@@ -170,7 +172,7 @@ class GradientExchange:
         """
         if any(bucket.work is not None for bucket in self.buckets):
             self._abandon()
-        self._shortcut.leave()
+        self._fast_path.leave()
         self.names += names
         self.state.computed += bytes(len(names))
         self.state.reduced += bytes(len(names))
@@ -190,10 +192,10 @@ class GradientExchange:
             if bucket.work is not None and not bucket.work.done():
                 bucket.work.wait()  # its memory is still being read
             bucket.work = None
-            bucket.missing, bucket.surprises = len(bucket.expected), 0
+            bucket.missing, bucket.unexpected = len(bucket.expected), 0
 
-    def computed(self, index: int) -> None:
-        """Note that a gradient has been computed; with overlap, send its bucket when that is complete.
+    def on_gradient(self, index: int) -> None:
+        """Note a computed gradient; with overlap, send its bucket when that is complete.
 
         Raises:
             AssertionError: it was reduced in this step already, and the operation is not Average.
@@ -221,9 +223,9 @@ class GradientExchange:
         if index in bucket.expected:
             bucket.missing -= 1
         else:
-            bucket.surprises += 1
+            bucket.unexpected += 1
         last = (self.state.passes + 1) % self.passes == 0
-        if last and bucket.missing == 0 and bucket.surprises == 0 and bucket.work is None:
+        if last and bucket.missing == 0 and bucket.unexpected == 0 and bucket.work is None:
             if self._rejoin():
                 return
             kinds = self.source.kinds(self.state.computed)
@@ -231,24 +233,24 @@ class GradientExchange:
                 bucket.kinds = bytes(kinds)
                 bucket.work = self._send(bucket, bucket.expected, wake=True)
 
-    def pass_done(self) -> None:
-        """A backward pass that computed some of the gradients is complete; meet the others if it is time."""
+    def on_backward_end(self) -> None:
+        """Count a backward pass that computed some of the gradients; exchange after every ``passes``-th."""
         self.state.passes += 1
         if self.early and self.state.passes % self.passes == 0:
             self._exchange()
 
-    def settle(self) -> None:
-        """Before the gradients are used: meet the others unless that has been done since the last pass."""
+    def finish_exchange(self) -> None:
+        """Exchange before the gradients are used, unless that was done since the last pass."""
         if self.state.exchanged_at != self.state.passes:
             self._exchange()
 
-    def step_done(self) -> None:
-        """The optimizer has made its step."""
+    def on_step_end(self) -> None:
+        """Begin the next step."""
         self.step = (self.step + 1) % STEPS
         self.reset()
 
     @property
-    def settled(self) -> bool:
+    def finished(self) -> bool:
         """Whether the gradients are reduced, as far as computed."""
         return self.state.exchanged_at == self.state.passes
 
@@ -257,7 +259,7 @@ class GradientExchange:
     def _exchange(self) -> None:
         self._rejoin()
         try:
-            if not (self._shortcut.open and self._shortcut.exchange(self.state.computed, self.step)):
+            if not (self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step)):
                 self._exchange_by_mask()
                 return
         except DifferentStepsError:
@@ -266,7 +268,7 @@ class GradientExchange:
         except BaseException:
             self._abandon()
             raise
-        self._exchanged(self._shortcut.usual)
+        self._exchanged(self._fast_path.expected_kinds)
 
     def _exchange_by_mask(self) -> None:
         state, count = self.state, len(self.names)
@@ -275,10 +277,10 @@ class GradientExchange:
             if bucket.work is not None:
                 for index in bucket.expected:
                     kinds[index] = bucket.kinds[index]
-        usual = kinds == self._shortcut.usual
+        usual = kinds == self._fast_path.expected_kinds
         memory = kinds + bytes(
             (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if usual else 1)
-        ) + self._names_in_mask
+        ) + self._names_digest
         mask = np.frombuffer(memory, np.uint8)
         call = prepared(Collective.ALLREDUCE, f"{self.name}.mask", ReduceOp.MAX, set_id=self.set_id)
         sent = call.submit(self.engine, (mask,), (mask,))
@@ -298,7 +300,7 @@ class GradientExchange:
         if overlap != self.overlap:
             self.overlap = overlap
             self._plan()
-        self._shortcut.learn(
+        self._fast_path.update(
             union if all(not kind or kind >= AS_DENSE for kind in union) else b"",
             alike=not memory[count + 3],
             possible=self.operation is ReduceOp.AVERAGE and len(self.buckets) == 1 and not self.overlap,
@@ -313,7 +315,7 @@ class GradientExchange:
         state.exchanged_at = state.passes
         for bucket in self.buckets:
             bucket.work = None
-            bucket.missing, bucket.surprises = len(bucket.expected), 0
+            bucket.missing, bucket.unexpected = len(bucket.expected), 0
 
     @staticmethod
     def _complete(bucket: Bucket, kinds: bytearray) -> bool:
@@ -322,7 +324,7 @@ class GradientExchange:
         return tuple(have) == bucket.expected and min([kinds[index] for index in have]) >= AS_DENSE
 
     def _reduce(self, union: bytes, zeros: bytes) -> None:
-        """Send what is still to be sent of the union, wait for all, and hand over the results."""
+        """Send the rest of the union, wait for all, and write the results back."""
         works: list[tuple[Work, tuple[int, ...]]] = []
         for bucket in self.buckets:
             dense = tuple(index for index in bucket.members if union[index] >= AS_DENSE)
@@ -340,15 +342,15 @@ class GradientExchange:
         rows = self._send_sparse(sparse, union) if sparse else None
         for work, indices in works:
             work.wait()
-            self.source.put(indices, union)
+            self.source.write_back(indices, union)
         if rows is not None:
             for index, summed in zip(sparse, rows.wait(), strict=True):
-                self.source.put_sparse(index, union[index], summed)
+                self.source.write_back_sparse(index, union[index], summed)
 
     def _send(
         self, bucket: Bucket, indices: tuple[int, ...], zeros: bytes = b"", wake: bool = False
     ) -> Work:
-        views = self.source.take(indices, zeros)
+        views = self.source.buffers(indices, zeros)
         name = bucket.name
         if len(indices) != len(bucket.members):
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
@@ -358,7 +360,7 @@ class GradientExchange:
         return call.submit(self.engine, views, views, wake=wake)
 
     def _send_sparse(self, sparse: list[int], union: bytes) -> SparseExchange:
-        parts = [self.source.take_sparse(index, union[index]) for index in sparse]
+        parts = [self.source.sparse_rows(index, union[index]) for index in sparse]
         chosen = hashlib.blake2b(repr(sparse).encode(), digest_size=4).hexdigest()
         return SparseExchange(
             self.engine, parts, [self.names[index] for index in sparse],
@@ -369,25 +371,25 @@ class GradientExchange:
     # What can go wrong.
 
     def _abandon(self) -> None:
-        """After an error: wait for what is in flight, since it uses the gradients' memory; start anew."""
+        """Wait after an error for requests in flight, which use the gradients' memory; reset."""
         for bucket in self.buckets:
             work, bucket.work = bucket.work, None
             if work is not None:
                 try:
                     work.wait(1.0)
                 except Exception:
-                    pass  # the error that brought us here is the one to be seen
+                    pass  # the first error is the one to be raised
         self.reset()
 
     def _wait_for_mask(self, sent: Work, memory: bytearray) -> None:
-        """Wait for the mask; its length and last bytes are alike where the ranks have the same names."""
+        """Wait for the mask; raise MismatchError if the ranks have different parameters."""
         error: MismatchError | None = None
         try:
             sent.wait()
         except MismatchError as found:
             error = found
-        # Where digests differ, so does the maximum from one of them or from their complements.
-        if error is not None or not memory.endswith(self._names_in_mask):
+        # Where digests differ, their maximum or that of their complements differs from this rank's.
+        if error is not None or not memory.endswith(self._names_digest):
             raise MismatchError(
                 f"The ranks' optimizers have different parameters ({self.name}): rank {self.engine.rank} "
                 f"({self.engine.hosts[self.engine.rank]}) has {len(self.names)}, the last is "

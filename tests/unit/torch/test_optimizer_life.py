@@ -197,7 +197,7 @@ def test_reentrant_checkpoints(forward: Any, op: int) -> None:
         for step in range(6):
             optimizer.zero_grad()
             forward(batch(step, engine.rank).requires_grad_(), body, head).square().mean().backward()
-            assert optimizer._exchange.settled
+            assert optimizer._exchange.finished
             assert optimizer._exchange.state.passes == 1
             reduced = [parameter.grad.clone() for parameter in optimizer._options.parameters]
             plain = copy.deepcopy((body, head))
@@ -232,7 +232,7 @@ def test_a_pass_that_fails(forward: Any) -> None:
         for _ in range(2):
             optimizer.zero_grad()
             forward(x, body, head).square().mean().backward()
-            assert optimizer._exchange.settled
+            assert optimizer._exchange.finished
             optimizer.step()
         assert not optimizer._hooks._tasks
         return values(body, head)

@@ -1,5 +1,4 @@
 """Training that goes on after an error."""
 
-from ringdance.tensorflow.elastic import ObjectState, State, TensorFlowKerasState, TensorFlowState, run
-
-__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+from ringdance.tensorflow.elastic import *
+from ringdance.tensorflow.elastic import __all__ as __all__

@@ -1,7 +1,7 @@
 """``hvd.elastic``: training that goes on after an error."""
 
-from horovod.torch.elastic.sampler import ElasticSampler
-from horovod.torch.elastic.state import TorchState
-from ringdance.training.elastic import ObjectState, State, run
+from ringdance.torch.elastic import *
+from ringdance.torch.elastic import __all__ as __all__
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+# Last: the modules of this package.
+from horovod.torch.elastic import sampler as sampler, state as state  # isort: skip

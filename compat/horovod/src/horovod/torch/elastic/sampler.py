@@ -1,5 +1,4 @@
 """A sampler that knows which samples of an epoch are done."""
 
-from ringdance.torch.elastic import ElasticSampler
-
-__all__ = ["ElasticSampler"]
+from ringdance.torch.elastic import *
+from ringdance.torch.elastic import __all__ as __all__
