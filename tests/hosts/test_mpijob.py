@@ -99,7 +99,7 @@ def test_our_own_manifest(pods: Pods, script: str) -> None:
     """The commands that a manifest has for the pods, with the image's files, the user and the rights."""
     if find_mpi().family != "openmpi" and pods.kind == "TrainJob":
         pytest.skip("TrainJobs know Open MPI only")
-    wanted = JobRequest("pi", "image", ["python", script], workers=2, slots=2)
+    wanted = JobRequest(name="pi", image="image", command=["python", script], workers=2, slots=2)
     documents = manifest(wanted, pods.kind)
     first, last = documents[0], documents[-1]
     if pods.kind == "MPIJob":

@@ -18,7 +18,7 @@ examples:
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchJob:
     """A batch file's contents; see Note [Options from fields]."""
 

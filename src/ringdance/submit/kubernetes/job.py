@@ -82,7 +82,7 @@ def _secrets(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobRequest:
     """A job, and what its pods need; see Note [Options from fields].
 
