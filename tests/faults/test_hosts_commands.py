@@ -259,7 +259,7 @@ def test_a_host_that_dies_in_the_middle_does_not_stop_the_others(
     ("words", "said"),
     [
         (("copy", *OTHERS, "nothing-there"), "nothing-there: No such file or directory"),
-        (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a folder here; to copy into it"),
+        (("copy", "-H", "other1", "/etc/hostname", "/tmp"), "/tmp is a directory here; to copy into it"),
         (("copy", "-H", "other1", "/etc/hostname", "/proc/no/x"), "host other1: /proc/no"),
         (("copy", "/etc/hostname"), "which hosts? Name them, for example: -H node1,node2"),
         (("list", "-H=-oProxyCommand=x"), "-oProxyCommand=x"),

@@ -20,7 +20,7 @@ from ringdance.hosts.chain import addresses
 from ringdance.hosts.host_set import names_or_slots
 from ringdance.hosts.progress import CopyProgress
 from ringdance.hosts.run import Result, exit_code, grouped, shell_line
-from ringdance.launch.copy.target import DONE, ReceivedFile, partials_in
+from ringdance.launch.copy.received_file import DONE, ReceivedFile, partials_in
 from ringdance.launch.hosts import HostFacts
 from ringdance.launch.remote import tcp
 from ringdance.launch.remote.shell import RemoteShell
@@ -66,32 +66,32 @@ def target(folder: Path) -> ReceivedFile:
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     one = target(tmp_path)
-    assert one.look(set()) == 0
+    assert one.check(set()) == 0
     assert one.write(0, DATA[:1000]) == 1000
     assert one.write(0, DATA[:1000]) == 0
     assert not (tmp_path / "file").exists()
     (draft,) = tmp_path.iterdir()
     assert draft.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(OSError, match="have not come"):
+    with pytest.raises(OSError, match="are missing"):
         one.write(2000, DATA[2000:])
-    one.give_up()
+    one.close()
 
     two = target(tmp_path)
-    assert two.look(partials_in(str(tmp_path))) == 1000
+    assert two.check(partials_in(str(tmp_path))) == 1000
     assert two.write(500, DATA[500:]) == len(DATA) - 1000
-    assert two.whole()
+    assert two.complete
     two.digest = DIGEST
     assert two.finish()
     assert (tmp_path / "file").read_bytes() == DATA
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert target(tmp_path).look(set()) == DONE
+    assert target(tmp_path).check(set()) == DONE
 
 
 def test_what_is_not_what_was_sent_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("as it was")
     one = target(tmp_path)
-    one.look(set())
+    one.check(set())
     one.write(0, b"?" + DATA[1:])
     one.digest = DIGEST
     assert not one.finish()
@@ -100,21 +100,21 @@ def test_what_is_not_what_was_sent_is_not_kept(tmp_path: Path) -> None:
 
 def test_the_rest_of_another_state_of_the_file_is_removed(tmp_path: Path) -> None:
     old = ReceivedFile(str(tmp_path / "file"), 10**6, 0o600, 5)
-    old.look(set())
+    old.check(set())
     old.write(0, b"x" * 1000)
     busy = target(tmp_path)
-    assert busy.look(partials_in(str(tmp_path))) == 0
+    assert busy.check(partials_in(str(tmp_path))) == 0
     assert len(list(tmp_path.iterdir())) == 1, "it is being written"
-    old.give_up()
-    assert target(tmp_path).look(partials_in(str(tmp_path))) == 0
+    old.close()
+    assert target(tmp_path).check(partials_in(str(tmp_path))) == 0
     assert not list(tmp_path.iterdir())
 
 
 def test_two_copies_do_not_write_the_same_file(tmp_path: Path) -> None:
     one, two = target(tmp_path), target(tmp_path)
-    one.look(set())
+    one.check(set())
     one.write(0, DATA[:10])
-    two.look(partials_in(str(tmp_path)))
+    two.check(partials_in(str(tmp_path)))
     for copy in (two, one):
         copy.write(0, DATA)
         copy.digest = DIGEST
@@ -125,9 +125,9 @@ def test_two_copies_do_not_write_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["owner", "mode", "link", "pipe"])
 def test_what_others_could_have_put_there_is_not_gone_on_with(tmp_path: Path, how: str) -> None:
     one = target(tmp_path)
-    one.look(set())
+    one.check(set())
     one.write(0, DATA[:1000])
-    one.give_up()
+    one.close()
     (draft,) = tmp_path.iterdir()
     if how == "owner":
         if os.getuid():
@@ -141,7 +141,7 @@ def test_what_others_could_have_put_there_is_not_gone_on_with(tmp_path: Path, ho
         draft.unlink()
         os.mkfifo(draft)
     two = target(tmp_path)
-    assert two.look(partials_in(str(tmp_path))) == 0
+    assert two.check(partials_in(str(tmp_path))) == 0
     two.write(0, DATA)
     two.digest = DIGEST
     assert two.finish()
@@ -154,7 +154,7 @@ def test_no_one_can_know_the_name_of_a_half_copied_file(tmp_path: Path) -> None:
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
         one = target(folder)
-        one.look(set())
+        one.check(set())
         one.write(0, DATA[:1000])
         drafts |= {path.name for path in folder.iterdir()}
     assert len(drafts) == 2

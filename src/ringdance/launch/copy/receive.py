@@ -28,7 +28,7 @@ from typing import Any
 from ..messages import Frames
 from ..remote.tcp import accept, connect, listen
 from ..system.machine import in_home
-from .target import DONE, ReceivedFile, partials_in
+from .received_file import DONE, ReceivedFile, partials_in
 
 _FULL = 8 << 20  # bytes that wait for the next host, beyond which no more are read
 _REPORT_S = 0.2
@@ -102,7 +102,7 @@ class Receiver:
                 if directory not in self._partials:
                     self._partials[directory] = partials_in(directory)
                 target = ReceivedFile(own, size, mode, changed)
-                have.append(target.look(self._partials[directory], text if self._checksum else ""))
+                have.append(target.check(self._partials[directory], text if self._checksum else ""))
                 self._targets.append(target)
         return {"have": have, "free": shutil.disk_usage(self._root).free}
 
@@ -217,7 +217,7 @@ class Receiver:
         if target.failed or target.have == DONE or not target.digest:
             return
         try:
-            if not target.whole():
+            if not target.complete:
                 return
             correct = target.finish()
         except OSError as error:
@@ -228,7 +228,7 @@ class Receiver:
     def _report(self, number: int, problem: str, again: bool = False) -> None:
         target = self._targets[number]
         target.failed = bool(problem)
-        target.give_up()
+        target.close()
         self._send_progress()
         self._send("file", file=number, problem=problem, again=again)
 
@@ -250,7 +250,7 @@ class Receiver:
     def _close(self) -> None:
         """Close all files and connections; partial files stay for the next copy."""
         for target in self._targets:
-            target.give_up()
+            target.close()
         self._targets, self._directories, self._partials = [], [], {}
         self._resume()
         self._close_before()

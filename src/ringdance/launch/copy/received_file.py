@@ -1,4 +1,4 @@
-"""A file on its way to this host: begun anew or gone on with, checked, and renamed when it is whole.
+"""Write a file that is copied to this host: new or continued, then checked and renamed.
 
 Standard library only: it runs in an agent.
 """
@@ -12,65 +12,70 @@ import stat
 from typing import IO
 
 DONE = -1
-"""In place of the number of bytes that are there: the file is."""
+"""Instead of the number of bytes that are here: the file is complete."""
 
 _READ = 1 << 20
-_CLOSE_NS = 1_000_000  # some file systems keep times less exactly than others
+_CLOSE_NS = 1_000_000  # some file systems round times
 
 
 class ReceivedFile:
     """A file of the copy.
 
-    What has come so far lies beside its place, under a name with this host's name (other hosts may share the
-    folder), a digest of the source's size and time, and 64 random bits: where others may write too, they
-    cannot put a file of theirs there first. Only its owner can read it before it is whole.
+    Until it is complete it lies beside its final path, under a name with this host's name (other hosts may
+    share the directory), a digest of the source's size and time, and 64 random bits: other users who may
+    write there cannot guess it. Only its owner can read it.
 
     Args:
-        place: its path here.
+        path: its final path here.
         size: in bytes.
         mode: its permission bits.
         changed: its time of modification, ns since the epoch.
+
+    Attributes:
+        have: bytes that are here, or DONE.
+        digest: SHA-256 of the source, "" until known.
+        failed: whether it is given up.
     """
 
-    def __init__(self, place: str, size: int, mode: int, changed: int) -> None:
-        self._place, self._size, self._mode, self._changed = place, size, mode, changed
+    def __init__(self, path: str, size: int, mode: int, changed: int) -> None:
+        self._path, self._size, self._mode, self._changed = path, size, mode, changed
         self.have = 0
         self.digest = ""
         self.failed = False
-        name = os.path.basename(place)
+        name = os.path.basename(path)
         self._stem = f".{_shortened(name)}.ringdance-{os.uname().nodename[-20:]}-"
         self._key = hashlib.sha256(f"{name} {size} {changed}".encode()).hexdigest()[:12]
         self._draft = ""
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
 
-    def look(self, partials: set[str], digest: str = "") -> int:
-        """How many bytes are there, or :data:`DONE`.
+    def check(self, partials: set[str], digest: str = "") -> int:
+        """Return how many bytes are here, or :data:`DONE`.
 
         Args:
-            partials: names in its folder that earlier copies have left.
-            digest: SHA-256 of the file, if contents count; else equal size and time are the same file.
+            partials: names of partial files of earlier copies in its directory.
+            digest: SHA-256 of the file to compare contents; otherwise equal size and time suffice.
 
         Raises:
-            OSError: a folder is in its place.
+            OSError: the path is a directory.
         """
         try:
-            found = os.stat(self._place)
+            found = os.stat(self._path)
         except FileNotFoundError:
             found = None
         if found and stat.S_ISDIR(found.st_mode):
-            raise OSError(f"{self._place} is a folder here; to copy into it, end the destination with /")
+            raise OSError(f"{self._path} is a directory here; to copy into it, end the destination with /")
         if found and self._same(found, digest):
             self.have = DONE
             return DONE
         for name in sorted(partials):
-            path = os.path.join(os.path.dirname(self._place), name)
+            path = os.path.join(os.path.dirname(self._path), name)
             if not name.startswith(self._stem) or not _is_own(path) or _locked(path):
                 continue
             if name.startswith(f"{self._stem}{self._key}-") and not self._draft:
                 self._draft = path
                 self.have = min(os.lstat(path).st_size, self._size)
-            else:  # of another state of the file, or of a second copy: of no use any more
+            else:  # of another version of the file, or of a second copy
                 os.unlink(path)
         return self.have
 
@@ -78,16 +83,16 @@ class ReceivedFile:
         if not stat.S_ISREG(found.st_mode) or found.st_size != self._size:
             return False
         if digest:
-            with open(self._place, "rb") as file:
+            with open(self._path, "rb") as file:
                 same = hashlib.file_digest(file, "sha256").hexdigest() == digest
         else:
             same = abs(found.st_mtime_ns - self._changed) < _CLOSE_NS
         if same and stat.S_IMODE(found.st_mode) != self._mode:
-            os.chmod(self._place, self._mode)
+            os.chmod(self._path, self._mode)
         return same
 
     def write(self, at: int, data: bytes) -> int:
-        """Take a chunk; how many of its bytes were new.
+        """Write a chunk, and return how many of its bytes were new.
 
         Raises:
             OSError: it cannot be written.
@@ -95,7 +100,7 @@ class ReceivedFile:
         if self.have == DONE or at + len(data) <= self.have:
             return 0
         if at > self.have:
-            raise OSError(f"{self._place}: bytes {self.have} to {at} have not come")
+            raise OSError(f"{self._path}: bytes {self.have} to {at} are missing")
         fresh = memoryview(data)[self.have - at :]
         file = self._open()
         file.write(fresh)
@@ -104,40 +109,38 @@ class ReceivedFile:
         return len(fresh)
 
     def _open(self) -> IO[bytes]:
-        """The draft, at its end, with all that it holds taken into the checksum."""
+        """Return the draft, positioned at its end, with its contents in the checksum."""
         if self._file:
             return self._file
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         if not self._draft:
             name = f"{self._stem}{self._key}-{os.urandom(8).hex()}"
-            self._draft = os.path.join(os.path.dirname(self._place), name)
+            self._draft = os.path.join(os.path.dirname(self._path), name)
             flags |= os.O_CREAT | os.O_EXCL
         file = open(os.open(self._draft, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
         if not flags & os.O_CREAT and not _is_own(file.fileno()):
             file.close()
-            raise OSError(f"{self._draft} was changed by somebody else; remove it")
+            raise OSError(f"{self._draft} was changed by another user; remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise OSError(f"{self._place}: another copy is writing it just now") from None
+            raise OSError(f"{self._path}: another copy is writing it") from None
         except OSError:
             pass  # this file system has no locks
         file.truncate(self.have)
-        left = self.have
-        while left:
-            data = file.read(min(_READ, left))
+        while data := file.read(_READ):
             self._hash.update(data)
-            left -= len(data)
         self._file = file
         return file
 
-    def whole(self) -> bool:
-        """Whether all of it has come."""
+    @property
+    def complete(self) -> bool:
+        """Whether all bytes are here."""
         return self.have == self._size
 
     def finish(self) -> bool:
-        """Check it and give it its name, mode and time; False, and nothing left, if it is not what was sent.
+        """Rename it, with its mode and time, and return True; delete it and return False if it is corrupt.
 
         Raises:
             OSError: it cannot be renamed.
@@ -149,33 +152,33 @@ class ReceivedFile:
             return False
         os.fchmod(file.fileno(), self._mode)
         os.utime(file.fileno(), ns=(self._changed, self._changed))
-        os.replace(self._draft, self._place)
+        os.replace(self._draft, self._path)
         self.have = DONE
         return True
 
-    def give_up(self) -> None:
-        """Close what is open; what has come stays."""
+    def close(self) -> None:
+        """Close the draft, which stays for the next copy."""
         if self._file:
             self._file.close()
             self._file = None
 
 
-def partials_in(folder: str) -> set[str]:
-    """Names of what earlier copies have left in a folder."""
+def partials_in(directory: str) -> set[str]:
+    """Return the names of partial files of earlier copies in a directory."""
     try:
-        return {name for name in os.listdir(folder) if name.startswith(".") and ".ringdance-" in name}
+        return {name for name in os.listdir(directory) if name.startswith(".") and ".ringdance-" in name}
     except FileNotFoundError:
         return set()
 
 
 def _shortened(name: str) -> str:
-    """A name that leaves room for more in the 255 bytes that file systems allow."""
+    """Return a name that leaves room for more in the 255 bytes that file systems allow."""
     data = name.encode(errors="surrogateescape")
     return name if len(data) <= 160 else hashlib.sha256(data).hexdigest()[:40]
 
 
 def _is_own(file: str | int) -> bool:
-    """Whether nobody else can have written a file, given by its path or open, or can under another name."""
+    """Return whether no other user can have written a file (path or descriptor), or can by another name."""
     try:
         found = os.fstat(file) if isinstance(file, int) else os.lstat(file)
     except FileNotFoundError:
@@ -185,12 +188,12 @@ def _is_own(file: str | int) -> bool:
 
 
 def _locked(path: str) -> bool:
-    """Whether another copy is writing it."""
+    """Return whether another copy is writing the file."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        pass
     return False
