@@ -1,19 +1,26 @@
-"""Describe a machine as far as a plan needs it: its cores, devices, networks."""
+"""Describe a machine as far as a plan needs it: its cores, devices, networks.
+
+Standard library only: agents run it without ``site``.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
-import ipaddress
 import os
 import platform
 import re
 import socket
+import struct
 import sys
 import uuid
 from typing import Any
 
 from . import linux
+
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
+_IFF_UP = 1
 
 
 def facts() -> dict[str, Any]:
@@ -109,26 +116,32 @@ def problem() -> str:
 
 def _loopback_down() -> bool:
     """Return whether Linux has a loopback interface that is down, as in a new network namespace."""
-    import psutil
-
-    loopback = psutil.net_if_stats().get("lo")
-    return loopback is not None and not loopback.isup
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            flags = struct.unpack_from("16xh", fcntl.ioctl(sock, _SIOCGIFFLAGS, struct.pack("256s", b"lo")))
+    except OSError:
+        return False
+    return not flags[0] & _IFF_UP
 
 
 def networks() -> list[tuple[str, str, int]]:
-    """Return name, address and prefix length of each interface that is up, IPv4 first; none link-local."""
-    try:
-        import psutil
-    except ImportError:  # an agent without ``site``, whose launcher knows them
-        return []
+    """Return name, address and prefix length of each interface that is up, IPv4 first; none link-local.
 
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    Linux only. Not by psutil, which an agent without ``site`` does not find.
+    """
     found = []
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if name in up and one.netmask and one.family in (socket.AF_INET, socket.AF_INET6):
-                address = ipaddress.ip_address(one.address.partition("%")[0])
-                bits = int(ipaddress.ip_address(one.netmask)).bit_count()
-                if not address.is_loopback and not (address.version == 6 and address.is_link_local):
-                    found.append((name, str(address), bits))
-    return sorted(found, key=lambda network: ":" in network[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                address = fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24]
+                mask = fcntl.ioctl(sock, _SIOCGIFNETMASK, request)[20:24]
+            except OSError:  # no IPv4 address, or not Linux
+                continue
+            if address[0] != 127:
+                found.append((name, socket.inet_ntoa(address), int.from_bytes(mask, "big").bit_count()))
+    for line in _text("/proc/net/if_inet6").splitlines():
+        digits, _, bits, scope, _, name = line.split()
+        if scope == "00":  # global, or unique local (fd00::/8)
+            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), int(bits, 16)))
+    return found
