@@ -1,5 +1,6 @@
 """``ringdance doctor`` and the checks before a job starts.
 
-Probes look at a machine and return facts (plain data, so that they can come from another host);
-checks are pure functions of facts. Nothing here knows a framework or the engine.
+Probes collect facts about a host as plain dicts, in a process on that host; checks are pure functions of
+facts. To add a check: collect what it needs in a module of ``probes``, add a row to ``CHECKS`` of a module of
+``checks``, and a test that breaks the thing. Nothing here imports a framework or the engine.
 """

@@ -29,14 +29,14 @@ class Usage:
 
     Attributes:
         slots: ranks on each host by its name; empty if not known.
-        folders: directories for logs and checkpoints.
+        directories: directories for logs and checkpoints.
         hosts: names of all hosts; empty for this machine alone.
         cwd: the directory in which the command will run.
-        probe_files: files just written into `folders` on this host, to see whether all hosts share them.
+        probe_files: files just written into `directories` on this host, to see whether all hosts share them.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)
-    folders: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     cwd: str = ""
     probe_files: tuple[str, ...] = ()

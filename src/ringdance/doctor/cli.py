@@ -84,7 +84,7 @@ def _main(arguments: argparse.Namespace) -> int:
     slots = _slots(arguments)
     usage = Usage(
         slots={host: count for host, count in slots.items() if count},
-        folders=tuple(map(os.path.abspath, arguments.folder)),
+        directories=tuple(map(os.path.abspath, arguments.folder)),
         hosts=tuple(slots) if arguments.hosts or arguments.hostfile else (),
         cwd=os.getcwd(),
     )

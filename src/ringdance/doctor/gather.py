@@ -138,7 +138,7 @@ class Remote:
 T = TypeVar("T")
 
 
-def _together(function: Callable[[T], None], items: Iterable[T]) -> None:
+def _in_threads(function: Callable[[T], None], items: Iterable[T]) -> None:
     """Call `function` for all items at once; Ctrl-C does not wait for the calls."""
     threads = [threading.Thread(target=function, args=(item,), daemon=True) for item in items]
     for thread in threads:
@@ -194,14 +194,14 @@ def collect(
         show()
 
     show()
-    with _probe_files(usage.folders) as made:
+    with _probe_files(usage.directories) as made:
         request = {
             "probes": list(probes),
             "usage": asdict(replace(usage, probe_files=made)),
             "seconds": seconds,
             "environ": {name: os.environ[name] for name in _LIBRARIES if name in os.environ},
         }
-        _together(one, remotes)
+        _in_threads(one, remotes)
     return {host: found[host] for host in remotes}
 
 
@@ -271,12 +271,12 @@ def measure(
             request = {"connect": _addresses(other, facts[other]), "port": remotes[other].port}
             found[one][other] = remotes[one].ask({**request, "token": token, "seconds": limit}, _LINK_S)
 
-    _together(listen, facts)
+    _in_threads(listen, facts)
     until = time.monotonic() + seconds
     for pairs in rounds([host for host in facts if remotes[host].port]):
         if time.monotonic() > until:
             break
-        _together(both_ways, pairs)
+        _in_threads(both_ways, pairs)
     return found
 
 

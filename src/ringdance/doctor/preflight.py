@@ -34,14 +34,14 @@ _WARNINGS = frozenset(
 
 
 def check_hosts(
-    ready: PreparedJob, say: Callable[[str], None], *, required: bool = True, minutes: float = MINUTES
+    ready: PreparedJob, report: Callable[[str], None], *, required: bool = True, minutes: float = MINUTES
 ) -> None:
     """Check the hosts of a job that is about to start; name warnings in one line.
 
     Args:
         ready: the job.
-        say: called with each line for the user.
-        required: whether errors are raised; else they are passed to `say`.
+        report: called with each line for the user.
+        required: whether errors are raised; else they are passed to `report`.
         minutes: for which a result without errors holds.
 
     Raises:
@@ -49,9 +49,9 @@ def check_hosts(
     """
     order = ready.order
     slots = {host.name: len(host.ranks) for host in ready.plan.hosts}
-    folders = [order.folder] if order.folder else []
+    directories = [order.folder] if order.folder else []
     try:
-        wrong = preflight(slots, shell=order.shell, folders=folders, minutes=minutes)
+        wrong = preflight(slots, shell=order.shell, directories=directories, minutes=minutes)
         lines = [
             f"host{'s' * (len(result.hosts) > 1)} {', '.join(result.hosts)}: {result.text}\n"
             f"    fix: {result.fix}"
@@ -66,11 +66,11 @@ def check_hosts(
         ready.close()
         raise
     for line in lines:
-        say(line)
+        report(line)
     warnings = list(dict.fromkeys(result.check for result in wrong if result.severity == WARNING))
     if warnings:
         named = ",".join(f"{host}:{count}" for host, count in slots.items())
-        say(
+        report(
             f"may slow the job down or end it: {several(warnings, 6)}; "
             f"for the fixes: ringdance doctor --quick -H {named}"
         )
@@ -80,7 +80,7 @@ def preflight(
     slots: Mapping[str, int],
     *,
     shell: RemoteShell | None = None,
-    folders: Iterable[str] = (),
+    directories: Iterable[str] = (),
     minutes: float = MINUTES,
     seconds: float = 30.0,
 ) -> list[Result]:
@@ -89,12 +89,12 @@ def preflight(
     Args:
         slots: ranks of each host, by its name.
         shell: how other hosts are reached (default: ssh).
-        folders: for logs and checkpoints; each should be writable on all hosts.
+        directories: for logs and checkpoints; each should be writable on all hosts.
         minutes: for which an earlier result without errors holds; 0 checks anew.
         seconds: limit for the probes.
     """
     shell = shell or RemoteShell()
-    usage = Usage(dict(slots), tuple(map(os.path.abspath, folders)), tuple(slots), os.getcwd())
+    usage = Usage(dict(slots), tuple(map(os.path.abspath, directories)), tuple(slots), os.getcwd())
     cache = _cache(usage, shell)
     known = _read(cache, minutes) if cache else None
     if known is not None:
@@ -114,13 +114,13 @@ def preflight(
 
 
 def _cache(usage: Usage, shell: RemoteShell) -> Path | None:
-    """Return the file for a result, by a digest of what was asked; None if no home directory is known."""
+    """Return the file for a result, by a digest of the request; None if no home directory is known."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or in_home("~/.cache")
     except FileNotFoundError:
         return None
-    asked = [__version__, os.uname().nodename, vars(usage), vars(shell)]
-    digest = hashlib.sha256(json.dumps(asked, default=str, sort_keys=True).encode()).hexdigest()
+    request = [__version__, os.uname().nodename, vars(usage), vars(shell)]
+    digest = hashlib.sha256(json.dumps(request, default=str, sort_keys=True).encode()).hexdigest()
     return Path(base) / "ringdance" / f"preflight-{digest[:24]}.json"
 
 

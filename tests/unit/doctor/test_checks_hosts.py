@@ -268,7 +268,7 @@ def test_another_processor(cluster: Cluster) -> None:
 def test_a_folder_that_is_not_shared(cluster: Cluster) -> None:
     here = cluster.folder / "work" / "logs"
     here.mkdir(parents=True)
-    usage = Usage(hosts=HOSTS, cwd=str(here), folders=(str(here),))
+    usage = Usage(hosts=HOSTS, cwd=str(here), directories=(str(here),))
     assert cluster.wrong("working-folder", usage) + cluster.wrong("folder-shared", usage) == []
     cluster.odd("two", namespaced(f"mount -t tmpfs none {here.parent}"))
     assert cluster.wrong("working-folder", usage)[0].hosts == ("two",)

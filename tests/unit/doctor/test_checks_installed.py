@@ -85,8 +85,8 @@ def test_a_file_named_like_a_library(tmp_path: Path, name: str) -> None:
 
 def test_the_interpreters_own_folders_shadow_nothing() -> None:
     # SageMaker's toolkit puts them all into PYTHONPATH.
-    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    directories = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(directories)}
     words = "from ringdance.doctor.probes import python as p; print(p.collect(p.Usage(cwd='/'))['shadows'])"
     done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -174,8 +174,8 @@ def test_a_processor_without_avx2(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "good").mkdir()
-    usage = Usage(folders=(str(tmp_path / "file" / "logs"),))
-    good = Usage(folders=(str(tmp_path / "good" / "new"),))
+    usage = Usage(directories=(str(tmp_path / "file" / "logs"),))
+    good = Usage(directories=(str(tmp_path / "good" / "new"),))
     expect(
         "folder-writable", Machine(), "cannot be written: Not a directory", usage=usage, sound_usage=good
     )
@@ -183,14 +183,14 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 
 @breaks("folder-writable")
 def test_a_folder_mounted_for_reading(tmp_path: Path) -> None:
-    usage = Usage(folders=(str(tmp_path),))
+    usage = Usage(directories=(str(tmp_path),))
     machine = Machine(shell=f"mount -t tmpfs -o ro none {tmp_path}")
     expect("folder-writable", machine, "cannot be written: Read-only file system", usage=usage)
 
 
 @breaks("folder-space")
 def test_a_full_disk(tmp_path: Path) -> None:
-    usage = Usage(folders=(str(tmp_path),))
+    usage = Usage(directories=(str(tmp_path),))
     machine = Machine(shell=f"mount -t tmpfs -o size=8m none {tmp_path}; head -c 7m /dev/zero >{tmp_path}/x")
     expect("folder-space", machine, "1 MiB of 8 MiB are free", usage=usage)
 
@@ -201,7 +201,7 @@ def test_no_more_files(tmp_path: Path) -> None:
         shell=f"mount -t tmpfs -o nr_inodes=100 none {tmp_path}; for i in $(seq 97); do : "
         f">{tmp_path}/$i; done"
     )
-    expect("inodes", machine, "inodes are free", usage=Usage(folders=(str(tmp_path),)))
+    expect("inodes", machine, "inodes are free", usage=Usage(directories=(str(tmp_path),)))
 
 
 @breaks(

@@ -173,7 +173,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
     ) -> tuple[dict[str, object], list[Result]]:
         assert hosts == ("a", "b")
         assert usage.slots == {"a": 2, "b": 1}
-        assert usage.folders == (os.path.abspath("logs"),)
+        assert usage.directories == (os.path.abspath("logs"),)
         assert RemoteShell(port=2222) in more
         return {}, results
 

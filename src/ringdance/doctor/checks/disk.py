@@ -14,7 +14,7 @@ _LONGEST = 60  # a socket's address has 108 bytes, and MPI's session directories
 
 
 def _writable(host: Host) -> Iterator[Finding]:
-    for path, found in host["disk"]["folders"].items():
+    for path, found in host["disk"]["directories"].items():
         if found["error"]:
             fix = f"choose another directory, or: sudo chown $USER {shlex.quote(found['nearest'])}"
             yield Finding(f"{path} cannot be written: {found['error']}", fix)
@@ -33,7 +33,7 @@ def _space(path: str, found: dict[str, Any], need: int) -> Iterator[Finding]:
 
 
 def _folder_space(host: Host) -> Iterator[Finding]:
-    for path, found in host["disk"]["folders"].items():
+    for path, found in host["disk"]["directories"].items():
         yield from _space(path, found, 10 * GB)
 
 
@@ -44,7 +44,7 @@ def _temporary_space(host: Host) -> Iterator[Finding]:
 
 def _inodes(host: Host) -> Iterator[Finding]:
     temporary = host["disk"]["temporary"]
-    for path, found in {**host["disk"]["folders"], temporary["path"]: temporary}.items():
+    for path, found in {**host["disk"]["directories"], temporary["path"]: temporary}.items():
         if found.get("inodes"):
             few = found["inodes_free"] < min(10_000, found["inodes"] // 20)
             where = f"du --inodes -x {shlex.quote(found['nearest'])} | sort -n | tail"

@@ -17,7 +17,7 @@ def collect(usage: Usage) -> dict[str, Any]:
     """Each directory of the usage, and the one for temporary files."""
     temporary = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
     return {
-        "folders": {path: directory(path) for path in usage.folders},
+        "directories": {path: directory(path) for path in usage.directories},
         "temporary": {"path": temporary, **directory(temporary)},
         "probe_files": {path: os.path.exists(path) for path in usage.probe_files},
     }
