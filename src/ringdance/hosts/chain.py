@@ -19,7 +19,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
         warn: called with a message for each connection that cannot be made.
     """
     tokens = {host: secrets.token_hex(32) for host in names[1:]}
-    ports = hosts.ask_each(
+    ports = hosts.ask(
         {host: {"task": "copy", "do": "listen", "token": token} for host, token in tokens.items()}
     )
     reachable = addresses({host: hosts.agents[host].facts for host in names})
@@ -28,7 +28,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
     # Every other link first: a host that connects does not accept connections meanwhile.
     for half in (links[::2], links[1::2]):
         tried = {before: after for before, after in half if after not in broken}
-        found = hosts.ask_each(
+        found = hosts.ask(
             {
                 before: {
                     "task": "copy", "do": "next", "token": tokens[after], "port": ports[after]["port"],

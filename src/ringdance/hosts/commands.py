@@ -9,9 +9,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console
 from rich.filesize import decimal
 
 from ringdance.errors import LaunchError
@@ -27,7 +28,7 @@ from ringdance.launch.plan import table
 
 def _ask(hosts: HostSet, message: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the answers of the hosts that succeeded; what is wrong with the others is noted."""
-    answers = hosts.ask(message)
+    answers = hosts.ask(dict.fromkeys(hosts.connected, message))
     hosts.problems |= {host: answer["problem"] for host, answer in answers.items() if answer["problem"]}
     return {host: answer for host, answer in answers.items() if not answer["problem"]}
 
@@ -91,18 +92,12 @@ def run(arguments: argparse.Namespace, hosts: HostSet) -> int:
         raise LaunchError(f"--timeout {arguments.timeout:g}: must be more than 0 seconds")
     hosts.connect(arguments.connect_timeout)
     live = arguments.live and arguments.format == "table"
-    shown = ""
-
-    def on_wait(running: Sequence[str]) -> None:
-        nonlocal shown
-        text = f"waiting for {', '.join(running[:5])}{' ...' if running[5:] else ''}" if running else ""
-        if sys.stderr.isatty() and not live and text != shown:
-            shown = text
-            os.write(2, f"\r\033[K{text}".encode())
-
-    running = Run(hosts, _print_line if live else None)
-    running.start(words, arguments.directory)
-    results = running.wait(arguments.timeout, on_wait)
+    command = Run(hosts, _print_line if live else None)
+    command.start(words, arguments.directory)
+    with Console(stderr=True, quiet=live).status("") as status:
+        results = command.wait(
+            arguments.timeout, lambda left: status.update(f"waiting for {', '.join(left[:5])}")
+        )
     if arguments.format == "json":
         rows = [
             {"host": host, **dataclasses.asdict(result), "output": result.output.decode(errors="replace")}
@@ -141,9 +136,8 @@ def _print_results(results: Mapping[str, Result]) -> None:
 
 def copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
     """Copy a file or a directory to all hosts."""
-    source = files.collect(arguments.source, arguments.destination or os.path.abspath(arguments.source))
-    if arguments.checksum:
-        source = source.with_digests()
+    destination = arguments.destination or os.path.abspath(arguments.source)
+    source = files.collect(arguments.source, destination, arguments.checksum)
     for path in source.skipped:
         print(f"ringdance hosts: {path} is neither file, directory nor link: left out", file=sys.stderr)
     hosts.connect(arguments.connect_timeout)
@@ -198,9 +192,7 @@ def kill(arguments: argparse.Namespace, hosts: HostSet) -> int:
         others = ", ".join(sorted(job[:8] for job in known)) or "none"
         count = _count(len(found), "host")
         raise LaunchError(f"no job {arguments.job} runs on {count}; jobs there: {others}")
-    for host, answer in _ask(
-        hosts, {"task": "kill", "job": matching[0], "bases": bases(os.environ)}
-    ).items():
+    for host, answer in _ask(hosts, {"task": "kill", "job": matching[0], "bases": bases(os.environ)}).items():
         print(f"{host}: {_count(answer['processes'], 'process', 'es')} of job {matching[0][:8]} ended")
     return _print_problems(hosts.problems)
 

@@ -135,7 +135,8 @@ class Copy:
         self, do: str, hosts: Sequence[str], payload: bytes = b"", **more: Any
     ) -> dict[str, dict[str, Any]]:
         """Have hosts do a step of the copy; return the answers of those that succeeded."""
-        answers = self._hosts.ask({"task": "copy", "do": do, **more}, payload, hosts, _LONG_S)
+        message = {"task": "copy", "do": do, **more}
+        answers = self._hosts.ask(dict.fromkeys(hosts, message), payload, _LONG_S)
         for host, answer in answers.items():
             self._fail(host, answer["problem"])
         return {host: answer for host, answer in answers.items() if not answer["problem"]}

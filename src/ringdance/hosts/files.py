@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ringdance.errors import LaunchError
@@ -58,26 +58,8 @@ class Source:
         """Of all files, in bytes."""
         return sum(entry.size for entry in self.entries)
 
-    def with_digests(self) -> Source:
-        """Return the same with each file's SHA-256.
 
-        Raises:
-            LaunchError: a file cannot be read.
-        """
-        found = []
-        for entry in self.entries:
-            if entry.kind == "file":
-                try:
-                    with open(entry.source, "rb") as file:
-                        digest = hashlib.file_digest(file, "sha256").hexdigest()
-                except OSError as error:
-                    raise LaunchError(f"{error.filename}: {error.strerror}") from None
-                entry = entry._replace(text=digest)
-            found.append(entry)
-        return replace(self, entries=tuple(found))
-
-
-def collect(source: str, destination: str) -> Source:
+def collect(source: str, destination: str, checksum: bool = False) -> Source:
     """List all that is copied.
 
     A directory's contents go to `destination` itself, a file becomes `destination`; with a slash at its end,
@@ -86,6 +68,7 @@ def collect(source: str, destination: str) -> Source:
     Args:
         source: a file or a directory on this machine.
         destination: a path on the hosts; relative to the current directory's path.
+        checksum: whether files are compared by content.
 
     Raises:
         LaunchError: something cannot be read.
@@ -97,31 +80,32 @@ def collect(source: str, destination: str) -> Source:
         found = os.stat(source)
         if stat.S_ISDIR(found.st_mode):
             skipped: list[str] = []
-            return Source(target, tuple(_walk(source, skipped)), tuple(skipped))
+            return Source(target, tuple(_walk(source, checksum, skipped)), tuple(skipped))
         if not stat.S_ISREG(found.st_mode):
             raise LaunchError(f"{source} is neither a file nor a directory")
         root, name = os.path.split(target)
-        return Source(root or "/", (_entry(name, "file", source, found),))
+        return Source(root or "/", (_file(name, source, found, checksum),))
     except OSError as error:
         raise LaunchError(f"{error.filename or source}: {error.strerror}") from None
 
 
-def _walk(top: str, skipped: list[str], below: str = "") -> Iterator[Entry]:
-    yield _entry(below, "folder", top, os.stat(top))
+def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iterator[Entry]:
+    found = os.stat(top)
+    yield Entry(below, "folder", 0, stat.S_IMODE(found.st_mode) & 0o777, found.st_mtime_ns, "", top)
     for entry in sorted(os.scandir(top), key=lambda entry: entry.name):
         path = f"{below}/{entry.name}" if below else entry.name
         if entry.is_symlink():
             yield Entry(path, "link", 0, 0, 0, os.readlink(entry.path), entry.path)
         elif entry.is_dir():
-            yield from _walk(entry.path, skipped, path)
+            yield from _walk(entry.path, checksum, skipped, path)
         elif entry.is_file():
-            yield _entry(path, "file", entry.path, entry.stat())
+            yield _file(path, entry.path, entry.stat(), checksum)
         else:
             skipped.append(entry.path)
 
 
-def _entry(path: str, kind: str, source: str, found: os.stat_result) -> Entry:
-    if not os.access(source, os.R_OK):
-        raise LaunchError(f"{source}: cannot be read")
-    size = found.st_size if kind == "file" else 0
-    return Entry(path, kind, size, stat.S_IMODE(found.st_mode) & 0o777, found.st_mtime_ns, "", source)
+def _file(path: str, source: str, found: os.stat_result, checksum: bool) -> Entry:
+    with open(source, "rb") as file:  # a file that cannot be read is found before the copy starts
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if checksum else ""
+    mode = stat.S_IMODE(found.st_mode) & 0o777
+    return Entry(path, "file", found.st_size, mode, found.st_mtime_ns, digest, source)

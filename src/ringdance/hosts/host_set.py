@@ -7,7 +7,7 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,25 +111,13 @@ class HostSet:
         return found
 
     def ask(
-        self,
-        message: Mapping[str, Any],
-        payload: bytes = b"",
-        hosts: Iterable[str] | None = None,
-        timeout: float = 60.0,
-    ) -> dict[str, dict[str, Any]]:
-        """Send one task to all hosts (or some) and wait for each answer.
-
-        Returns:
-            By host; its "problem" is "" if there is none.
-        """
-        return self.ask_each(
-            dict.fromkeys(self.connected if hosts is None else hosts, message), payload, timeout
-        )
-
-    def ask_each(
         self, messages: Mapping[str, Mapping[str, Any]], payload: bytes = b"", timeout: float = 60.0
     ) -> dict[str, dict[str, Any]]:
-        """Send each host its own message, all of the same task, and wait for each answer."""
+        """Send each host its message, all of the same task, and wait for the answers.
+
+        Returns:
+            By host; an answer's "problem" is "" if there is none.
+        """
         found = {host: {"problem": self.problems[host]} for host in messages if host in self.problems}
         for host, message in messages.items():
             self.send(host, message, payload)
