@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-# To a rank that may have had fewer batches than the others: the usual reason to end, or to go on, early.
+# Advice for a rank that may have had fewer batches than the others, the usual reason to end early.
 OUT_OF_DATA = (
     "If it ran out of data before the others: share the data out evenly with hvd.shard(..., ends='pad') or "
     "ends='drop', or call hvd.join() after the last batch."
@@ -38,8 +38,8 @@ OUT_OF_DATA = (
 class RingdanceError(Exception):
     """Base of all errors raised by Ringdance."""
 
-    # Said again, so that those which are ValueErrors too have exactly this one: by it TensorFlow knows an
-    # error that it can raise anew, with the place in the user's function added.
+    # Defined again, so that those which are ValueErrors too have exactly this one: by it TensorFlow knows an
+    # error that it can raise again with the location in the user's function.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
 
@@ -61,10 +61,10 @@ class LaunchError(RingdanceError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(RingdanceError, RuntimeError):
-    """The job's hosts have changed: the training function is left, to start anew with the ranks there are.
+    """The job's hosts have changed: the training function ends, to start again with the ranks there are.
 
     Attributes:
-        skip_sync: whether state need not be synchronised, as ranks have only gone and none has come.
+        skip_sync: whether state need not be synchronised, as ranks were only removed.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -106,3 +106,10 @@ class DeadlockError(StallError):
 
 class EngineError(CollectiveError):
     """The engine failed in a step; carries the cause."""
+
+    @classmethod
+    def of(cls, who: object, cause: BaseException) -> EngineError:
+        """Return the error for all pending work of the rank ``who``."""
+        error = cls(f"The engine of {who} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error

@@ -32,7 +32,7 @@ from ringdance.errors import (
     ShutDownError,
 )
 from ringdance.settings import Settings
-from ringdance.transport.base import Identity, Transport
+from ringdance.transport.base import Transport
 
 __all__ = ["Engine", "buffer_bytes", "vector_bytes"]
 
@@ -40,35 +40,25 @@ _REFUSED = (-2,)
 _SHUTDOWN_TIMEOUT = 30.0
 
 
-def engine_error(who: Identity, error: BaseException) -> EngineError:
-    """Return the error for all pending work of a rank whose engine has failed."""
-    failure = EngineError(f"The engine of {who} failed: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
 class Engine:
     """One rank's engine.
 
     Attributes:
-        rank, size: in the whole job. local_rank, local_size: on this host. cross_rank,
-            cross_size: among the ranks with this local rank on all hosts.
+        rank, size; local_rank, local_size; cross_rank, cross_size: see ``Placement``.
         hosts: the host name of each rank.
         progress: counters of its exchanges; ``callers``: what threads wait for.
         sets: the process sets; ``members(set_id)`` returns the ranks of one, ``process_sets()`` of all.
         closed: nothing can be submitted any more.
-        broken: why the engine failed, or None.
-        failed_here: this rank has sent the others the reason why the job fails.
+        broken: why the engine failed, or None; ``failed_here``: the failure was found by this rank.
+        stopped_first: this rank asked for the stop before it received another's request.
         unclean: after a stop, whether some rank was still waiting for something.
-        stopped_first: whether this rank asked for the stop before it received another's request.
         incomplete: after a stop, the names of this rank's operations that were not complete.
         departed: a rank whose program has ended, so that this job cannot be started again; else "".
 
     Args:
         transport: of the whole job; owned by the engine from here on.
         settings: values of all settings.
-        threaded: whether the transport may be used from several threads; if not, there is progress only
-            while a thread of the caller waits.
+        threaded: run an engine thread; if not, there is progress only while a thread of the caller waits.
         report: receives warnings.
     """
 
@@ -260,22 +250,6 @@ class Engine:
             raise
         return progress.count != before
 
-    def next_due(self) -> float | None:
-        """Return when the engine thread has something to do: a monotonic time, or None."""
-        if self.closed:
-            return None
-        soonest: float | None = None
-        for state, _ in self.sets.machines:
-            due = 0.0 if state.in_round or state.stopping else state.next_due()
-            if due is not None and (soonest is None or due < soonest):
-                soonest = due
-        return soonest
-
-    def backoff_until(self) -> float:
-        """Return until when rounds are put off after one that achieved nothing; 0.0 for not."""
-        times = [state.pending.not_before for state, _ in self.sets.machines if not state.in_round]
-        return min(filter(None, times), default=0.0)
-
     def check_peers(self) -> None:
         """Read notes, notice lost peers, check for stalls."""
         if not self.closed:
@@ -291,7 +265,7 @@ class Engine:
 
     def thread_failed(self, error: BaseException) -> None:
         """The engine thread has ended in an error: it would not start asynchronous work any more."""
-        self.fail(engine_error(self.identity, error))
+        self.fail(EngineError.of(self.identity, error))
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -361,7 +335,7 @@ class Engine:
         finally:
             self._stop_work.finish()
 
-    def fail(self, error: CollectiveError, tell: bool = True) -> None:
+    def fail(self, error: CollectiveError, notify: bool = True) -> None:
         """Break the engine: tell the peers, write the flight recorder, fail all pending work."""
         if self.closed:
             return
@@ -370,7 +344,7 @@ class Engine:
         states = self.sets.states()
         pending = [work.name for state in states for work in state.pending.in_flight()]
         message = str(error)
-        if tell:
+        if notify:
             self.failed_here = True
             kind = type(error).__name__
             self._peers.post_all(
@@ -402,7 +376,7 @@ class Engine:
         """Fail because of an error in the engine or in MPI, which may mean that a rank has died."""
         lost = self.transport.lost(error)
         if lost is None:
-            self.fail(engine_error(self.identity, error))
+            self.fail(EngineError.of(self.identity, error))
             return
         self._peers.read_notes()  # what it sent before says more
         if not self.closed:

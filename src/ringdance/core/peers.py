@@ -54,7 +54,7 @@ class Peers:
             engine.stop(f"{self._transport.identities[sender]} {note['reason']}")
         elif kind == "failed" and not engine.closed:
             engine.departed = engine.departed or note["departed"]
-            engine.fail(_ERRORS.get(note["error"], RankLostError)(note["message"]), tell=False)
+            engine.fail(_ERRORS.get(note["error"], RankLostError)(note["message"]), notify=False)
 
     def check(self) -> None:
         """Read notes, notice lost peers, check for stalls."""

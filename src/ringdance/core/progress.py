@@ -114,7 +114,7 @@ class ProgressEngine:
                 if not work.done():
                     work.waiter().set()
                     return
-        if self.asleep and self._engine.next_due() is not None:
+        if self.asleep and self._engine.sets.next_due() is not None:
             self.wake()
 
     def _lead(self, work: Work, deadline: float | None) -> None:
@@ -171,7 +171,7 @@ class ProgressEngine:
         """Sleep until something may have changed; return the next backoff."""
         if now - self._checked > _CHECK_EVERY:
             self.check_peers(now)
-        limit = self._engine.backoff_until() - now
+        limit = self._engine.sets.backoff_until() - now
         event = self._engine.sets.event_count
         if event is None and self._engine.progress.in_transit:
             time.sleep(_TRANSIT_SLEEP)
@@ -219,7 +219,7 @@ class ProgressEngine:
 
     def _seconds_to_work(self, now: float) -> float:
         """Return how long the engine thread has nothing to do, at most ``_IDLE`` (callers drive)."""
-        due = None if self._engine.callers else self._engine.next_due()
+        due = None if self._engine.callers else self._engine.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 
     def _rest(self) -> None:

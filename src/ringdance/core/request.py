@@ -96,7 +96,7 @@ class Request:
 
 
 class Work:
-    """Returned by ``Engine.submit``: tells when a request is done and holds its result.
+    """Returned by ``Engine.submit``: shows when a request is done and holds its result.
 
     Attributes:
         request: what was submitted.

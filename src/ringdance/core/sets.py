@@ -99,6 +99,20 @@ class ProcessSets:
         """Return the state machines of the sets that this rank is in."""
         return [state for state, _ in self.machines]
 
+    def next_due(self) -> float | None:
+        """Return when the engine thread has something to do: a monotonic time, or None."""
+        soonest: float | None = None
+        for state, _ in self.machines:
+            due = 0.0 if state.in_round or state.stopping else state.next_due()
+            if due is not None and (soonest is None or due < soonest):
+                soonest = due
+        return soonest
+
+    def backoff_until(self) -> float:
+        """Return until when rounds are put off after one that achieved nothing; 0.0 for not."""
+        times = [state.pending.not_before for state, _ in self.machines if not state.in_round]
+        return min(filter(None, times), default=0.0)
+
     def check_new(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the sorted members of a set that can be made. Raises ArgumentError."""
         size = self._transport.size

@@ -158,12 +158,12 @@ class MpiTransport(Transport):
 
     def _hierarchy(self) -> Hierarchy | None:
         own = self.host_group[0]
-        area = 0 if self.window is None else self.window.buffer_bytes
-        everyone = gather(self._comm, [own, len(self.host_group), area])
+        buffer_bytes = 0 if self.window is None else self.window.buffer_bytes
+        everyone = gather(self._comm, [own, len(self.host_group), buffer_bytes])
         lowest = sorted({first for first, _, _ in everyone})
         sizes = tuple(everyone[first][1] for first in lowest)
-        areas = [area for _, size, area in everyone if size > 1]
-        if len(sizes) == 1 or max(sizes) == 1 or not all(areas):
+        buffers = [nbytes for _, size, nbytes in everyone if size > 1]
+        if len(sizes) == 1 or max(sizes) == 1 or not all(buffers):
             return None
         index = self.host_group.index(self.rank)
         inside = index < min(sizes)
@@ -171,7 +171,7 @@ class MpiTransport(Transport):
         if inside:
             ranks = [self.identities[rank].rank for rank in gather(comm, self.rank)]
             self._cross = MpiTransport(self._mpi, comm, ranks, 0, self._vector_bytes)
-        return Hierarchy(sizes, min(areas), self._cross)
+        return Hierarchy(sizes, min(buffers), self._cross)
 
     def post(self, rank: int, message: bytes) -> None:
         self._sent = [pair for pair in self._sent if not self._is_sent(pair[0])]
@@ -322,7 +322,7 @@ def world_transport(
 
     Args:
         comm: None for all processes, a list of ranks of all processes, or an mpi4py communicator.
-        window_bytes: data area of each rank in the shared window of a host, 0 for no window.
+        window_bytes: size of each rank's buffers in the window of a host, 0 for no window.
         vector_bytes: longest agreement vector.
         common: what must be equal on all ranks, by name.
         timeout: seconds after which a warning says which ranks are missing.

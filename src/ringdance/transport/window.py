@@ -81,9 +81,7 @@ class Window:
         self._count = 0
         self._seen = 0  # how many of _peers are known to have signalled
         room = _round_up(vector_bytes, _LINE) + PIGGYBACK_BYTES
-        starts = [
-            [members * _LINE + (2 * m + parity) * room for m in range(members)] for parity in (0, 1)
-        ]
+        starts = [[members * _LINE + (2 * m + parity) * room for m in range(members)] for parity in (0, 1)]
         self.vectors = [[raw[at : at + room] for at in row] for row in starts]
         self.piggybacks = [[memory[at + room - PIGGYBACK_BYTES : at + room] for at in row] for row in starts]
         start = _round_up(members * (_LINE + 2 * room), _PAGE)

@@ -126,9 +126,7 @@ class StallWatch:
             self._ask(*oldest, now)
         return None, None
 
-    def _oldest(
-        self, sets: list[ProcessSetState], now: float
-    ) -> tuple[ProcessSetState, Work, float] | None:
+    def _oldest(self, sets: list[ProcessSetState], now: float) -> tuple[ProcessSetState, Work, float] | None:
         """Return what has waited longest, of what is due for a report."""
         waiting = [
             (state, work, now - since)
@@ -159,9 +157,7 @@ class StallWatch:
         here = self._transport.state(rank) == "running" and pid != os.getpid()
         return sample_cpu(pid) if here else None
 
-    def _conclude(
-        self, inquiry: _Inquiry, now: float, sets: list[ProcessSetState]
-    ) -> _Verdict:
+    def _conclude(self, inquiry: _Inquiry, now: float, sets: list[ProcessSetState]) -> _Verdict:
         state, work = inquiry.state, inquiry.work
         if work.done() or state not in sets:
             self._inquiry = None
