@@ -34,11 +34,12 @@ class Signals:
         return self._sockets[0] if self._sockets else None
 
     def take(self) -> list[int]:
-        """Return the signals that have arrived since the last call."""
+        """Return the signals that have arrived since the last call, without those that others handle."""
         try:
-            return list(self._sockets[0].recv(4096)) if self._sockets else []
+            arrived = self._sockets[0].recv(4096) if self._sockets else b""
         except BlockingIOError:
             return []
+        return [number for number in arrived if number in self._handlers]
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
