@@ -10,7 +10,7 @@ One process for each rank, each with devices of its own. The collectives work on
 
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
 
-from ringdance.jax.compression import Compression
+from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *
 from ringdance.jax.optimizer import DistributedState, distributed
 from ringdance.jax.state import broadcast_parameters

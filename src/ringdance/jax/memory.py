@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from ringdance.errors import ArgumentError
+from ringdance.training.compression import compression_for
 from ringdance.training.memory import array_at
 
-__all__ = ["array_of", "from_array"]
+__all__ = ["Compression", "array_of", "from_array"]
 
 Array = np.ndarray[Any, Any]
 
@@ -45,3 +47,13 @@ def from_array(array: Array, like: Any = None) -> jax.Array:
     """
     sharding = like.sharding if isinstance(like, jax.Array) else None
     return jax.device_put(array, sharding, may_alias=True)
+
+
+def _floating_dtype(array: Any) -> Any:
+    """Return the array's data type if it is floating, else None."""
+    return array.dtype if jax.numpy.issubdtype(array.dtype, jax.numpy.floating) else None
+
+
+Compression = compression_for(
+    __name__, np.dtype("float16"), np.dtype(ml_dtypes.bfloat16), _floating_dtype, jax.numpy.astype
+)

@@ -21,8 +21,8 @@ import numpy as np
 from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
-from ringdance.jax.compression import Compression
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
+from ringdance.jax.memory import Compression
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
 from ringdance.training.collectives import Call, movement, reduction

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.jax.compression import Compression
+from ringdance.jax.memory import Compression
 from ringdance.jax.operations import grouped_allreduce
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Average

@@ -19,9 +19,9 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
-from ringdance.keras.compression import Compression
+from ringdance.keras.library import Compression
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
-from ringdance.keras.threads import init
+from ringdance.keras.reduction import init
 from ringdance.keras.values import *
 from ringdance.training.compression import Compressor
 from ringdance.training.sharding import Shard, shard

@@ -5,17 +5,14 @@ See ``ringdance.training.elastic`` for what is saved and restored when.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import numpy as np
 
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import build, keras, read, variables_of
 from ringdance.keras.values import broadcast_variables
 from ringdance.training import elastic
-from ringdance.training.elastic import ObjectState, State
+from ringdance.training.elastic import ObjectState, State, VariablesState
 
 __all__ = [
     "CommitStateCallback", "KerasState", "ObjectState", "State", "UpdateBatchStateCallback",
@@ -36,22 +33,14 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         from ringdance.tensorflow.elastic import run as run_in_tensorflow
 
         return run_in_tensorflow(func)
-    if backend != "jax":
-        return elastic.run(func)
-
-    @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> T:
+    if backend == "jax":
         from ringdance.jax.exchange import origin_of
 
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            raise origin_of(error) or error from None
-
-    return elastic.run(translated)
+        return elastic.run_translating(func, RuntimeError, origin_of)
+    return elastic.run(func)
 
 
-class KerasState(ObjectState):
+class KerasState(VariablesState):
     """A model, its optimizer and plain attributes, committed and restored together.
 
     Args:
@@ -70,9 +59,7 @@ class KerasState(ObjectState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None:
             build(self.optimizer, model.trainable_variables)
-        self._weights: list[np.ndarray[Any, Any]] = []
         super().__init__(**kwargs)
-        self._save_weights()
 
     def _variables(self) -> list[Any]:
         if hasattr(self.model, "jax_state_sync"):
@@ -80,33 +67,23 @@ class KerasState(ObjectState):
         found = [*self.model.variables, *variables_of(self.optimizer)]
         return list({id(one): one for one in found}.values())
 
-    def _save_weights(self) -> None:
-        self._weights = [read(one) for one in self._variables()]
+    def _read(self) -> list[Any]:
+        return [read(one) for one in self._variables()]
 
-    def _forget_passes(self) -> None:
+    def _assign(self, values: list[Any]) -> None:
+        for one, array in zip(self._variables(), values, strict=True):
+            one.assign(array)
+        self._clear_passes()
+
+    def _broadcast(self) -> None:
+        broadcast_variables(self._variables())
+        self._clear_passes()
+
+    def _clear_passes(self) -> None:
         # Of a DistributedOptimizer of Keras 2; those of Keras 3 are variables of the optimizer.
         sums = getattr(self.optimizer, "_agg_helper", None)
         if sums is not None:
             sums.reset()
-
-    def save(self) -> None:
-        """Keep a copy of all variables and attributes."""
-        self._save_weights()
-        super().save()
-
-    def restore(self) -> None:
-        """Restore what was saved last."""
-        for one, array in zip(self._variables(), self._weights, strict=True):
-            one.assign(array)
-        self._forget_passes()
-        super().restore()
-
-    def sync(self) -> None:
-        """Copy rank 0's variables and attributes, and save them. A collective."""
-        broadcast_variables(self._variables())
-        self._forget_passes()
-        self._save_weights()
-        super().sync()
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]

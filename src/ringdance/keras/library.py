@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ringdance.training.compression import compression_for
+
 __all__ = [
-    "KERAS2", "build", "forms", "is_built", "keras", "number", "ops", "optimizer_types", "read",
-    "variables_of",
+    "KERAS2", "Compression", "build", "forms", "is_built", "keras", "number", "ops", "optimizer_types",
+    "read", "variables_of",
 ]
 
 KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
@@ -84,3 +86,12 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
         optimizer._create_all_weights(list(variables))  # of a legacy one; those that are there stay
     elif not is_built(optimizer):
         optimizer.build(list(variables))
+
+
+def _floating_dtype(tensor: Any) -> Any:
+    """Return the name of the tensor's data type if it is floating, else None."""
+    dtype = ops.dtype_name(tensor.dtype) if ops.is_tensor(tensor) else ""
+    return dtype if "float" in dtype else None
+
+
+Compression = compression_for(__name__, "float16", "bfloat16", _floating_dtype, ops.cast)

@@ -15,9 +15,8 @@ from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
-from ringdance.keras.compression import Compression
 from ringdance.keras.distributed import is_distributed
-from ringdance.keras.library import KERAS2, keras, optimizer_types
+from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
 from ringdance.keras.reduction import Reduction, binding
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Average

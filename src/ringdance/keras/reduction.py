@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.keras.compression import Compression
-from ringdance.keras.library import keras, ops
+from ringdance.keras.library import Compression, keras, ops
+from ringdance.training import basics
 from ringdance.training.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["Reduction", "binding", "takes_part", "true_on_all"]
+__all__ = ["Reduction", "binding", "init", "takes_part", "true_on_all"]
 
 BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -31,6 +31,17 @@ def binding() -> Any:
     if name not in BACKENDS:
         raise ArgumentError(f"Keras runs on {name!r}; Ringdance has bindings for {', '.join(BACKENDS)}.")
     return importlib.import_module(f"ringdance.{name}")
+
+
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+    """Join the job as the binding of Keras's backend does.
+
+    On TensorFlow and JAX this limits the rank to its share of the cores, see ``ringdance.tensorflow.init``
+    and ``ringdance.jax.init``; PyTorch itself follows ``OMP_NUM_THREADS``. Arguments and errors are those
+    of ``ringdance.training.basics.init``.
+    """
+    join = binding().init if keras.backend.backend() in BACKENDS else basics.init
+    join(comm, process_sets)
 
 
 def takes_part(process_set: ProcessSet) -> bool:
@@ -60,7 +71,7 @@ class Reduction:
             one that only some ranks have, for example to read a file, does not count.
         operation: Average or Sum.
         predivide: with Average, divides before and multiplies after the sum.
-        compression: see ``ringdance.keras.compression``.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16``, or an object with compress and decompress.
         sparse_as_dense: reduce sparse gradients (``tf.IndexedSlices``) as dense ones.
         process_set: the ranks that take part; on others gradients stay local.
         options: more for ``ringdance.tensorflow.gradients.GradientReducer``.

@@ -7,8 +7,7 @@ from typing import Any
 
 from ringdance import session
 from ringdance.core.request import Collective, ReduceOp
-from ringdance.keras.compression import Compression
-from ringdance.keras.library import ops, read
+from ringdance.keras.library import Compression, ops, read
 from ringdance.keras.reduction import binding
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import movement

@@ -5,7 +5,6 @@ See ``ringdance.training.elastic`` for what is saved and restored when.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from ringdance.tensorflow.errors import origin_of
 from ringdance.tensorflow.gradients import variable_of
 from ringdance.tensorflow.state import broadcast_variables
 from ringdance.training import elastic
-from ringdance.training.elastic import ObjectState, State
+from ringdance.training.elastic import ObjectState, State, VariablesState
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -29,21 +28,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Collectives may fail within a ``tf.function`` as well as eagerly.
     """
-
-    @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> T:
-        try:
-            return func(*args, **kwargs)
-        except tf.errors.OpError as error:
-            ours = origin_of(error)
-            if ours is None:
-                raise
-            raise ours from error
-
-    return elastic.run(translated)
+    return elastic.run_translating(func, tf.errors.OpError, origin_of)
 
 
-class TensorFlowState(ObjectState):
+class TensorFlowState(VariablesState):
     """Variables and plain attributes, committed and restored together.
 
     Args:
@@ -62,9 +50,8 @@ class TensorFlowState(ObjectState):
             variables = tf.compat.v1.global_variables()
         self._session = session
         self._listed = list(variables)
-        self._broadcast: Any = None
+        self._operation: Any = None
         super().__init__(**kwargs)
-        self._values = self._read()
 
     def _variables(self) -> list[Any]:
         return [variable_of(one) for one in self._listed]
@@ -75,30 +62,20 @@ class TensorFlowState(ObjectState):
             return values
         return [np.array(one.numpy()) for one in self._variables()]
 
-    def save(self) -> None:
-        """Keep a copy of everything."""
-        self._values = self._read()
-        super().save()
-
-    def restore(self) -> None:
-        """Restore what was saved last."""
-        for variable, value in zip(self._variables(), self._values, strict=False):
+    def _assign(self, values: list[Any]) -> None:
+        for variable, value in zip(self._variables(), values, strict=False):
             if self._session is not None:
                 variable.load(value, self._session)
             else:
                 variable.assign(value)
-        super().restore()
 
-    def sync(self) -> None:
-        """Copy rank 0's state, and save it. A collective."""
+    def _broadcast(self) -> None:
         if self._session is None:
             broadcast_variables(self._variables(), 0)
-        else:
-            if self._broadcast is None:
-                self._broadcast = broadcast_variables(self._variables(), 0)
-            self._session.run(self._broadcast)
-        self._values = self._read()
-        super().sync()
+            return
+        if self._operation is None:
+            self._operation = broadcast_variables(self._variables(), 0)
+        self._session.run(self._operation)
 
 
 class TensorFlowKerasState(TensorFlowState):

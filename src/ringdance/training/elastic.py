@@ -37,7 +37,7 @@ from ringdance.training import basics
 from ringdance.training.objects import broadcast_object
 
 __all__ = [
-    "ElasticIndices", "ObjectState", "State", "restart", "run", "run_fn",
+    "ElasticIndices", "ObjectState", "State", "VariablesState", "restart", "run", "run_fn", "run_translating",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -165,6 +165,42 @@ class ObjectState(State):
         if kind is tuple:
             return tuple(map(self._copied, value))
         return copy.copy(value) if kind in (set, bytearray, np.ndarray) else value
+
+
+class VariablesState(ObjectState):
+    """Variables of a framework and plain attributes; derived classes define how to access the variables."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._values = self._read()
+
+    def _read(self) -> list[Any]:
+        """Return copies of the variables' values."""
+        raise NotImplementedError
+
+    def _assign(self, values: list[Any]) -> None:
+        """Set the variables to ``values``."""
+        raise NotImplementedError
+
+    def _broadcast(self) -> None:
+        """Set the variables on all ranks to rank 0's values."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Keep a copy of all variables and attributes."""
+        self._values = self._read()
+        super().save()
+
+    def restore(self) -> None:
+        """Restore what was saved last."""
+        self._assign(self._values)
+        super().restore()
+
+    def sync(self) -> None:
+        """Copy rank 0's variables and attributes, and save the variables. A collective."""
+        self._broadcast()
+        self._values = self._read()
+        super().sync()
 
 
 def restart() -> None:
@@ -324,3 +360,24 @@ class ElasticIndices:
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+def run_translating(
+    func: Callable[..., T], errors: Any, origin_of: Callable[[Any], BaseException | None]
+) -> Callable[..., T]:
+    """As ``run``, where a framework raises errors of its own for failed collectives.
+
+    Args:
+        func: takes a ``State`` first.
+        errors: the framework's class of errors.
+        origin_of: returns the error of a collective behind one of them, or ``None``.
+    """
+
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> T:
+        try:
+            return func(*args, **kwargs)
+        except errors as error:
+            raise origin_of(error) or error from None
+
+    return run(translated)

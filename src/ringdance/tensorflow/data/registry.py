@@ -7,6 +7,7 @@ Dispatchers and workers register by writing small files into it; others poll for
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 import time
@@ -16,11 +17,14 @@ from typing import TypeVar
 
 from ringdance.errors import ArgumentError, RingdanceError
 
-__all__ = ["ComputeClient", "RegistryError", "own_address", "write_whole"]
+__all__ = ["ComputeClient", "RegistryError", "own_address", "wait_for", "write_whole"]
 
 T = TypeVar("T")
 
+_log = logging.getLogger("ringdance")
+
 _POLL_SECONDS = 0.1
+_WARNING_SECONDS = 10.0
 
 
 class RegistryError(RingdanceError, RuntimeError):
@@ -48,6 +52,24 @@ def write_whole(path: Path, text: str) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def wait_for(look: Callable[[], T | None], what: str, seconds: float, advice: str) -> T:
+    """Poll until ``look`` returns something else than ``None``; log a warning after ten seconds.
+
+    Raises:
+        TimeoutError: ``what`` did not happen within ``seconds``; the message ends with ``advice``.
+    """
+    start, warned = time.monotonic(), False
+    while (found := look()) is None:
+        waited = time.monotonic() - start
+        if waited >= seconds:
+            raise TimeoutError(f"tf.data service: waited {seconds:g} s for {what}. {advice}")
+        if waited > _WARNING_SECONDS and not warned:
+            warned = True
+            _log.warning("ringdance: tf.data service: waiting for %s.", what)
+        time.sleep(_POLL_SECONDS)
+    return found
 
 
 class ComputeClient:
@@ -126,13 +148,5 @@ class ComputeClient:
         )
 
     def _wait(self, look: Callable[[], T | None], what: str, timeout: float | None) -> T:
-        seconds = self._timeout if timeout is None else timeout
-        end = time.monotonic() + seconds
-        while (found := look()) is None:
-            if time.monotonic() >= end:
-                raise TimeoutError(
-                    f"tf.data service: waited {seconds:g} s for {what}. Check the output of the compute "
-                    "workers; a larger timeout is set where they are started."
-                )
-            time.sleep(_POLL_SECONDS)
-        return found
+        advice = "Check the output of the compute workers; a larger timeout is set where they are started."
+        return wait_for(look, what, self._timeout if timeout is None else timeout, advice)

@@ -13,10 +13,8 @@ Dispatchers, which distribute the work, run in either job (``dispatcher_side``).
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +25,13 @@ import tensorflow as tf
 
 from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.data.registry import ComputeClient, RegistryError, own_address, write_whole
+from ringdance.tensorflow.data.registry import (
+    ComputeClient,
+    RegistryError,
+    own_address,
+    wait_for,
+    write_whole,
+)
 from ringdance.training import collectives
 
 __all__ = [
@@ -35,12 +39,9 @@ __all__ = [
     "tf_data_service",
 ]
 
-_log = logging.getLogger("ringdance")
-
 Dataset = Any
 SIDES = ("training", "compute")
 _FILE_SECONDS = 300.0
-_WARNING_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
 
 
@@ -106,18 +107,9 @@ class TfDataServiceConfig:
             FileNotFoundError: there is no such file.
             TimeoutError: it has not appeared.
         """
-        start, warned = time.monotonic(), False
-        while wait_for_file_creation and not os.path.exists(filename):
-            waited = time.monotonic() - start
-            if waited > _FILE_SECONDS:
-                raise TimeoutError(
-                    f"{filename} has not appeared in {_FILE_SECONDS:g} s: the compute job writes it when it "
-                    "starts."
-                )
-            if waited > _WARNING_SECONDS and not warned:
-                warned = True
-                _log.warning("ringdance: waiting for %s, which the compute job writes.", filename)
-            time.sleep(0.1)
+        if wait_for_file_creation:
+            advice = "The compute job writes it when it starts."
+            wait_for(lambda: os.path.exists(filename) or None, f"the file {filename}", _FILE_SECONDS, advice)
         path = Path(filename).absolute()
         config = TfDataServiceConfig.from_dict(json.loads(path.read_text()))
         return replace(config, directory=str(path.parent / Path(config.directory).name))
