@@ -52,14 +52,14 @@ def test_a_script_trains_as_in_a_container(
 ) -> None:
     pytest.importorskip("sagemaker_training")
     estimator().fit({"train": f"file://{tmp_path}/data"})
-    said = capfd.readouterr()
+    message = capfd.readouterr()
     for rank in (0, 1):
-        assert f"rank {rank} of 2: 3.0 3 some words red" in said.out + said.err
+        assert f"rank {rank} of 2: 3.0 3 some words red" in message.out + message.err
     assert (tmp_path / "results" / "model" / "model.txt").read_text() == "trained"
 
 
 @pytest.mark.limit(120)
-def test_a_failure_is_told_as_the_toolkit_reports_it(estimator, tmp_path: Path) -> None:
+def test_a_failure_is_shown_as_the_toolkit_reports_it(estimator, tmp_path: Path) -> None:
     pytest.importorskip("sagemaker_training")
     with pytest.raises(LaunchError, match=r"(?s)ExecuteUserScriptError.*ExitCode 1"):
         estimator(hyperparameters={"epochs": 1, "fail": "yes"}).fit({"train": str(tmp_path / "data")})
@@ -70,10 +70,10 @@ def test_what_local_mode_cannot_do(estimator, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(LaunchError, match="pip install sagemaker-training"):
         estimator().fit({})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    for change, inputs, said in (
+    for change, inputs, message in (
         ({"instance_count": 2}, None, "one host"),
         ({}, {"train": "s3://bucket/data"}, "directories of this machine"),
         ({}, {"train": Input(f"file://{tmp_path}/nothing")}, "does not exist"),
     ):
-        with pytest.raises(ArgumentError, match=said):
+        with pytest.raises(ArgumentError, match=message):
             estimator(**change).fit(inputs)

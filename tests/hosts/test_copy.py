@@ -117,7 +117,7 @@ def test_where_hosts_cannot_reach_each_other_the_leader_sends(four: Hosts, big: 
     assert digest(four, "h4", "/run/far") == digest(four, "h1", str(big))
 
 
-def test_keys_are_learned_when_they_are_confirmed(four: Hosts, tmp_path: Path) -> None:
+def test_keys_are_written_when_they_are_confirmed(four: Hosts, tmp_path: Path) -> None:
     known = tmp_path / "ssh" / "known_hosts"
     option = f"-o UserKnownHostsFile={known}"
     strict = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", *option.split(), "h2", "true")

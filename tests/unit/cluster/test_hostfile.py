@@ -33,8 +33,8 @@ def test_bad_hosts(text: str) -> None:
         parse_hosts(text)
 
 
-def hostfile(folder: Path, text: str) -> str:
-    path = folder / "hosts"
+def hostfile(directory: Path, text: str) -> str:
+    path = directory / "hosts"
     path.write_text(text)
     return str(path)
 

@@ -29,23 +29,23 @@ from ringdance.launch.remote.shell import RemoteShell
 
 
 def test_where_things_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").write_text("x")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "file").write_text("x")
     monkeypatch.chdir(tmp_path)
 
     def places(what: str, where: str) -> list[str]:
         found = files.collect(what, where)
         return [os.path.join(found.root, entry.path).rstrip("/") for entry in found.entries]
 
-    assert places("folder", "/there") == ["/there", "/there/file"]
-    assert places("folder/", "/there/") == ["/there/folder", "/there/folder/file"]
-    assert places("folder/file", "/there") == ["/there"]
-    assert places("folder/file", "/there/") == ["/there/file"]
-    assert places("folder/file", "~/there/") == ["~/there/file"]
-    assert places("folder/file", "here") == [str(tmp_path / "here")]
+    assert places("directory", "/there") == ["/there", "/there/file"]
+    assert places("directory/", "/there/") == ["/there/directory", "/there/directory/file"]
+    assert places("directory/file", "/there") == ["/there"]
+    assert places("directory/file", "/there/") == ["/there/file"]
+    assert places("directory/file", "~/there/") == ["~/there/file"]
+    assert places("directory/file", "here") == [str(tmp_path / "here")]
 
 
-def test_what_cannot_be_copied_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_copied_is_reported(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert files.collect(str(tmp_path), "/x").skipped == (str(tmp_path / "pipe"),)
     with pytest.raises(LaunchError, match="neither a file nor a directory"):
@@ -60,8 +60,8 @@ DATA = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(DATA).hexdigest()
 
 
-def target(folder: Path) -> ReceivedFile:
-    return ReceivedFile(str(folder / "file"), len(DATA), 0o640, 1_700_000_000_123_456_789)
+def target(directory: Path) -> ReceivedFile:
+    return ReceivedFile(str(directory / "file"), len(DATA), 0o640, 1_700_000_000_123_456_789)
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -151,12 +151,12 @@ def test_what_others_could_have_put_there_is_not_gone_on_with(tmp_path: Path, ho
 
 def test_no_one_can_know_the_name_of_a_half_copied_file(tmp_path: Path) -> None:
     drafts = set()
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        one = target(folder)
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        directory.mkdir()
+        one = target(directory)
         one.check(set())
         one.write(0, DATA[:1000])
-        drafts |= {path.name for path in folder.iterdir()}
+        drafts |= {path.name for path in directory.iterdir()}
     assert len(drafts) == 2
 
 
@@ -170,11 +170,11 @@ def meet(own: bytes, theirs: bytes) -> tuple[socket.socket | None, socket.socket
         thread = threading.Thread(target=lambda: found.append(tcp.accept(listener, own)))
         thread.start()
         try:
-            called, said = tcp.connect(["127.0.0.1"], listener.getsockname()[1], theirs), ""
+            called, message = tcp.connect(["127.0.0.1"], listener.getsockname()[1], theirs), ""
         except OSError as error:
-            called, said = None, str(error)
+            called, message = None, str(error)
         thread.join()
-    return found[0], called, said
+    return found[0], called, message
 
 
 def test_hosts_that_know_the_token_meet() -> None:
@@ -233,7 +233,7 @@ def test_shared_networks_come_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "folder", "out"),
+    ("words", "directory", "out"),
     [
         (["echo", "a  b", "$HOME", "'"], "", "a  b $HOME '\n"),
         (['echo "$((1 + 2))"; pwd'], "~/deep er", "3\n{home}/deep er\n"),
@@ -243,10 +243,10 @@ def test_shared_networks_come_first() -> None:
         (["command -v python"], "", "{bin}/python\n"),
     ],
 )
-def test_the_shells_line(tmp_path: Path, words: list[str], folder: str, out: str) -> None:
+def test_the_shells_line(tmp_path: Path, words: list[str], directory: str, out: str) -> None:
     (tmp_path / "deep er").mkdir()
     done = subprocess.run(
-        ["/bin/sh", "-c", shell_line(words, folder.format(home=tmp_path))],
+        ["/bin/sh", "-c", shell_line(words, directory.format(home=tmp_path))],
         env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout == out.format(home=tmp_path, bin=os.path.dirname(sys.executable))

@@ -34,7 +34,7 @@ def start(ec2: Any, kind: str, number: int = 1, **tags: str) -> list[dict[str, A
     return made["Instances"]
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def message(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
@@ -45,7 +45,7 @@ def test_private_addresses_and_slots_by_type(ec2: Any, capsys: Any) -> None:
     (stopped,) = start(ec2, "c5.4xlarge", job="resnet")
     ec2.stop_instances(InstanceIds=[stopped["InstanceId"]])
     assert cli.main(["ec2", "hostfile", "--tag", "job=resnet"]) == 0
-    lines = [re.fullmatch(r"([\d.]+) slots=(\d+)  # \w+\.\w+", line) for line in said(capsys).splitlines()]
+    lines = [re.fullmatch(r"([\d.]+) slots=(\d+)  # \w+\.\w+", line) for line in message(capsys).splitlines()]
     found = {line[1]: int(line[2]) for line in lines if line}
     assert len(found) == len(lines)
     assert found == {item["PrivateIpAddress"]: 8 for item in first} | {second["PrivateIpAddress"]: 8}

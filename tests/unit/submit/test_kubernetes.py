@@ -1,4 +1,4 @@
-"""Manifests: valid by the operators' own schemas, as safe as they claim, and mistakes told early."""
+"""Manifests: valid by the operators' own schemas, as safe as they claim, and mistakes reported early."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_what_holds_for_the_whole_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"name": "Big_Job"}, "DNS label"),
         ({"name": "a" * 60}, "63 characters"),
@@ -153,10 +153,10 @@ def test_what_holds_for_the_whole_job() -> None:
         ({"env": {"WANDB_API_KEY": "x-very-secret"}}, "--secret-env WANDB_API_KEY="),
     ],
 )
-def test_mistakes_are_told_before_anything_is_submitted(change: dict[str, Any], said: str) -> None:
+def test_mistakes_are_reported_before_anything_is_submitted(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         manifest(JobRequest(**{"name": "small", "image": "x:1", "command": ["true"], **change}))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "x-very-secret" not in str(caught.value)
 
 

@@ -56,7 +56,7 @@ def test_manifest_as_yaml_and_json() -> None:
     assert [document["kind"] for document in both] == ["TrainingRuntime", "TrainJob"]
 
 
-def test_slots_are_the_gpus_unless_told() -> None:
+def test_slots_are_the_gpus_unless_given() -> None:
     made = yaml.safe_load(k8s("manifest", "--gpus", "4", *WANTED).stdout)
     assert made["spec"]["slotsPerWorker"] == 4
     made = yaml.safe_load(k8s("manifest", "--gpus", "4", "--slots", "2", *WANTED).stdout)
@@ -64,7 +64,7 @@ def test_slots_are_the_gpus_unless_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["manifest", "--image", "x:1"], "python train.py"),
         (["manifest", "-x", "NO_SUCH_VARIABLE_HERE", *WANTED], "not set here"),
@@ -75,14 +75,14 @@ def test_slots_are_the_gpus_unless_told() -> None:
         (["convert", "-"], "empty"),
     ],
 )
-def test_what_cannot_be_understood_exits_with_2_and_says_why(words: list[str], said: str) -> None:
+def test_what_cannot_be_understood_exits_with_2_and_says_why(words: list[str], message: str) -> None:
     done = k8s(*words)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_convert_keeps_what_is_no_mpijob_and_tells_what_it_did() -> None:
+def test_convert_keeps_what_is_no_mpijob_and_notes_what_it_did() -> None:
     pod = {"spec": {"containers": [{"name": "main", "image": "x", "command": ["sleep", "1d"]}]}}
     old = {
         "apiVersion": "kubeflow.org/v1", "kind": "MPIJob", "metadata": {"name": "old"},
@@ -130,7 +130,7 @@ def test_a_trainjob_goes_with_its_runtime(run: Run, api: Api) -> None:
     assert set(api.objects) == {("pods", "lab", "pi-launcher-0-0-x")}
 
 
-def test_a_job_that_cannot_start_is_told_with_the_reason(run: Run, api: Api) -> None:
+def test_a_job_that_cannot_start_is_reported_with_the_reason(run: Run, api: Api) -> None:
     assert run("submit", *WANTED).returncode == 0
     waiting = {"reason": "ErrImagePull", "message": "no such image train:1"}
     status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}

@@ -107,8 +107,8 @@ def test_v1() -> None:
     assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert pod["volumes"] == V1["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"]
     text = "\n".join(notes)
-    for said in ("kubexec.sh", "sleep 365d", "ExitCode", "mainContainer main", "sshd", "mpirun"):
-        assert said in text, said
+    for message in ("kubexec.sh", "sleep 365d", "ExitCode", "mainContainer main", "sshd", "mpirun"):
+        assert message in text, message
 
 
 def test_v1alpha2_with_its_mpi_distribution() -> None:
@@ -161,7 +161,7 @@ def test_the_launcher_on_the_master_stays_there() -> None:
     assert "nodeSelector" not in replicas["Worker"]["template"]["spec"]
 
 
-def test_pods_without_root_get_their_own_ssh_folder() -> None:
+def test_pods_without_root_get_their_own_ssh_directory() -> None:
     old = copy.deepcopy(V1)
     old["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["securityContext"] = {"runAsUser": 1000}
     new, notes = convert(old)
@@ -177,7 +177,7 @@ def test_what_is_new_already_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ({"apiVersion": "v1", "kind": "Pod"}, "no MPIJob"),
         ({"apiVersion": "kubeflow.org/v9", "kind": "MPIJob"}, "v9"),
@@ -188,6 +188,6 @@ def test_what_is_new_already_stays_as_it_is() -> None:
         (changed(V1, mpiDistribution="lam"), "lam"),
     ],
 )
-def test_what_cannot_be_converted(document: dict[str, Any], said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
+def test_what_cannot_be_converted(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
         convert(document)

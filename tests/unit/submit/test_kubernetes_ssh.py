@@ -1,7 +1,7 @@
 """The launcher's ssh and a worker's sshd with the rights of their pods: no root, no capabilities.
 
 A pod's files are laid over /etc and /home in a mount namespace of its own: the image's ssh configuration from
-docker/, and the folder with the key as the operators mount it.
+docker/, and the directory with the key as the operators mount it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ set -eu
 cd "$1"
 cp /etc/passwd passwd; sed -i '/:1000:/d' passwd; echo mpiuser:x:1000:1000::/home/mpiuser:/bin/sh >>passwd
 mount --bind passwd /etc/passwd
-mount -t tmpfs none /home; mkdir -p {folder}
+mount -t tmpfs none /home; mkdir -p {directory}
 mkdir -p /etc/ssh/ssh_config.d; mount -t tmpfs none /etc/ssh/ssh_config.d
 cp {root}/docker/ssh_config /etc/ssh/ssh_config.d/ringdance.conf
 mount -t tmpfs none /usr/local/bin; install -m 755 {root}/docker/job-host-key /usr/local/bin/
-ssh-keygen -q -t ecdsa -b 521 -N '' -C '' -f {folder}/id_rsa
-cp {folder}/id_rsa.pub {folder}/authorized_keys
-chown -R 0:1000 {folder}; chmod {mode} {folder}/*
+ssh-keygen -q -t ecdsa -b 521 -N '' -C '' -f {directory}/id_rsa
+cp {directory}/id_rsa.pub {directory}/authorized_keys
+chown -R 0:1000 {directory}; chmod {mode} {directory}/*
 chown 1000:1000 /home/mpiuser
 """
 
@@ -47,16 +47,16 @@ def can_mount() -> bool:
     )
 
 
-def in_a_pod(folder: Path, mode: str, script: str) -> subprocess.CompletedProcess[str]:
+def in_a_pod(directory: Path, mode: str, script: str) -> subprocess.CompletedProcess[str]:
     """Run `script` after a pod's files have been put in place; `$SSHD` starts the worker's daemon."""
-    setup = SETUP.replace("{folder}", SSH_DIRECTORY).replace("{root}", str(ROOT)).replace("{mode}", mode)
+    setup = SETUP.replace("{directory}", SSH_DIRECTORY).replace("{root}", str(ROOT)).replace("{mode}", mode)
     start = f"{AS_POD} {shlex.join(sshd())} 2>sshd.log &\n"
     # ssh's own options: the daemon may need a moment, and the test must not wait for ever.
     ready = (
         f"for i in $(seq 100); do (: </dev/tcp/127.0.0.1/{SSH_PORT}) 2>/dev/null && break; sleep 0.1; done\n"
     )
     return subprocess.run(
-        [*NAMESPACES, "bash", "-c", setup + start + ready + script, "bash", folder],
+        [*NAMESPACES, "bash", "-c", setup + start + ready + script, "bash", directory],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50,
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_a_host_that_is_none_of_the_job_is_refused(tmp_path: Path) -> None:
     assert "HOST IDENTIFICATION HAS CHANGED" in done.stderr or "verification failed" in done.stderr
 
 
-def test_the_image_knows_the_same_port_and_folder() -> None:
+def test_the_image_knows_the_same_port_and_directory() -> None:
     assert f"Port {SSH_PORT}\n" in (ROOT / "docker" / "ssh_config").read_text()
     assert f" {SSH_DIRECTORY}\n" in (ROOT / "docker" / "Dockerfile").read_text()
 

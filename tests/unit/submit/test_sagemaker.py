@@ -1,4 +1,4 @@
-"""Requests to SageMaker: equal to those of SDK v2, accepted by the service's stand-in, mistakes told."""
+"""Requests to SageMaker: equal to those of SDK v2, accepted by the service's stand-in, mistakes reported."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ EXPECTED = json.loads(RECORDED.read_text())
 
 @pytest.fixture(autouse=True)
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "src"
-    folder.mkdir()
-    (folder / "train.py").write_text("print('training')\n")
-    (folder / "package").mkdir()
-    (folder / "package" / "module.py").write_text("")
+    directory = tmp_path / "src"
+    directory.mkdir()
+    (directory / "train.py").write_text("print('training')\n")
+    (directory / "package").mkdir()
+    (directory / "package" / "module.py").write_text("")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.chdir(folder)
-    return folder
+    monkeypatch.chdir(directory)
+    return directory
 
 
 @pytest.fixture
@@ -87,16 +87,16 @@ def test_wait_shows_the_hosts_output_and_the_end(aws: Any, capsys: pytest.Captur
         logs.put_log_events(**stream, logEvents=events)
     started = estimator()
     assert started.fit(f"{S3}/data", job_name=NAME) == NAME
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for host in ("algo-1", "algo-2"):
         assert [f"[{host}] line {i} of {host}" for i in range(3)] == [
-            line for line in said.splitlines() if line.startswith(f"[{host}]")
+            line for line in message.splitlines() if line.startswith(f"[{host}]")
         ]
-    assert "Completed" in said
+    assert "Completed" in message
     assert started.model_data.startswith("s3://")
 
 
-def test_what_aws_refuses_is_told_in_one_line(aws: Any) -> None:
+def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
     location = f"s3://{BUCKET}"
     with pytest.raises(LaunchError, match=r"AWS: .*Nobody"):
         estimator(role="Nobody", code_location=location).fit(wait=False)
@@ -112,8 +112,8 @@ def test_old_names_are_accepted_with_a_warning() -> None:
     }  # fmt: skip
     with pytest.warns(DeprecationWarning, match="is now called") as caught:
         made = Estimator("train.py", role=COMMON["role"], **old)
-    said = " ".join(str(item.message) for item in caught)
-    assert all(name in said for name in old)
+    message = " ".join(str(item.message) for item in caught)
+    assert all(name in message for name in old)
     request = made.request(name=NAME)
     assert request["ResourceConfig"] == {
         "InstanceType": "ml.c5.xlarge", "InstanceCount": 3, "VolumeSizeInGB": 50,
@@ -170,7 +170,7 @@ def test_logs_go_into_the_output_that_is_uploaded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"role": ""}, "role is missing"),
         ({"image_uri": ""}, "image_uri is missing"),
@@ -191,22 +191,22 @@ def test_logs_go_into_the_output_that_is_uploaded() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_mistakes_are_told_before_anything_is_sent(change: dict[str, Any], said: str) -> None:
+def test_mistakes_are_reported_before_anything_is_sent(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         estimator(**change)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ({"a": Input("s3://b/c", "Everywhere")}, "Everywhere"),
         ({"a": Input("s3://b/c", input_mode="Tape")}, "Tape"),
         ({name: Input("s3://b/c", input_mode="Pipe") for name in "abc"}, "allows 20"),
     ],
 )
-def test_bad_channels(inputs: dict[str, Input], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
+def test_bad_channels(inputs: dict[str, Input], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         estimator().request(inputs, NAME)
 
 
@@ -258,7 +258,7 @@ def test_local_mode_runs_an_interpreter_of_any_path(tmp_path: Path, monkeypatch:
     assert done.stdout == "-m,ringdance.submit.sagemaker.container,-np,a b,", done.stderr
 
 
-def test_the_command_line_tells_of_mistakes() -> None:
+def test_the_command_line_reports_mistakes() -> None:
     done = sagemaker("--dry-run", "--instance-type", "ml.c5.xlarge", "train.py")
     assert (done.returncode, "role is missing" in done.stderr) == (2, True)
     for words in (["--verbose"], ["data", "1"], ["--a", "--b", "1"]):

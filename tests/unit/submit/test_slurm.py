@@ -43,7 +43,7 @@ def test_bash_calls_the_launcher_with_the_very_words(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["red", "run", "-np", "32", "-x", "COLOUR", "--", *JOB.command]
 
 
-def test_ranks_are_the_gpus_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_are_the_gpus_unless_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["slurm", "script", "--nodes", "2", "--gpus", "4", "--", "python", "t.py"]) == 0
     assert "-np 8 -- python t.py" in capsys.readouterr().out
     assert cli.main(["slurm", "script", "--gpus", "4", "--ranks-per-node", "2", "--", "python", "t.py"]) == 0
