@@ -1,0 +1,53 @@
+"""CONTRIBUTING.md: the directories, files and functions that it names exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def section(title: str) -> list[list[str]]:
+    """Return the cells of the rows of a section's table."""
+    text = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """List classes, functions, methods and assigned names of a module."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from defined(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize("row", section("Where is it?"), ids=lambda row: row[0])
+def test_answers_name_a_file_and_what_it_defines(row: list[str]) -> None:
+    file, names = row[1].strip("`"), re.findall(r"`([\w.]+)`", row[2].partition(" (")[0])
+    assert names
+    assert set(names) <= set(defined(ast.parse((ROOT / file).read_text())))
+
+
+def test_there_are_ten_questions() -> None:
+    assert len(section("Where is it?")) >= 10
+
+
+def test_directories_exist() -> None:
+    rows = section("Where things are")
+    assert len(rows) > 10
+    for row in rows:
+        first, *others = re.findall(r"`([^`]+)`", row[0])
+        beside = Path(first).parent  # `src/ringdance/torch`, `keras`
+        for name in (first, *others):
+            assert (ROOT / name).exists() or (ROOT / beside / name).exists(), name
