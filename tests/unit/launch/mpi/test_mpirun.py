@@ -154,15 +154,15 @@ def test_the_program_for_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         mpirun_cli, "find_mpi", lambda: Mpi("openmpi", str(prefix / "mpiexec"), "test", 5)
     )
-    folder = tmp_path / "bin"
+    directory = tmp_path / "bin"
     for _ in range(2):  # again over its own
-        assert install(folder) == [folder / "mpirun", folder / "orted"]
-    assert (folder / "orted").resolve() == prefix / "prted"
-    done = subprocess.run([folder / "mpirun", "--version"], capture_output=True, text=True, check=True)
+        assert install(directory) == [directory / "mpirun", directory / "orted"]
+    assert (directory / "orted").resolve() == prefix / "prted"
+    done = subprocess.run([directory / "mpirun", "--version"], capture_output=True, text=True, check=True)
     # A launcher that looks for Open MPI's or MPICH's mpirun in PATH must not take it for one.
     assert done.stdout.startswith("ringdance mpirun")
     assert family_of(done.stdout) is None
-    assert str(sys.executable) in (folder / "mpirun").read_text()
+    assert str(sys.executable) in (directory / "mpirun").read_text()
 
 
 @pytest.mark.parametrize("link", [False, True])

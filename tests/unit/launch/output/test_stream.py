@@ -92,14 +92,14 @@ def test_a_sink_that_fails_is_given_up_but_not_one_whose_reader_leaves() -> None
     def left(data: bytes) -> None:
         raise BrokenPipeError
 
-    told: list[bytes] = []
-    write = guarded("stdout", full, told.append)
+    warnings: list[bytes] = []
+    write = guarded("stdout", full, warnings.append)
     write(b"one")
     write(b"two")
-    assert len(told) == 1
-    assert b"cannot write to stdout: No space left on device" in told[0]
+    assert len(warnings) == 1
+    assert b"cannot write to stdout: No space left on device" in warnings[0]
     with pytest.raises(BrokenPipeError):
-        guarded("stdout", left, told.append)(b"one")
+        guarded("stdout", left, warnings.append)(b"one")
 
 
 def test_lines_are_shown_as_they_come() -> None:

@@ -1,4 +1,4 @@
-"""What the sweep after a failed job removes, and what it leaves alone: all that is not the job's."""
+"""What the cleanup after a failed job removes, and what it leaves: all that is not the job's."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_what_another_program_has_closed_and_not_unlinked_stays(others: list[Pat
 def test_what_a_killed_process_alone_had_mapped_is_removed(
     tmp_path: Path, others: list[Path], substitute: bool
 ) -> None:
-    """It was seen while the job ran; also whoever cleans up in the watching process's place knows."""
+    """It was seen while the job ran; another process that cleans up knows it from the notes."""
     job, began = uuid.uuid4().hex, time.time()
     segment = SHARED / f"psm_{job[:8]}"
-    sweep = Cleanup(job, [str(tmp_path)], began)
-    sweep.watch()
+    cleanup = Cleanup(job, [str(tmp_path)], began)
+    cleanup.watch()
     child = subprocess.Popen(
         [sys.executable, "-c", MAPPING, str(segment)],
         env={**os.environ, linux.MARKER: job},
@@ -88,7 +88,7 @@ def test_what_a_killed_process_alone_had_mapped_is_removed(
     finally:
         child.kill()
         child.wait()
-    other = Cleanup(job, [str(tmp_path)], began) if substitute else sweep
+    other = Cleanup(job, [str(tmp_path)], began) if substitute else cleanup
     assert other.run(failed=True)
     assert not segment.exists()
     assert all(file.exists() for file in others)
@@ -99,21 +99,21 @@ def test_what_a_manager_of_pytorchs_leaves_that_died_at_its_start_is_removed(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     dead, alive, more = (tmp_path / f"torch-shm-dir-{name}" for name in ("dead", "alive", "more"))
-    for folder in (dead, alive, more):
-        folder.mkdir()
+    for directory in (dead, alive, more):
+        directory.mkdir()
     (more / "data").write_text("important")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(alive / "manager.sock"))
         listener.listen()
-        for folder in (dead, more):
+        for directory in (dead, more):
             with socket.socket(socket.AF_UNIX) as sock:
-                sock.bind(str(folder / "manager.sock"))
+                sock.bind(str(directory / "manager.sock"))
         assert Cleanup("no such job", (), time.time()).run(failed=True)
         assert sorted(tmp_path.iterdir()) == [alive, more]
         assert (more / "manager.sock").exists()
 
 
-def notes(folder: Path) -> list[str]:
-    """What is kept in a job's folder for others."""
-    file = folder / "shared-memory"
+def notes(directory: Path) -> list[str]:
+    """Return the notes in a job's directory."""
+    file = directory / "shared-memory"
     return file.read_text().split() if file.exists() else []

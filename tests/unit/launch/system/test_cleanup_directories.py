@@ -1,4 +1,4 @@
-"""Folders of jobs: locked while somebody guards them, removed by the next job when nobody does."""
+"""Directories of jobs: locked while a process guards them, then removed by the next job."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ sys.stdin.read()
 
 
 def make(base: Path, job: str) -> None:
-    """The folder of a job of this process's."""
+    """Make the directory of a job of this process."""
     make_directories([host_folder(str(base), job)], job)
 
 
-def old(folder: Path) -> Path:
-    """A folder of some minutes ago."""
-    os.utime(folder, (time.time() - 300,) * 2)
-    return folder
+def old(directory: Path) -> Path:
+    """Make a directory look some minutes old."""
+    os.utime(directory, (time.time() - 300,) * 2)
+    return directory
 
 
 def test_what_a_dead_guard_has_left_goes_with_the_next_job(tmp_path: Path) -> None:
@@ -52,17 +52,17 @@ def test_what_a_dead_guard_has_left_goes_with_the_next_job(tmp_path: Path) -> No
 
 
 def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
-    """Only what carries the launcher's marker is a job's: what else has such a name is somebody's data."""
+    """Only a directory with the marker is a job's; others with such a name are users' data."""
     names = ["ringdance-aaaaaaaaaaaa-otherhost", "ringdance-flight-x", "ringdance-my-thesis"]
     others = [tmp_path / name for name in names] + [Path(host_folder(str(tmp_path), "a" * 32))]
-    for folder in others:
-        folder.mkdir()
-        (folder / "results.csv").write_text("important")
-        old(folder)
+    for directory in others:
+        directory.mkdir()
+        (directory / "results.csv").write_text("important")
+        old(directory)
     young = Path(host_folder(str(tmp_path), "d" * 32))
     young.mkdir()
     make(tmp_path, "e" * 32)
-    assert all(folder.exists() for folder in [*others, young])
+    assert all(directory.exists() for directory in [*others, young])
 
 
 def test_a_folder_that_is_there_is_no_new_one(tmp_path: Path) -> None:
