@@ -150,6 +150,10 @@ def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pyte
     assert len(asked) == 5
 
 
+def test_the_checks_that_count_less_before_a_job_exist() -> None:
+    assert set(CHECKS) >= module._HANDLED | module._WARNINGS
+
+
 class _Ready:
     """A job over two hosts, about to start."""
 

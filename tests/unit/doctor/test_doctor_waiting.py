@@ -24,7 +24,7 @@ def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, t
     )
     scripts = {name: text.format(folder=str(tmp_path), own=name) for name in names}
     monkeypatch.setattr(frameworks, "_SCRIPTS", scripts)
-    monkeypatch.setattr(frameworks, "_installed", lambda name: True)
+    monkeypatch.setattr(frameworks, "find_spec", lambda name: True)
     assert frameworks.collect(Usage())["of"] == {name: {"in_time": True} for name in names}
 
 

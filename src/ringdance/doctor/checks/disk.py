@@ -18,8 +18,6 @@ def _writable(host: Host) -> Iterator[Finding]:
         if found["error"]:
             fix = f"choose another directory, or: sudo chown $USER {shlex.quote(found['nearest'])}"
             yield Finding(f"{path} cannot be written: {found['error']}", fix)
-        else:
-            yield Finding(f"{path} can be written" if found["exists"] else f"{path} can be made")
 
 
 def _space(path: str, found: dict[str, Any], need: int) -> Iterator[Finding]:

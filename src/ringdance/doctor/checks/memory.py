@@ -51,8 +51,7 @@ def _shm_there(host: Host) -> Finding | None:
     if not found["exists"]:
         return Finding("there is no /dev/shm: ranks of one host cannot share memory", _MOUNT)
     if found["error"]:
-        fix = _FULL if found["free"] == 0 else _MOUNT
-        return Finding(f"/dev/shm cannot be written: {found['error']}", fix)
+        return Finding(f"/dev/shm cannot be written: {found['error']}", _MOUNT if found["free"] else _FULL)
     if not found["memory"]:
         return Finding("/dev/shm is on a disk, not in memory: shared memory is slow there", _MOUNT, WARNING)
     return Finding("/dev/shm can be written")

@@ -37,9 +37,7 @@ def _interface_named(host: Host) -> Iterator[Finding]:
         if not words or value.startswith("^"):
             continue
         prefix = variable.startswith("NCCL")  # NCCL takes a word as the beginning of names
-        if any(name == word or (prefix and name.startswith(word)) for word in words for name in names):
-            yield Finding(f"{variable}={value}")
-        else:
+        if not any(name == word or (prefix and name.startswith(word)) for word in words for name in names):
             yield Finding(
                 f"{variable}={value}, but the interfaces here are {several(sorted(names))}",
                 f"unset {variable}, or name an interface of this host",

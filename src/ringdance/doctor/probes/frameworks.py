@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 from ringdance.doctor.check import Usage
@@ -30,13 +30,12 @@ import jax
 found = {"version": jax.__version__, "sees": sum(d.platform == "gpu" for d in jax.devices())}
 """,
 }
-_DISTRIBUTIONS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu"), "jax": ("jax",)}
 _MARK = "::found::"
 
 
 def collect(usage: Usage) -> dict[str, Any]:
     """For each installed framework its version, CUDA version and number of GPUs, or the import's error."""
-    names = [name for name in _SCRIPTS if any(map(_installed, _DISTRIBUTIONS[name]))]
+    names = [name for name in _SCRIPTS if find_spec(name)]
     with ThreadPoolExecutor(max(1, len(names))) as pool:  # each import takes seconds
         return {"of": dict(zip(names, pool.map(_import, names), strict=True))}
 
@@ -52,7 +51,3 @@ def _import(name: str) -> dict[str, Any]:
         return {"error": files.last_line(errors) or f"exit code {code}"}
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def _installed(distribution: str) -> bool:
-    return any(importlib.metadata.distributions(name=distribution))

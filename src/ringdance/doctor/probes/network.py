@@ -6,13 +6,13 @@ import glob
 import ipaddress
 import os
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
-from ringdance.launch.system import machine
 
 # Bridges and ends of tunnels that have the same address on every host.
 _VIRTUAL = (
@@ -24,7 +24,8 @@ def collect(usage: Usage) -> dict[str, Any]:
     """Own name and its addresses; interfaces; the other hosts' addresses as this host resolves them."""
     name = socket.gethostname()
     own = resolve(name)
-    here = {address for _, address, _ in machine.networks()}
+    interfaces = _interfaces()
+    here = {address for entry in interfaces for address, _ in entry["addresses"]}
     return {
         "hostname": name,
         "own": own,
@@ -32,7 +33,7 @@ def collect(usage: Usage) -> dict[str, Any]:
         "localhost": resolve("localhost"),
         "localhost_is_loopback": any(map(_is_loopback, resolve("localhost"))),
         "hosts": {host: resolve(host) for host in usage.hosts},
-        "interfaces": _interfaces(),
+        "interfaces": interfaces,
         "infiniband": [os.path.basename(path) for path in glob.glob("/sys/class/infiniband/*")],
         "infiniband_down": [
             path.removeprefix("/sys/class/infiniband/").removesuffix("/state")
@@ -55,17 +56,27 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interfaces() -> list[dict[str, Any]]:
-    """Describe interfaces: [address, prefix length] pairs if up, MTU, speed in Mbit/s (0: not known)."""
-    networks = machine.networks()
+    """Describe interfaces: addresses, MTU, speed in Mbit/s (0: not known)."""
+    addresses = psutil.net_if_addrs()
     return [
         {
             "name": name,
             "up": state.isup,
             "virtual": name.startswith(_VIRTUAL),
-            "addresses": [[address, bits] for owner, address, bits in networks if owner == name],
+            "addresses": _addresses(addresses.get(name, ())) if state.isup else [],
             "mtu": state.mtu,
             "speed": state.speed,
             "half_duplex": state.duplex == psutil.NIC_DUPLEX_HALF,
         }
         for name, state in psutil.net_if_stats().items()
+    ]
+
+
+def _addresses(entries: Iterable[Any]) -> list[list[Any]]:
+    """Return [address, prefix length] of those that may lead to other hosts."""
+    return [
+        [entry.address, int(ipaddress.ip_address(entry.netmask)).bit_count()]
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask
+        if not _is_loopback(entry.address) and "%" not in entry.address  # %eth0: link-local
     ]
