@@ -24,39 +24,36 @@ _SPELLINGS = {
     "oversubscribe": "map-by :oversubscribe", "cpu-list": "cpu-set {}", "bind-to-none": "bind-to none",
     "bind-to-core": "bind-to core", "bind-to-socket": "bind-to socket",
     "launch-agent": "prtemca prte_launch_agent {}", "tag-output": "output tag",
-    "timestamp-output": "output timestamp", "output-filename": "output dir={}", "display-map": "display map",
+    "timestamp-output": "output timestamp", "display-map": "display map",
     "display-devel-map": "display map", "display-allocation": "display allocation",
     "v": "verbose", "do-not-launch": "dry-run", "h": "help", "V": "version",
 }  # fmt: skip
 """Older options, and how Open MPI 5 spells them; {} is a value."""
 
-_FLAGS = frozenset(("verbose", "dry-run", "no-check", "help", "version"))
-_PASSED_ON = {
-    "prtemca": 2, "pmixmca": 2, "with-ft": 1, "cpu-set": 1, "report-bindings": 0, "use-hwthread-cpus": 0,
-}  # fmt: skip
-_READ = dict.fromkeys(
-    ("np", "N", "H", "hostfile", "x", "wdir", "bind-to", "map-by", "rank-by", "output", "display"), 1
-) | {"mca": 2}
+_PASSED_ON = ("prtemca", "pmixmca", "with-ft", "cpu-set", "report-bindings", "use-hwthread-cpus")
 _NO_EFFECT = {
-    "timeout": (1, "the job has no time limit"),
-    "rankfile": (1, "ranks are placed host by host"),
-    "rf": (1, "ranks are placed host by host"),
-    "tune": (1, "give the parameters with --mca"),
-    "am": (1, "give the parameters with --mca"),
-    "nolocal": (0, "name the other hosts with -H or --hostfile"),
-    **dict.fromkeys(("stdin", "prefix", "path"), (1, "")),
-    **dict.fromkeys(
-        ("merge-stderr-to-stdout", "nooversubscribe", "q", "quiet", "allow-run-as-root", "hetero-nodes", "d",
-         "noprefix", "enable-recovery", "disable-recovery", "leave-session-attached", "debug-daemons"),
-        (0, ""),
-    ),
-}  # fmt: skip
-"""Options without an effect: the number of values, and a reason where the effect may be missed."""
+    "timeout": "the job has no time limit",
+    "rankfile": "ranks are placed host by host",
+    "rf": "ranks are placed host by host",
+    "tune": "give the parameters with --mca",
+    "am": "give the parameters with --mca",
+    "nolocal": "name the other hosts with -H or --hostfile",
+}
+"""Options without an effect that may be missed, and the reason."""
 
-_VALUES: dict[str, int] = {
-    **{name: text.count("{}") for name, text in _SPELLINGS.items()},
-    **{name: count for name, (count, _) in _NO_EFFECT.items()},
-    **dict.fromkeys(_FLAGS, 0), **_PASSED_ON, **_READ,
+_VALUES: dict[str, int] = {name: text.count("{}") for name, text in _SPELLINGS.items()} | {
+    **dict.fromkeys((
+        "verbose", "dry-run", "no-check", "help", "version", "report-bindings", "use-hwthread-cpus",
+        # without any effect here:
+        "nolocal", "merge-stderr-to-stdout", "nooversubscribe", "q", "quiet", "allow-run-as-root", "d",
+        "hetero-nodes", "noprefix", "enable-recovery", "disable-recovery", "leave-session-attached",
+        "debug-daemons",
+    ), 0),
+    **dict.fromkeys((
+        "np", "N", "H", "hostfile", "x", "wdir", "bind-to", "map-by", "rank-by", "output", "output-filename",
+        "display", "with-ft", "cpu-set", "timeout", "rankfile", "rf", "tune", "am", "stdin", "prefix", "path",
+    ), 1),
+    **dict.fromkeys(("mca", "prtemca", "pmixmca"), 2),
 }  # fmt: skip
 """All options, and how many values follow each."""
 
@@ -130,9 +127,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
             values.append(rest.pop(0))
         if name in _SPELLINGS:
             left = iter(values)
-            name, *values = [
-                word.format(next(left)) if "{}" in word else word for word in _SPELLINGS[name].split()
-            ]
+            name, *values = [next(left) if word == "{}" else word for word in _SPELLINGS[name].split()]
         if name == "H":
             named += [entry.strip() for entry in values[0].split(",")]
         else:
@@ -173,6 +168,8 @@ def _apply(
             _map_by(line, name, value)
         case "bind-to" if value.lower() != "none":
             line.mpi += ["--bind-to", value]
+        case "output-filename":
+            line.options += ["--output-filename", value.partition(":")[0]]
         case "output":
             for part in value.split(","):
                 kind, _, path = part.partition("=")
@@ -188,8 +185,8 @@ def _apply(
             line.options.append(f"--{name}")
         case _ if name in _PASSED_ON:
             line.mpi += [f"--{name}", *values]
-        case _ if name in _NO_EFFECT and _NO_EFFECT[name][1]:
-            line.notes.append(f"{option}: no effect, {_NO_EFFECT[name][1]}")
+        case _ if name in _NO_EFFECT:
+            line.notes.append(f"{option}: no effect, {_NO_EFFECT[name]}")
 
 
 def _mca(line: MpirunLine, option: str, name: str, value: str) -> None:

@@ -101,8 +101,8 @@ def test_ssh_and_output_and_variables(tmp_path: Path) -> None:
     found = parse([*agent, "-mca", "plm_rsh_args", "-p 2222", "--output", "tag,dir=/logs", "x"], {})
     assert found.ssh == ["-v", "-p", "2222"]
     assert (found.flags, found.options) == ({"tag"}, ["--output-filename", "/logs"])
-    found = parsed("-output-filename /logs:nojobid -timestamp-output")
-    assert (found.flags, found.options) == ({"timestamp"}, ["--output-filename", "/logs"])
+    found = parsed("-output-filename /logs,2:nojobid -timestamp-output")
+    assert (found.flags, found.options) == ({"timestamp"}, ["--output-filename", "/logs,2"])
 
 
 def test_a_variable_written_as_an_option() -> None:
