@@ -31,17 +31,7 @@ from ringdance.submit.sagemaker.request import Inputs, account_of, job_name, mpi
 OUTPUT_DIRECTORY = "/opt/ml/output/data"
 """The service uploads what a job leaves here as ``output.tar.gz``."""
 
-_RENAMED = {
-    "distributions": "distribution",
-    "train_instance_type": "instance_type",
-    "train_instance_count": "instance_count",
-    "train_max_run": "max_run",
-    "train_max_wait": "max_wait",
-    "train_use_spot_instances": "use_spot_instances",
-    "train_volume_size": "volume_size",
-    "train_volume_kms_key": "volume_kms_key",
-    "image_name": "image_uri",
-}
+_RENAMED = {"distributions": "distribution", "image_name": "image_uri"}  # and what began with train_
 _IGNORED = (
     "framework_version",
     "py_version",
@@ -74,16 +64,17 @@ def _current_names(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     known = {item.name for item in fields(kind) if item.init}
     found: dict[str, Any] = {}
     for name, value in given.items():
-        new = _RENAMED.get(name, name)
+        new = _RENAMED.get(name, name.removeprefix("train_"))
+        if new in _IGNORED:
+            warnings.warn(f"{name} has no effect here: the image decides (image_uri)", stacklevel=4)
+            continue
+        if new not in known:
+            raise ArgumentError(f"Estimator has no argument {name!r}")
         if new != name:
             warnings.warn(f"{name} is now called {new}", DeprecationWarning, stacklevel=4)
             if new in given:
                 raise ArgumentError(f"both {name} and {new}: they are the same argument; give {new}")
-        if new in _IGNORED:
-            warnings.warn(f"{name} has no effect here: the image decides (image_uri)", stacklevel=4)
-        elif new not in known:
-            raise ArgumentError(f"Estimator has no argument {name!r}")
-        elif value is not None:
+        if value is not None:
             found[new] = value
     return found
 
