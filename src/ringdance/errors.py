@@ -18,10 +18,8 @@
         │   └── DeadlockError                   ranks wait for operations that others never submitted
         └── EngineError                         the engine itself failed
 
-The families and which ranks get them: contract section 3.2. After an error of the
-``CollectiveError`` branch marked "engine stays usable" (MismatchError,
-ProcessSetRemovedError) further collectives work; after the others the job is over
-unless it is initialised again.
+After a MismatchError or ProcessSetRemovedError further collectives work; after the other CollectiveErrors the
+job is over unless it is initialized again.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from ringdance import settings as settings_module
 from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
-from ringdance.settings.names import RANK_VARIABLES
+from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
 
 __all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "regroup", "shutdown"]
@@ -45,8 +45,6 @@ _COMMON = (
     "chunk_bytes", "small_bytes", "sparse", "window", "window_bytes",
 )  # fmt: skip
 
-_SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_LAUNCHED_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")
 
 
 class _Process:
@@ -156,9 +154,9 @@ def regroup() -> Any:
 
 def _launched_size() -> int | None:
     """Return the number of processes that a launcher says it started, None without a launcher."""
-    if not any(name in os.environ for name in _LAUNCHED_NAMES):
+    if not any(name in os.environ for name in RANK_NAMES):
         return None
-    for name in _SIZE_NAMES:
+    for name in SIZE_NAMES:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 1

@@ -33,7 +33,7 @@ class Collective(enum.IntEnum):
 
 
 class ReduceOp(enum.IntEnum):
-    """How values of several ranks become one. Numbers: contract section 1.2."""
+    """How values of several ranks become one; numbered as in Horovod."""
 
     AVERAGE = 0
     SUM = 1

@@ -63,5 +63,6 @@ BUILD_NAMES: frozenset[str] = frozenset("HOROVOD_" + name for name in _BUILD.spl
 # `ringdance run` passes facts to its ranks under this prefix; users do not set these.
 LAUNCH_PREFIX = "RINGDANCE_JOB"
 
-# Environment variables of the usual launchers that hold the rank of a process.
-RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# Environment variables of the usual launchers that hold the rank of a process, and the number of processes.
+RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "MPI_LOCALRANKID")
+SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
 from ringdance.transport.eventcount import process_state
 
 __all__ = ["missing_rank_report", "waiting_in_init"]
@@ -24,8 +25,6 @@ __all__ = ["missing_rank_report", "waiting_in_init"]
 _log = logging.getLogger("ringdance")
 
 _MARK = "ringdance init"  # 15 characters at most
-_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _OWN_RANK = "RINGDANCE_RANK"  # set by our own launcher for the rank itself, not for its wrapper
 
 
@@ -81,7 +80,7 @@ def _scan() -> tuple[str, _Ranks]:
     """Find the ranks of this host that the same launcher started; return its variable for ranks, too."""
     import psutil  # here, since it takes 30 ms
 
-    name = next((name for name in _RANK_NAMES if name in os.environ), "")
+    name = next((name for name in RANK_NAMES if name in os.environ), "")
     found = _Ranks()
     if not name or not os.path.isdir("/proc"):
         return name, found
@@ -122,7 +121,7 @@ def _report(found: _Ranks, ranks: Collection[int], waited: float) -> str:
     head = f"init() on host {socket.gethostname()} has waited {waited:g} s for other ranks to call init()"
     if not found.present:
         return f"{head}. Look for a rank that ended or hangs before its call."
-    size = next((os.environ[n] for n in _SIZE_NAMES if os.environ.get(n, "").isdigit()), "0")
+    size = next((os.environ[n] for n in SIZE_NAMES if os.environ.get(n, "").isdigit()), "0")
     expected = set(ranks) or set(range(int(size))) | found.present | set(found.late)
     late = [
         f"rank {rank} (pid {pid}{', stopped' if process_state(pid) == 'stopped' else ''})"

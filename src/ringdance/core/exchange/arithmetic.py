@@ -29,20 +29,13 @@ __all__ = ["Reduction", "dtype_named", "reduction", "two_stages"]
 
 Array = np.ndarray[Any, Any]
 
-_UFUNC: dict[ReduceOp, Any] = {
-    ReduceOp.AVERAGE: np.add,
-    ReduceOp.SUM: np.add,
-    ReduceOp.ADASUM: np.add,  # of one rank only: nothing is combined (see adasum for more)
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
-}
-_MPI_OP = {
-    ReduceOp.AVERAGE: "sum",
-    ReduceOp.SUM: "sum",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.PRODUCT: "product",
+_OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's, and a transport's
+    ReduceOp.AVERAGE: (np.add, "sum"),
+    ReduceOp.SUM: (np.add, "sum"),
+    ReduceOp.ADASUM: (np.add, None),  # of one rank only: nothing is combined (see adasum for more)
+    ReduceOp.MIN: (np.minimum, "min"),
+    ReduceOp.MAX: (np.maximum, "max"),
+    ReduceOp.PRODUCT: (np.multiply, "product"),
 }
 
 
@@ -108,9 +101,9 @@ class Reduction:
             None if prescale == 1.0 else np.float32(prescale)
         )
         self.identity = prescale == 1.0 or self.wide
-        self.ufunc = _UFUNC[operation]
+        self.ufunc, mpi_op = _OPERATIONS[operation]
         drops_nan = dtype.kind == "f" and operation in (ReduceOp.MIN, ReduceOp.MAX)
-        self.mpi_op = None if self.wide or dtype == np.bool_ or drops_nan else _MPI_OP.get(operation)
+        self.mpi_op = None if self.wide or dtype == np.bool_ or drops_nan else mpi_op
         divisor = size if operation == ReduceOp.AVERAGE else 1
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)
