@@ -130,9 +130,9 @@ def shutdown() -> None:
 
 
 def regroup() -> Any:
-    """Leave the job and wait until all ranks have called this, so that it can be started again.
+    """Leave the job and wait until all ranks have called this.
 
-    Also after the engine has failed, as long as all processes live.
+    After it the job can be started again. Also after the engine has failed, as long as all processes live.
 
     Returns:
         The argument of ``init``, for the next call of it.
@@ -200,7 +200,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
 
 
 def _export_ranks(found: Engine) -> None:
-    """Set the variables in which scripts read their rank: `ringdance run` does so too, mpiexec does not."""
+    """Set the variables in which scripts read their rank, as `ringdance run` does."""
     if not _process.mpi:
         return
     for name in RANK_VARIABLES:

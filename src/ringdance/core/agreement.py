@@ -113,7 +113,9 @@ class CacheEntry:
 
 
 class ResponseCache:
-    """The requests that all members know. Only agreed events change it, so it is equal on all members.
+    """The requests that all members know.
+
+    Only agreed events change it, so it is equal on all members.
 
     Args:
         capacity: most entries; a new one replaces the one used longest ago (by round number).

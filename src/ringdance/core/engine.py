@@ -196,7 +196,7 @@ class Engine:
     # -- process sets --------------------------------------------------------------------------
 
     def add_process_set(self, ranks: Iterable[int]) -> int:
-        """Make a set and return its id. All ranks must call it with the same members; blocks until all have.
+        """Make a set and return its id; all ranks must call it, with the same members.
 
         Raises:
             ArgumentError: on this rank, a rank is out of range or repeated, or an equal set exists; the
@@ -206,7 +206,9 @@ class Engine:
         return self._change_sets("add", Collective.ADD_SET, lambda: self.sets.check_new(ranks))
 
     def remove_process_set(self, set_id: int) -> None:
-        """Remove a set. All ranks must call it; what is pending in the set fails with ProcessSetRemovedError.
+        """Remove a set; all ranks must call it.
+
+        What is pending in the set fails with ProcessSetRemovedError.
 
         Raises:
             ArgumentError: on this rank, the set is that of all ranks, or unknown; the other ranks get a
@@ -373,7 +375,7 @@ class Engine:
         )
 
     def _fail_by(self, error: Exception) -> None:
-        """Fail because of an error in the engine or in MPI, which may mean that a rank has died."""
+        """Fail because of an error, which may mean that a rank has died."""
         lost = self.transport.lost(error)
         if lost is None:
             self.fail(EngineError.of(self.identity, error))

@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class AgreedRequest:
-    """A request that all members have agreed to execute; ``work`` is None if this rank has joined."""
+    """An agreed request; ``work`` is None if this rank has joined."""
 
     name: str
     description: Description

@@ -100,7 +100,7 @@ class Executor:
                 work.finish(output)
 
     def _plan(self, slots: list[int]) -> Plan | None:
-        """Return the batches of these entries if all are plain all-reduces of one dtype each, else None."""
+        """Return batches of these entries; None unless all are plain all-reduces of one dtype each."""
         cached = self._pending.cache.entries
         entries = [entry for slot in slots if (entry := cached[slot]) is not None]
         for entry in entries:

@@ -13,7 +13,7 @@ __all__ = ["Placement", "pin", "placement"]
 
 
 class Placement(NamedTuple):
-    """Ranks and sizes: on this host, and among the ranks with this local rank on all hosts."""
+    """Rank and size on this host, and among the ranks with this local rank on all hosts."""
 
     local_rank: int
     local_size: int

@@ -229,7 +229,7 @@ class ProcessSetState:
         return 1 << slot
 
     def _piggyback_of(self, d: Description) -> Piggyback | None:
-        """Return how a request's data are piggybacked, and in which buffers; None if they do not fit."""
+        """Return how a request's data are piggybacked; None if they do not fit."""
         window = self._window
         if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
             return None

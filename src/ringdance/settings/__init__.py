@@ -122,7 +122,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def level_of_caller() -> int:
-    """Return the `stacklevel` with which a warning of the caller names the line of the user's script."""
+    """Return the `stacklevel` for warnings of the caller to name the line of the user's script."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("ringdance", "horovod"):
         level, frame = level + 1, frame.f_back

@@ -58,7 +58,7 @@ def _switch(default: bool, doc: str, **more: Any) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of all settings, and where each came from. Made by ``load()``, or directly in tests."""
+    """The values of all settings and their origins. Made by ``load()``, or directly in tests."""
 
     # Batches
     fusion_threshold: int = _setting(

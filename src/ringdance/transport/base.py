@@ -101,7 +101,7 @@ class Transport(abc.ABC):
         return len(self.host_group) == self.size
 
     def shared_events(self, parent: Transport | None) -> tuple[EventCount, list[int]] | None:
-        """Return the parent's event count with the local indices of this host's members in it, or None."""
+        """Return the parent's event count and this host's members' indices in it, or None."""
         if parent is None or parent.event_count is None:
             return None
         group = [parent.identities[i].rank for i in parent.host_group]

@@ -35,7 +35,9 @@ yield_core = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 
 
 class EventCount:
-    """Lets the ranks of one host wake each other: prepare, check the condition, then wait or cancel.
+    """Lets the ranks of one host wake each other.
+
+    A waiter prepares, checks its condition, then waits or cancels.
 
     Args:
         words: int32 memoryview, two words for each rank, ``stride`` apart: a counter that each
@@ -57,7 +59,7 @@ class EventCount:
         return index * self._stride + 1
 
     def close(self) -> None:
-        """Leave the shared memory, which is about to be freed; threads that still use this have no peers."""
+        """Leave the shared memory, which is about to be freed."""
         spare = (ctypes.c_int32 * len(self.words))()
         self.words = memoryview(spare).cast("B").cast("i")
         self._address = ctypes.addressof(spare)

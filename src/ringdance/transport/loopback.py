@@ -267,7 +267,7 @@ class LoopbackWorld:
         self.dead.add(rank)
 
     def run(self, program: Callable[[LoopbackTransport], T], timeout: float = 60.0) -> list[T]:
-        """Run ``program`` on a thread for each rank; return the results by rank, or raise the first error."""
+        """Run ``program`` on a thread for each rank; return the results by rank."""
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 

@@ -30,7 +30,7 @@ _OWN_RANK = "RINGDANCE_RANK"  # set by our own launcher for the rank itself, not
 
 @dataclass
 class _Ranks:
-    """The ranks of this host: ``present`` ones wait in init(), ``late`` ones do not (rank -> pid)."""
+    """Ranks of this host: ``present`` ones wait in init(), ``late`` ones (rank -> pid) do not."""
 
     present: set[int] = field(default_factory=set)
     late: dict[int, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def missing_rank_report(ranks: Collection[int], waited: float) -> str:
 
 
 def _scan() -> tuple[str, _Ranks]:
-    """Find the ranks of this host that the same launcher started; return its variable for ranks, too."""
+    """Return the launcher's variable for ranks, and the ranks that it started on this host."""
     import psutil  # here, since it takes 30 ms
 
     name = next((name for name in RANK_NAMES if name in os.environ), "")

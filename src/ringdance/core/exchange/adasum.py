@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _dot(a: Array, b: Array) -> float:
-    """Return a·b in double precision; not by BLAS, whose threads the ranks of a host would fight for."""
+    """Return a·b in double precision; not by BLAS, whose threads would oversubscribe the cores."""
     return float(np.einsum("i,i->", a, b, dtype=np.float64))
 
 

@@ -57,7 +57,7 @@ def as_bytes(array: Array) -> Array:
 def copy_range(
     views: Sequence[Array], bounds: Sequence[int], start: int, stop: int, buffer: Array, outward: bool
 ) -> None:
-    """Copy bytes [start, stop) of the row that ``views`` form to the buffer, or from it (``outward``)."""
+    """Copy bytes [start, stop) of the row of ``views`` to the buffer, or from it (``outward``)."""
     if len(views) == 1:  # the fast path, in a fifth of the time
         if outward:
             views[0][start:stop] = buffer[: stop - start]
@@ -73,9 +73,9 @@ def copy_range(
 
 
 class Exchange(abc.ABC):
-    """The collectives on flat arrays, as state machines; all members run the same ones in the same order.
+    """The collectives on flat arrays, as state machines.
 
-    Arrays that are passed must live, and inputs stay unchanged, until the state machine has ended.
+    All members run the same ones in the same order. Arrays that are passed must live, and inputs stay unchanged, until the state machine has ended.
     """
 
     def __init__(self, rank: int, size: int, progress: Progress) -> None:

@@ -29,9 +29,12 @@ class Segment(NamedTuple):
 
 
 def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Segment, ...]:
-    """Cut elements [start, stop) of the row at tensor borders; the first is at ``at`` in the buffer.
+    """Cut elements [start, stop) of the row at tensor borders.
 
-    ``bounds`` holds where each tensor begins in the row, and the row's length.
+    Args:
+        bounds: where each tensor begins in the row, and the row's length.
+        start, stop: elements.
+        at: position of the first in the buffer.
     """
     found = []
     tensor = bisect_right(bounds, start) - 1

@@ -29,9 +29,9 @@ _Posted = tuple[Pending, Callable[[], None] | None]
 
 
 class _ChunkInFlight:
-    """One chunk on its way: reduced over the members of a transport, in rank order if they are few.
+    """One chunk on its way, reduced over the members of a transport.
 
-    Blocks are sent to their owners, who reduce them, and the results to all: each member sends and receives
+    In rank order if they are few. Blocks are sent to their owners, who reduce them, and the results to all: each member sends and receives
     less than two chunks, whatever the number of members. All members must call the methods of all chunks in
     one order.
 
@@ -326,7 +326,7 @@ class MpiExchange(Exchange):
 
 
 class _Memory:
-    """Buffers of one of the rounds that are in flight, reused by later rounds of the same collective."""
+    """Buffers of a round in flight, reused by later rounds of the same collective."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}

@@ -154,7 +154,7 @@ class SharedMemoryExchange(Exchange):
     def reduce_in_host(
         self, blocks: Blocks, owned: Sequence[Segment], inputs: Sequence[Array], how: Reduction, total: Array
     ) -> Steps:
-        """Reduce a chunk over this host alone: the block that this rank owns, if any, into ``total``."""
+        """Reduce a chunk over this host: the block that this rank owns into ``total``."""
         buffers = self._buffers(how.dtype)
         self._copy_in(blocks, buffers[self._window.index], inputs, how)
         yield from self._synchronize()
@@ -163,7 +163,7 @@ class SharedMemoryExchange(Exchange):
     def gather_in_host(
         self, blocks: Blocks, owned: Sequence[Segment], total: Array, outputs: Sequence[Array], how: Reduction
     ) -> Steps:
-        """Copy a reduced chunk to all ranks of this host; ``total`` is the block that this rank owns."""
+        """Copy a reduced chunk to all ranks of this host; ``total``: this rank's block."""
         buffers, own = self._buffers(how.dtype), self._window.index
         for tensor, start, stop, at, end in owned:
             first = owned[0].at

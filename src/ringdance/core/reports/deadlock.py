@@ -20,7 +20,7 @@ class Submitters:
         self.last: dict[int, float] = {}
 
     def status(self, callers: Iterable[Work]) -> dict[str, Any]:
-        """Return whether all of them that live wait now, and since when none has submitted, in seconds."""
+        """Return whether all live ones wait, and for how long none has submitted."""
         living = sys._current_frames()
         self.last = {thread: when for thread, when in list(self.last.items()) if thread in living}
         waiting = {work.thread for work in callers}

@@ -15,7 +15,7 @@ CpuSample = tuple[float, float]  # seconds of time.monotonic, and seconds of CPU
 
 
 def sample_cpu(pid: int) -> CpuSample | None:
-    """Read how much CPU the main thread of a process has used; None if that cannot be read."""
+    """Read the CPU time of a process's main thread; None if that is not possible."""
     found = _read_stat(pid, pid)
     return None if found is None else (time.monotonic(), found[2])
 

@@ -71,7 +71,7 @@ class Stall:
 
 
 def pending_names(status: dict[str, Any], set_id: int) -> list[str]:
-    """Return the names that a rank has pending in a process set, as far as its status lists them."""
+    """Return the names that a rank's status lists as pending in a process set."""
     return [name for number, name in status["pending"] if number == set_id]
 
 

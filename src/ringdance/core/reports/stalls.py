@@ -232,7 +232,7 @@ class StallWatch:
 
 
 def _takes_part(state: ProcessSetState) -> bool:
-    """Whether this rank is in a round of the set or enters one as soon as something is pending."""
+    """Return whether this rank takes part in rounds of the set now."""
     return bool(
         state.in_round
         or state.exchange.progress.callers
@@ -250,7 +250,7 @@ def _count(state: ProcessSetState) -> int:
 
 
 def _pending_since(state: ProcessSetState, work: Work) -> float | None:
-    """Return since when a thread waits for it or, if asynchronous, it should have been started; else None."""
+    """Return since when a thread waits for it, or when it was submitted if asynchronous."""
     if work.waited_since and state.waiting:
         return work.waited_since
     return work.submitted if state.pending.eager_since is not None else None
