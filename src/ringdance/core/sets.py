@@ -186,7 +186,8 @@ class ProcessSets:
     def _on_thread(self, call: Callable[[], Any]) -> Steps:
         """Run a call that may block on a thread of its own.
 
-        Other sets are stepped meanwhile. On this thread if MPI allows no other: all ranks call it in one order and wait for nothing else.
+        Other sets are stepped meanwhile. On this thread if MPI allows no other: all ranks call it in one
+        order and wait for nothing else.
         """
         if not self._transport.several_threads:
             return call()

@@ -75,7 +75,8 @@ def copy_range(
 class Exchange(abc.ABC):
     """The collectives on flat arrays, as state machines.
 
-    All members run the same ones in the same order. Arrays that are passed must live, and inputs stay unchanged, until the state machine has ended.
+    All members run the same ones in the same order. Arrays that are passed must live, and inputs stay
+    unchanged, until the state machine has ended.
     """
 
     def __init__(self, rank: int, size: int, progress: Progress) -> None:

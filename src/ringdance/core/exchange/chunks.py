@@ -33,7 +33,8 @@ def segments(bounds: Sequence[int], start: int, stop: int, at: int) -> tuple[Seg
 
     Args:
         bounds: where each tensor begins in the row, and the row's length.
-        start, stop: elements.
+        start: the first element.
+        stop: the end.
         at: position of the first in the buffer.
     """
     found = []

@@ -31,9 +31,9 @@ _Posted = tuple[Pending, Callable[[], None] | None]
 class _ChunkInFlight:
     """One chunk on its way, reduced over the members of a transport.
 
-    In rank order if they are few. Blocks are sent to their owners, who reduce them, and the results to all: each member sends and receives
-    less than two chunks, whatever the number of members. All members must call the methods of all chunks in
-    one order.
+    Blocks are sent to their owners, who reduce them in rank order, and the results to all: each member sends
+    and receives less than two chunks, whatever the number of members. All members must call the methods of
+    all chunks in one order.
 
     Args:
         transport: of those who reduce.
