@@ -43,7 +43,10 @@ def submit(
     """
     engine = session.engine()
     try:
-        views = tuple([array_of(tensor, in_place) for tensor in tensors])
+        if len(tensors) == 1:  # a lone tensor is worth the 0.3 µs of a comprehension
+            views: tuple[Array, ...] = (array_of(tensors[0], in_place),)
+        else:
+            views = tuple([array_of(tensor, in_place) for tensor in tensors])
         rows = None if splits is None else (_array_of_splits(splits),)
     except WRONG_ARGUMENT as error:
         call.refuse(engine, error)
@@ -53,7 +56,8 @@ def submit(
         outputs = views
     elif call.keeps_shapes:
         # Torch needs no more than NumPy's alignment; the engine's own arrays cost 2 µs more.
-        outputs = tuple([np.empty(view.shape, view.dtype) for view in views])
+        first = np.empty(views[0].shape, views[0].dtype)
+        outputs = (first,) if len(views) == 1 else (first, *map(np.empty_like, views[1:]))
     return call.submit(engine, views, outputs, rows, wake)
 
 
@@ -84,7 +88,7 @@ def _array_of_splits(splits: Any) -> Array:
 
 def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
     """Return the results as tensors on the devices of ``like``; of an alltoall also the received splits."""
-    results = [from_array(array) for array in work.result]
+    results = [from_array(work.result[0])] if len(like) == 1 else list(map(from_array, work.result))
     if not like[0].is_cpu:
         results = [result.to(tensor.device) for result, tensor in zip(results, like, strict=True)]
     if work.received_splits is not None:
@@ -94,9 +98,9 @@ def _results(work: Work, like: Tensors, splits: Any = None) -> list[Tensor]:
 
 
 def copy_back(tensors: Tensors, work: Work) -> None:
-    """Copy what was done in place in pinned memory back to the GPU."""
-    for tensor, array in zip(tensors, work.result, strict=True):
-        if not tensor.is_cpu:
+    """Copy what was done in place in pinned memory back to the GPU, where all tensors or none are."""
+    if not tensors[0].is_cpu:
+        for tensor, array in zip(tensors, work.result, strict=True):
             tensor.detach().copy_(from_array(array))
 
 
@@ -126,13 +130,14 @@ def run(
     return _results(work, tensors, splits)
 
 
-def run_in_place(call: Call, tensors: Tensors) -> list[Tensor]:
+def run_in_place(call: Call, tensors: Tensors) -> Any:
     """Run a call whose results replace the tensors; return these."""
-    listed: list[Tensor] = _listed(call, tensors) if call.grouped else list(tensors)
-    work = submit(call, listed, True)
+    if call.grouped:
+        tensors = _listed(call, tensors)
+    work = submit(call, tensors, True)
     work.wait()
-    copy_back(listed, work)
-    return listed
+    copy_back(tensors, work)
+    return tensors
 
 
 def start(call: Call, tensors: Tensors, in_place: bool = False, splits: Any = None) -> int:

@@ -221,6 +221,14 @@ class Backward:
 prepared = lru_cache(maxsize=4096)(Call)
 
 
+@lru_cache(maxsize=4096)
+def _reduction(
+    kind: Collective, name: str | None, op: int | None, prescale: float, postscale: float, number: int,
+    grouped: bool,
+) -> Call:
+    return Call(kind, name, pick_operation(None, op), prescale, postscale, number, -1, grouped)
+
+
 def reduction(
     kind: Collective, name: str | None, average: bool | None, op: int | None, prescale: float,
     postscale: float, process_set: ProcessSet, grouped: bool = False,
@@ -232,6 +240,8 @@ def reduction(
     """
     number = set_id(process_set)
     try:
+        if average is None and type(prescale) is type(postscale) is float and (op is None or type(op) is int):
+            return _reduction(kind, name, op, prescale, postscale, number, grouped)
         operation = pick_operation(average, op)
         return prepared(kind, name, operation, float(prescale), float(postscale), number, -1, grouped)
     except (ArgumentError, TypeError, ValueError) as error:
