@@ -19,7 +19,7 @@ from ringdance.keras.distributed import is_distributed
 from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
 from ringdance.keras.reduction import Reduction, binding
 from ringdance.training.checks import pick_operation
-from ringdance.training.collectives import Average
+from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "load_model"]

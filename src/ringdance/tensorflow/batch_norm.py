@@ -9,7 +9,7 @@ import tensorflow as tf
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.operations import allreduce
-from ringdance.training.collectives import Sum
+from ringdance.training.exports import Sum
 
 __all__ = ["SyncBatchNormalization"]
 

@@ -22,7 +22,8 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, plain
 from ringdance.tensorflow.sparse import reduce_rows
-from ringdance.training.collectives import Average, Call, movement, reduction
+from ringdance.training.collectives import Call, movement, reduction
+from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = [

@@ -11,7 +11,7 @@ from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import plain
 from ringdance.tensorflow.gradients import GradientReducer, groups_of
-from ringdance.training.collectives import Average
+from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]

@@ -14,7 +14,7 @@ from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.wrapped import Wrapped
-from ringdance.training.collectives import Adasum
+from ringdance.training.exports import Adasum
 
 __all__ = ["AdasumOptimizer"]
 

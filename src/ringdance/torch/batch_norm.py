@@ -11,7 +11,7 @@ from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.torch import operations as ops
 from ringdance.torch._private import BatchNorm, compiler_disable
-from ringdance.training.collectives import Sum
+from ringdance.training.exports import Sum
 
 __all__ = ["SyncBatchNorm"]
 

@@ -26,7 +26,8 @@ from ringdance.torch.exchange import Tensors, run, run_in_place, start
 from ringdance.torch.memory import Compression
 from ringdance.training import collectives
 from ringdance.training.checks import pick_operation
-from ringdance.training.collectives import Average, movement, reduction
+from ringdance.training.collectives import movement, reduction
+from ringdance.training.exports import Average
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
@@ -83,7 +84,8 @@ def allreduce_(
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
     call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
-    return run_in_place(call, (tensor,))[0]
+    run_in_place(call, (tensor,))
+    return tensor
 
 
 def allreduce_async_(
@@ -120,7 +122,8 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """Reduce several tensors in place and return them."""
     call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
-    return run_in_place(call, tensors)
+    reduced: list[Tensor] = run_in_place(call, tensors)
+    return reduced
 
 
 def grouped_allreduce_async_(
@@ -209,7 +212,8 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrite ``tensor`` with that of global rank ``root_rank`` and return it."""
-    return run_in_place(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))[0]
+    run_in_place(movement(Collective.BROADCAST, name, process_set, root=root_rank), (tensor,))
+    return tensor
 
 
 def broadcast_async_(

@@ -35,7 +35,7 @@ from ringdance.torch.wrapped import (
     wrap,
 )
 from ringdance.training.checks import pick_operation
-from ringdance.training.collectives import Average
+from ringdance.training.exports import Average
 from ringdance.training.optimizer import GradientExchange
 from ringdance.training.options import check_groups, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id

@@ -31,19 +31,11 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "Adasum", "Average", "Backward", "Call", "Keep", "Max", "Min", "Product", "Sum", "barrier", "join",
-    "movement", "on_join", "prepared", "reduction",
+    "Backward", "Call", "Keep", "barrier", "join", "movement", "on_join", "prepared", "reduction",
 ]
 
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, ...]
-
-Average = int(ReduceOp.AVERAGE)
-Sum = int(ReduceOp.SUM)
-Adasum = int(ReduceOp.ADASUM)
-Min = int(ReduceOp.MIN)
-Max = int(ReduceOp.MAX)
-Product = int(ReduceOp.PRODUCT)
 
 
 @dataclass(frozen=True, slots=True)

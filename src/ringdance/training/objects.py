@@ -19,7 +19,7 @@ from ringdance.errors import CollectiveError
 from ringdance.training.collectives import Call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["allgather_json", "allgather_object", "broadcast_object"]
+__all__ = ["allgather_object", "broadcast_object"]
 
 # The default names do not depend on the object: types may differ between ranks.
 _BROADCAST = "broadcast_object"

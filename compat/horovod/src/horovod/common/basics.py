@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringdance.training import basics, collectives, process_sets
+from ringdance.training import basics, exports, process_sets
 
 __all__ = ["HorovodBasics"]
 
@@ -21,4 +21,4 @@ class HorovodBasics:
 for _name in basics.__all__:
     setattr(HorovodBasics, _name, staticmethod(getattr(basics, _name)))
 for _name in ("Adasum", "Average", "Max", "Min", "Product", "Sum"):
-    setattr(HorovodBasics, _name, getattr(collectives, _name))
+    setattr(HorovodBasics, _name, getattr(exports, _name))
