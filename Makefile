@@ -5,7 +5,7 @@
 #   make test-all     also the slow tests, and those with ranks under MPICH and Intel MPI; run it again to resume
 #   make test-matrix  the frameworks' tests with other versions of them and of Python; ROWS="NAME ..." for some
 #   make lint         ruff, mypy, import-linter, codespell
-#   make bench        the benchmarks; JSON into the folder results
+#   make bench        the benchmarks; JSON into the directory results
 #   make docs         the documentation, into docs/_build
 #   make clean        remove environments, caches and build results
 #

@@ -36,7 +36,7 @@ LOGS = ROOT / "build" / "tests"
 AT_ONCE = max(2, (os.cpu_count() or 2) // 2)  # jobs; most have two processes that compute
 LIMIT = 1200.0  # seconds for one job
 SLOW_LIMIT = 4 * 3600.0
-PATIENCE = 10.0  # seconds for what is told to end
+GRACE = 10.0  # seconds for processes to end
 NOTHING_COLLECTED = 5
 SOURCES = (
     "src", "compat", "tests", "examples", "benchmarks", "docs", "README.md", "Makefile", "pyproject.toml",
@@ -105,7 +105,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
-            process.wait(PATIENCE)
+            process.wait(GRACE)
         except ProcessLookupError:
             return
         except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ import ringdance.torch as hvd
 
 
 class Net(nn.Module):
-    """An MLP with a branch that only some batches use, and one parameter that nobody uses."""
+    """An MLP with a branch that only some batches use, and one parameter that is never used."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 3) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ def test_late_ranks_that_nobody_watches(start: Start) -> None:
 
 
 def test_polled_handles(start: Start) -> None:
-    """Nobody waits, all only look again and again."""
+    """No rank waits, all only poll."""
     code, output = start("mpiexec", 2, POLLED, **STALL)
     assert code != 0
     warning = next(line for line in output.splitlines() if " submitted " in line)

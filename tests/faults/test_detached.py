@@ -118,7 +118,7 @@ def test_a_job_is_followed_to_its_end_from_the_beginning_and_from_now(
 
 
 def test_it_survives_its_terminal(job: Callable[..., str], ringdance: Ringdance, tmp_path: Path) -> None:
-    """Whoever ends all processes of the session that started it does not reach it."""
+    """Ending all processes of the session that started it does not reach it."""
     name = job()
     record = state(ringdance, name)
     pid = int(str(record["pid"]))

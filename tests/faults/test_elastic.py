@@ -65,7 +65,7 @@ def test_the_job_ends_with_the_cause(tmp_path: Path, how: str, code: int, cause:
     found, output = run_job(tmp_path, how)
     assert found == code
     assert re.search(rf"first failure: rank 1 of 3 on .*{cause}", output)
-    assert output.count("begins at") == 3  # nobody has started again
+    assert output.count("begins at") == 3  # no rank has started again
     assert "through" not in output
 
 

@@ -88,7 +88,7 @@ def test_a_stdout_that_does_not_block_gets_everything(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     job = subprocess.Popen([*RUN.split(), "python", path], stdout=write, stderr=subprocess.PIPE)
-    # Nobody reads before the pipe is full and the launcher has tried once more.
+    # The reader starts when the pipe is full and the launcher has tried once more.
     assert wait_until(lambda: not select.select([], [write], [], 0)[1], 20.0) is not None
     os.close(write)
     time.sleep(0.3)

@@ -218,7 +218,7 @@ class Hosts:
             kept = ("torchinductor", "ringdance-flight-")
             paths = [path for path in (root / folder).iterdir() if not path.name.startswith(kept)]
             left += [f"{name}: /{folder}/{path.name}" for path in paths]
-        # (/tmp is all hosts'. Where somebody still holds the lock, it is another run's job, with hosts of the
+        # (/tmp is all hosts'. If the lock is still held, it is another run's job, with hosts of the
         # same names: a process of this one's would have been found above.)
         folders = Path("/tmp").glob(f"ringdance-{job[:12] or '*'}-{name}")
         return left + [str(path) for path in folders if not _locked(path)]

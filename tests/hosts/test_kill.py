@@ -113,7 +113,7 @@ HARMS = [kill_rank, kill_daemon, kill_agent, kill_host, power_off, unplug, inter
 
 @pytest.fixture
 def whole(three_hosts: Hosts) -> Hosts:
-    """The hosts, mended after the test before."""
+    """The hosts, repaired after the last test."""
     for name in three_hosts.names:
         three_hosts.plug(name)
         if not three_hosts.alive(name):

@@ -253,7 +253,7 @@ def test_rank_zero_loads_and_the_others_are_given_it(directory: Path) -> None:
 
 
 def test_an_optimizer_that_one_rank_has_more(directory: Path) -> None:
-    """Names go by use, so a model that rank 0 loads to look at it disturbs nobody."""
+    """Names go by use, so a model that only rank 0 loads does not disturb the others."""
     if RANK == 0:
         net = model()
         net.compile(sgd(), "mse")

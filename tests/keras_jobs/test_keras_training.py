@@ -70,7 +70,7 @@ def test_twenty_steps_of_fit_equal_one_process(make: Any, options: dict[str, Any
 def test_an_overflow_on_one_rank_is_skipped_by_all(
     policy: str, wrapped: str, options: dict[str, Any]
 ) -> None:
-    """Loss scaling: the same steps are skipped as in one process; nobody waits.
+    """Loss scaling: the same steps are skipped as in one process; no rank waits.
 
     Keras scales the loss by itself for float16; for bfloat16 if told so, before or after it is distributed.
     """
@@ -107,7 +107,7 @@ def test_bfloat16_policy() -> None:
     net = fit(hvd.DistributedOptimizer(sgd()), [RANK], policy="mixed_bfloat16")
     assert same_on_all_ranks(net.get_weights())
     assert far(net.get_weights(), alone(sgd(), ALL, policy="mixed_bfloat16")) < 2e-2
-    # Without loss scaling an overflow goes into the weights, in one process and on all ranks; nobody waits.
+    # Without loss scaling an overflow goes into the weights, in one process and on all ranks; no rank waits.
     net = fit(hvd.DistributedOptimizer(sgd()), [RANK], policy="mixed_bfloat16", spoiled={3: SIZE - 1})
     assert same_on_all_ranks([np.isfinite(one) for one in net.get_weights()])
     assert not np.isfinite(net.get_weights()[0]).all()

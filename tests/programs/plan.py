@@ -32,7 +32,7 @@ class Planned:
         where: the key of its process set; "" is the set of all ranks.
         shapes: for allgather and alltoall without the first dimension, which is in `rows`.
         rows: [tensor][place]: rows of an allgather; [tensor][from][to]: splits of an alltoall.
-        spare: rows of an alltoall that are sent to nobody.
+        spare: rows of an alltoall that are sent to no rank.
         contributors: places of the set's members that submit it; the others have joined.
         fault: why it fails on all that submit it, or "": how one member's call differs, or what
             is wrong with everybody's ("scalar", "joined").

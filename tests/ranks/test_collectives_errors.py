@@ -1,4 +1,4 @@
-"""Wrong calls: all ranks hear of it, with names and values; nobody waits for ever; the name works again."""
+"""Wrong calls: all ranks raise, with names and values; no rank waits for ever; the name works again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ODD = RANK == LAST  # this rank calls differently
 
 
 def reduce(shape: Any = 4, dtype: Any = np.float32, **others: Any) -> Any:
-    return hvd.allreduce(np.ones(shape, dtype), name="disputed", **others)
+    return hvd.allreduce(np.ones(shape, dtype), name="mismatched", **others)
 
 
 # What the last rank does, what the others do, and what the message says of each.
@@ -44,63 +44,63 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "postscale": (lambda: reduce(postscale_factor=0.5), reduce, "0.5", "1.0"),
     "operation": (lambda: reduce(op=hvd.Max), lambda: reduce(op=hvd.Min), "Max", "Min"),
     "root": (
-        lambda: hvd.broadcast(np.ones(3), LAST, name="disputed"),
-        lambda: hvd.broadcast(np.ones(3), 0, name="disputed"),
+        lambda: hvd.broadcast(np.ones(3), LAST, name="mismatched"),
+        lambda: hvd.broadcast(np.ones(3), 0, name="mismatched"),
         f"{LAST}",
         "0",
     ),
     "broadcast shape": (
-        lambda: hvd.broadcast(np.ones(3), 0, name="disputed"),
-        lambda: hvd.broadcast(np.ones(4), 0, name="disputed"),
+        lambda: hvd.broadcast(np.ones(3), 0, name="mismatched"),
+        lambda: hvd.broadcast(np.ones(4), 0, name="mismatched"),
         "(3,)",
         "(4,)",
     ),
     "gathered rest": (
-        lambda: hvd.allgather(np.ones((2, 3)), name="disputed"),
-        lambda: hvd.allgather(np.ones((2, 4)), name="disputed"),
+        lambda: hvd.allgather(np.ones((2, 3)), name="mismatched"),
+        lambda: hvd.allgather(np.ones((2, 4)), name="mismatched"),
         "(*, 3)",
         "(*, 4)",
     ),
     "gathered dimensions": (
-        lambda: hvd.allgather(np.ones((2, 3, 1)), name="disputed"),
-        lambda: hvd.allgather(np.ones((2, 3)), name="disputed"),
+        lambda: hvd.allgather(np.ones((2, 3, 1)), name="mismatched"),
+        lambda: hvd.allgather(np.ones((2, 3)), name="mismatched"),
         "(*, 3, 1)",
         "(*, 3)",
     ),
     "alltoall rest": (
-        lambda: hvd.alltoall(np.ones((SIZE, 3)), name="disputed"),
-        lambda: hvd.alltoall(np.ones((SIZE, 4)), name="disputed"),
+        lambda: hvd.alltoall(np.ones((SIZE, 3)), name="mismatched"),
+        lambda: hvd.alltoall(np.ones((SIZE, 4)), name="mismatched"),
         "(*, 3)",
         "(*, 4)",
     ),
     "reducescatter rows": (
-        lambda: hvd.reducescatter(np.ones((5, 3)), name="disputed"),
-        lambda: hvd.reducescatter(np.ones((6, 3)), name="disputed"),
+        lambda: hvd.reducescatter(np.ones((5, 3)), name="mismatched"),
+        lambda: hvd.reducescatter(np.ones((6, 3)), name="mismatched"),
         "(5, 3)",
         "(6, 3)",
     ),
     "members of a group": (
-        lambda: hvd.allreduce([np.ones(2)] * 3, name="disputed"),
-        lambda: hvd.allreduce([np.ones(2)] * 2, name="disputed"),
+        lambda: hvd.allreduce([np.ones(2)] * 3, name="mismatched"),
+        lambda: hvd.allreduce([np.ones(2)] * 2, name="mismatched"),
         "3",
         "2",
     ),
     "shape in a group": (
-        lambda: hvd.allreduce([np.ones(2), np.ones(5)], name="disputed"),
-        lambda: hvd.allreduce([np.ones(2), np.ones(6)], name="disputed"),
+        lambda: hvd.allreduce([np.ones(2), np.ones(5)], name="mismatched"),
+        lambda: hvd.allreduce([np.ones(2), np.ones(6)], name="mismatched"),
         "(2,), (5,)]",
         "(2,), (6,)]",
     ),
 }
 NORMAL: dict[str, Callable[[], Any]] = {
-    "root": lambda: hvd.broadcast(np.ones(3), 0, name="disputed"),
-    "broadcast shape": lambda: hvd.broadcast(np.ones(3), 0, name="disputed"),
-    "gathered rest": lambda: hvd.allgather(np.ones((RANK, 2)), name="disputed"),
-    "gathered dimensions": lambda: hvd.allgather(np.ones((RANK, 2)), name="disputed"),
-    "alltoall rest": lambda: hvd.alltoall(np.ones((SIZE, 3)), name="disputed"),
-    "reducescatter rows": lambda: hvd.reducescatter(np.ones((6, 3)), name="disputed"),
-    "members of a group": lambda: hvd.allreduce([np.ones(2)] * 3, name="disputed"),
-    "shape in a group": lambda: hvd.allreduce([np.ones(2)] * 3, name="disputed"),
+    "root": lambda: hvd.broadcast(np.ones(3), 0, name="mismatched"),
+    "broadcast shape": lambda: hvd.broadcast(np.ones(3), 0, name="mismatched"),
+    "gathered rest": lambda: hvd.allgather(np.ones((RANK, 2)), name="mismatched"),
+    "gathered dimensions": lambda: hvd.allgather(np.ones((RANK, 2)), name="mismatched"),
+    "alltoall rest": lambda: hvd.alltoall(np.ones((SIZE, 3)), name="mismatched"),
+    "reducescatter rows": lambda: hvd.reducescatter(np.ones((6, 3)), name="mismatched"),
+    "members of a group": lambda: hvd.allreduce([np.ones(2)] * 3, name="mismatched"),
+    "shape in a group": lambda: hvd.allreduce([np.ones(2)] * 3, name="mismatched"),
 }
 
 
@@ -112,7 +112,7 @@ def test_mismatch(way: str, what: str) -> None:
         with pytest.raises(MismatchError) as caught:
             (odd if ODD else others)()
         message = str(caught.value)
-        assert "disputed'" in message
+        assert "mismatched'" in message
         assert f"{said_odd} on rank {LAST} on host {HOST}" in message
         first = "rank 0" if SIZE == 2 else f"ranks {', '.join(map(str, range(LAST)))}"
         assert f"{said_others} on {first} on host {HOST}" in message

@@ -165,7 +165,7 @@ def test_reducescatter_of_large_scaled_and_grouped(way: str) -> None:
 
 
 def test_barrier_holds_everybody(way: str) -> None:
-    """Nobody passes before the last has come: a rank that saw fewer than all arrive says so."""
+    """No rank passes before the last has arrived."""
     for _ in range(5):
         before = time.time()
         if RANK == SIZE - 1:

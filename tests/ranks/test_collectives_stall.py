@@ -78,13 +78,13 @@ def test_disjoint_names_are_said_and_can_still_be_mended(hasty: None, said: list
     mine, other = ("this", "that") if RANK == 0 else ("that", "this")
     told = []
 
-    def mend() -> None:
+    def release() -> None:
         if RANK == 0:
             told.append(wait_for(said, "'allreduce.that'"))
-        hvd.broadcast(np.ones(1), 0, name="mend now")
+        hvd.broadcast(np.ones(1), 0, name="release now")
         same(hvd.allreduce(np.ones(3), name=other, op=hvd.Sum), np.full(3, float(SIZE)))
 
-    thread = threading.Thread(target=mend)
+    thread = threading.Thread(target=release)
     thread.start()
     (train if RANK == 0 else evaluate)(mine)
     thread.join()
@@ -207,6 +207,6 @@ def test_the_reason_of_a_stop_reaches_a_long_wait(hasty: None) -> None:
         hvd.shutdown()
     else:
         with pytest.raises(ShutDownError, match="rank 0 on host"):
-            hvd.allreduce(np.ones(2), name="nobody else")
+            hvd.allreduce(np.ones(2), name="no other rank")
         hvd.shutdown()
     hvd.init()

@@ -89,7 +89,7 @@ def test_broadcast(way: Any) -> None:
 
 @both
 def test_alltoall(way: Any) -> None:
-    """Each rank sends rank + 1 rows to each, and keeps one that nobody gets."""
+    """Each rank sends rank + 1 rows to each, and keeps one that is not sent."""
     weights = [values(r, "float64", (SIZE * (SIZE + 1) // 2, 2), 1) for r in range(SIZE)]
     starts = np.cumsum([0, *range(1, SIZE + 1)])
     wanted = np.concatenate([w[starts[RANK] : starts[RANK + 1]] for w in weights] + [np.zeros((1, 2))])

@@ -47,7 +47,7 @@ def test_sparse_gradients_missing_on_a_rank(overlap: bool, as_dense: bool, make:
         (sum(losses) / SIZE).backward()
         plain.step()
     if as_dense and isinstance(plain, torch.optim.SparseAdam):
-        # Rows that nobody touched are zero entries of the gradient, which SparseAdam's moments see.
+        # Rows that no rank touched are zero entries of the gradient, which SparseAdam's moments see.
         assert_same_on_all_ranks(net)
     else:
         assert_equal_weights(net, reference)

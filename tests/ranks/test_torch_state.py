@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_broadcast_optimizer_state(name: str, wrapped: bool, fresh: bool) -> None:
-    """Only the root has made steps, or (fresh) nobody has; other options differ too."""
+    """Only the root has made steps, or (fresh) no rank has; other options differ too."""
     root = SIZE - 1
 
     def build(steps: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:

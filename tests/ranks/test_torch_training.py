@@ -28,7 +28,7 @@ def test_fifty_steps_equal_one_process() -> None:
         plain.step()
     assert_equal_weights(net, reference)
     assert_same_on_all_ranks(net)
-    assert net.idle.grad is None  # nobody used it: no zeros, so no weight decay either
+    assert net.idle.grad is None  # no rank used it: no zeros, so no weight decay either
 
 
 def test_clipping_as_people_write_it() -> None:
@@ -48,7 +48,7 @@ def test_clipping_as_people_write_it() -> None:
 
 
 def test_a_parameter_unused_on_some_ranks_with_clipping() -> None:
-    """Each step another rank leaves the branch out; in every third step nobody uses it."""
+    """Each step another rank leaves the branch out; in every third step no rank uses it."""
     net, reference = Net(), Net()
     optimizer, plain = hvd.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
     for step in range(30):

@@ -75,7 +75,7 @@ def test_one_rank_receives_nothing(way: Any) -> None:
 
 
 def test_splits_of_nothing_but_zeros(way: Any) -> None:
-    """There are rows, and nobody sends one."""
+    """There are rows, and no rank sends one."""
     result, received = way(lambda x: hvd.alltoall(x, tf.zeros(SIZE, tf.int32)), tf.ones((3, 4)))
     assert tuple(result.shape) == (0, 4)
     assert value(received).tolist() == [0] * SIZE

@@ -17,11 +17,11 @@ LAST = SIZE - 1
 
 
 def reduce(*shape: int, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
-    return lambda: hvd.allreduce(torch.ones(shape, dtype=dtype), name="disputed", **others)
+    return lambda: hvd.allreduce(torch.ones(shape, dtype=dtype), name="mismatched", **others)
 
 
 def cast(root: int, shape: int = 3) -> Any:
-    return lambda: hvd.broadcast(torch.ones(shape), root, name="disputed")
+    return lambda: hvd.broadcast(torch.ones(shape), root, name="mismatched")
 
 
 # What the last rank does, what the others do, what is said of each, and the next step.
@@ -42,8 +42,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str, str]] = {
         reduce(4, prescale_factor=2.0), reduce(4), "2.0", "1.0", "equal arguments on all ranks",
     ),
     "gathered shapes": (
-        lambda: hvd.allgather(torch.ones(RANK, 3), name="disputed"),
-        lambda: hvd.allgather(torch.ones(RANK, 4), name="disputed"),
+        lambda: hvd.allgather(torch.ones(RANK, 3), name="mismatched"),
+        lambda: hvd.allgather(torch.ones(RANK, 4), name="mismatched"),
         "(*, 3)", "(*, 4)", "Give the tensor the same shape",
     ),
     "operations": (
@@ -66,10 +66,10 @@ def test_mismatch(case: str) -> None:
         first = "rank 0" if SIZE == 2 else "ranks " + ", ".join(str(rank) for rank in range(LAST))
         assert f"{said_of_last} on rank {LAST} on host {HOST}" in text
         assert f"{said_of_others} on {first} on host {HOST}" in text
-        assert "disputed'" in text or ".noname." in text
+        assert "mismatched'" in text or ".noname." in text
         assert advice in text
         assert len(set(hvd.allgather_object(text))) == 1
-    assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="disputed").tolist() == [SIZE] * 2
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="mismatched").tolist() == [SIZE] * 2
 
 
 @several

@@ -150,7 +150,7 @@ def test_an_exception_in_a_step_breaks_the_engine_everywhere(
 
 @pytest.mark.parametrize("waiting", [True, False])
 def test_an_error_while_looking_for_notes_breaks_the_engine(settings: Settings, waiting: bool) -> None:
-    """Also on the engine's own thread, where nobody would see it."""
+    """Also on the engine's own thread, where no caller would see it."""
 
     def program(engine: Engine) -> None:
         hvd.barrier()

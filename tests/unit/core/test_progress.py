@@ -56,7 +56,7 @@ def test_asynchronous_work_goes_on_after_a_blocking_call() -> None:
                 time.sleep(0.02)
                 start(engine, "B").wait()
                 early = start(engine, "A", wake=True)
-            until(early.done)  # nobody waits for it
+            until(early.done)  # no thread waits for it
 
     job(2, program)
 
@@ -118,7 +118,7 @@ def test_an_engine_thread_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_followers_are_promoted_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads wait: whoever leads hands over when its own operation is complete."""
+    """Several threads wait: the leader promotes another when its own operation is complete."""
     monkeypatch.setattr(progress, "_FOLLOWER_POLL", 60.0)
 
     def program(engine: Engine) -> None:

@@ -241,7 +241,7 @@ def test_time_counts_from_when_a_thread_waits_and_who_computes_on_is_late() -> N
     def program(engine: Engine, said: list[str]) -> None:
         work = Call(Collective.ALLREDUCE, "gradient", ReduceOp.AVERAGE).submit(engine, (np.ones(3),))
         time.sleep(0.6)
-        assert not said  # longer than stall_check_time, but nobody has waited
+        assert not said  # longer than stall_check_time, but no thread has waited
         if engine.rank == 1:
             time.sleep(1.0)
         work.wait()

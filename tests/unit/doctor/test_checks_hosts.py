@@ -231,9 +231,9 @@ def test_another_python(cluster: Cluster) -> None:
 
 @breaks("same-user")
 def test_another_user(cluster: Cluster) -> None:
-    cluster.odd("two", 'export LOGNAME=somebody; exec sh -c "$command"')
+    cluster.odd("two", 'export LOGNAME=other; exec sh -c "$command"')
     (result,) = cluster.wrong("same-user")
-    assert "user somebody on two" in result.text
+    assert "user other on two" in result.text
 
 
 @breaks("same-gpus", "same-driver")

@@ -21,7 +21,7 @@ def test_a_rank_whose_launcher_is_gone() -> None:
     if not linux.LINUX:
         pytest.skip("needs /proc")
     environ = {**os.environ, linux.MARKER: "d0c70123"}
-    # In the background of a shell that ends: its parent is then init, or whoever adopts orphans.
+    # In the background of a shell that ends: its parent is then init, or a subreaper.
     done = subprocess.run(
         ["setsid", "sh", "-c", "sleep 60 >/dev/null 2>&1 & echo "
                                "$!"], env=environ, capture_output=True, check=True,

@@ -98,8 +98,8 @@ def test_wait_shows_the_hosts_output_and_the_end(aws: Any, capsys: pytest.Captur
 
 def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
     location = f"s3://{BUCKET}"
-    with pytest.raises(LaunchError, match=r"AWS: .*Nobody"):
-        estimator(role="Nobody", code_location=location).fit(wait=False)
+    with pytest.raises(LaunchError, match=r"AWS: .*NoSuchRole"):
+        estimator(role="NoSuchRole", code_location=location).fit(wait=False)
     with pytest.raises(LaunchError, match=r"AWS: .*NoSuchBucket"):
         estimator(code_location=location).fit(wait=False)
 

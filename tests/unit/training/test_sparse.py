@@ -65,7 +65,7 @@ def test_the_route_goes_by_density_and_size() -> None:
     assert route_of(0, 100_000, 64) == route_of(5000 * 2, 10_000_000, 64) == "rows"
     assert route_of(29_999, 100_000, 64) == "rows"
     assert route_of(30_000, 100_000, 64) == route_of(400_000, 100_000, 64) == "dense"
-    assert route_of(10**12, -1, 64) == "rows"  # nobody knows how large the table is
+    assert route_of(10**12, -1, 64) == "rows"  # the size of the table is unknown
     assert route_of(1, 1024, 64) == "dense"
     assert route_of(1, 1025, 64) == "rows"
 

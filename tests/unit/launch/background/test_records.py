@@ -98,7 +98,7 @@ def test_output_is_read_by_stream() -> None:
     assert {path.stat().st_mode & 0o777 for path in record.directory.iterdir()} == {0o600}
 
 
-NOBODY = ("unshare", "--user", "--map-user=4194999")
+OTHER_USER = ("unshare", "--user", "--map-user=4194999")
 HOMELESS = """
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
@@ -115,10 +115,10 @@ preflight({"localhost": 1}, seconds=0.1)
 
 def test_without_a_home_directory_none_called_tilde_is_made(tmp_path: Path) -> None:
     """HOME unset and a user that is in no list, as in a container that is run with `--user 4194999`."""
-    if not shutil.which("unshare") or subprocess.run([*NOBODY, "true"], check=False).returncode:
+    if not shutil.which("unshare") or subprocess.run([*OTHER_USER, "true"], check=False).returncode:
         pytest.skip("may not make user namespaces")
     environ = {k: v for k, v in os.environ.items() if k != "HOME" and not k.startswith("XDG_")}
-    line = [*NOBODY, sys.executable, "-c", HOMELESS]
+    line = [*OTHER_USER, sys.executable, "-c", HOMELESS]
     done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
     assert list(tmp_path.iterdir()) == []
     for text, path in zip(done.stdout.splitlines(), ("~/.local/state", "~/data"), strict=True):
