@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from ringdance.core.collectives import complete_alone
 from ringdance.core.exchange import Progress
-from ringdance.core.execute import complete_alone
 from ringdance.core.peers import Peers
 from ringdance.core.placement import pin, placement
 from ringdance.core.progress import ProgressEngine

@@ -12,10 +12,10 @@ from typing import Any
 
 from ringdance.core.agreement import CacheEntry, set_bits
 from ringdance.core.batch import plan_batches
+from ringdance.core.collectives import AgreedRequest, allreduce_flat, execute
 from ringdance.core.encoding import decode_call, encode_call
 from ringdance.core.exchange import Exchange, Steps
 from ringdance.core.exchange.arithmetic import Reduction, reduction
-from ringdance.core.execute import AgreedRequest, allreduce_flat, execute
 from ringdance.core.pending import PendingRequests
 from ringdance.core.reports.mismatch import mismatch_message
 from ringdance.core.reports.recorder import Recorder

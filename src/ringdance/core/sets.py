@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringdance.core.agreement import VectorLayout
+from ringdance.core.collectives import AgreedRequest
 from ringdance.core.exchange import Progress, Steps, exchange_for
-from ringdance.core.execute import AgreedRequest
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description

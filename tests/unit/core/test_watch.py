@@ -47,7 +47,7 @@ def answer(
 
 def message(answers: dict[int, dict[str, Any]], **others: Any) -> str:
     known: dict[str, Any] = {"status": OWN, "name": "grad", "set_id": 0, "others": [0, 2, 3], "waits": True}
-    known |= {"silent": {rank: "its process is gone" for rank in range(4)}} | others
+    known |= {"unanswered": {rank: "its process is gone" for rank in range(4)}} | others
     return stall_message(Stall(WHO, 1, seconds=12.4, answers=answers, **known))
 
 
@@ -113,7 +113,7 @@ def test_all_have_submitted_it(facts: dict[str, Any], words: str) -> None:
 
 def test_an_exchange_that_moves_is_no_stall() -> None:
     known: Any = {"status": OWN, "seconds": 9.0, "waits": True, "name": "grad", "set_id": 0, "others": [0]}
-    known |= {"identities": WHO, "rank": 1, "silent": {0: ""}, "idle": 0.1}
+    known |= {"identities": WHO, "rank": 1, "unanswered": {0: ""}, "idle": 0.1}
     assert Stall(answers={0: answer("grad")}, **known).under_way(4.0)
     assert Stall(answers={}, **known, in_round=True, moving=True).under_way(4.0)
     assert not Stall(answers={}, **known, in_round=True).under_way(4.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ringdance.core.reports.stall_message import pending_names
 from ringdance.core.request import Work
 
 __all__ = ["Submitters", "deadlocked"]
@@ -46,14 +46,7 @@ def deadlocked(sets: Mapping[int, Sequence[int]], statuses: Sequence[dict[str, A
     for set_id, ranks in sets.items():
         # A rank that has joined takes part in whatever the others submit.
         taking_part = [statuses[rank] for rank in ranks if set_id or not statuses[rank]["joined"]]
-        pending = [_pending(status, set_id) for status in taking_part]
+        pending = [set(pending_names(status, set_id)) for status in taking_part]
         if not pending or set.intersection(*pending):
             return False
     return True
-
-
-def _pending(status: dict[str, Any], set_id: int) -> set[int]:
-    """Return checksums of the names that a rank has pending in a set."""
-    return {zlib.crc32(name.encode()) for number, name in status["pending"] if number == set_id} | set(
-        status["more"]
-    )

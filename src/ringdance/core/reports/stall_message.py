@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 from ringdance.errors import OUT_OF_DATA
 from ringdance.transport.base import Identity
 
-__all__ = ["MOST_NAMES_SENT", "Stall", "pending_names", "stall_message"]
+__all__ = ["Stall", "pending_names", "stall_message"]
 
-MOST_NAMES_SENT = 200
 _MOST_NAMES = 6
 _MOST_THREADS = 3
 
@@ -55,7 +53,7 @@ class Stall:
 
     def __post_init__(self) -> None:
         answered = [rank for rank in self.others if rank in self.answers]
-        has = {rank: _has_submitted(self.answers[rank], self.set_id, self.name) for rank in answered}
+        has = {rank: self.name in pending_names(self.answers[rank], self.set_id) for rank in answered}
         self.missing = [rank for rank in answered if not has[rank]]
         # Submitted without waking the engine: such a rank enters no round before a thread of it waits.
         self.unstarted = [
@@ -71,12 +69,8 @@ class Stall:
 
 
 def pending_names(status: dict[str, Any], set_id: int) -> list[str]:
-    """Return the names that a rank's status lists as pending in a process set."""
+    """Return the names that a rank has pending in a process set."""
     return [name for number, name in status["pending"] if number == set_id]
-
-
-def _has_submitted(status: dict[str, Any], set_id: int, name: str) -> bool:
-    return name in pending_names(status, set_id) or zlib.crc32(name.encode()) in status.get("more", ())
 
 
 def stall_message(stall: Stall) -> str:

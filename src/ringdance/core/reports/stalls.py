@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ringdance.core.reports.deadlock import Submitters, deadlocked
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
 from ringdance.core.reports.stacks import thread_locations
-from ringdance.core.reports.stall_message import MOST_NAMES_SENT, Stall, stall_message
+from ringdance.core.reports.stall_message import Stall, stall_message
 from ringdance.core.request import Work
 from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
@@ -87,16 +86,15 @@ class StallWatch:
     def status(self, sets: list[ProcessSetState]) -> dict[str, Any]:
         """Return this rank's answer to an inquiry.
 
-        Its fields: ``pending``: set and name of up to 200 requests, ``more``: checksums of the names of the
-        others; ``due``: the sets in which this rank takes part in rounds now; ``waiting``: whether a thread
+        Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
+        in rounds now; ``waiting``: whether a thread
         waits; ``joined``; ``stopped``: the ranks of this host whose processes are stopped; ``threads``: see
         ``stacks.thread_locations``; ``blocked`` and ``quiet``: see ``deadlock.Submitters``.
         """
         works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
         return {
             "kind": "status",
-            "pending": [(number, work.name) for number, work in works[:MOST_NAMES_SENT]],
-            "more": [zlib.crc32(work.name.encode()) for _, work in works[MOST_NAMES_SENT:]],
+            "pending": [(number, work.name) for number, work in works],
             "due": [s.set_id for s in sets if _takes_part(s)],
             "waiting": any(s.waiting for s in sets),
             "joined": any(s.pending.join is not None for s in sets),
