@@ -1,4 +1,4 @@
-"""Plans: each element of each tensor is in one slice of one piece, and batches keep their promises."""
+"""Plans: each element of each tensor is in one block of one limit, and batches keep their promises."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ringdance.core.request import Collective, Description, ReduceOp
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("piece", [1, 5, 16, 64, 1000])
-def test_every_element_once_and_slices_apart(members: int, piece: int) -> None:
-    made = random.Random(members * 1000 + piece)
+@pytest.mark.parametrize("limit", [1, 5, 16, 64, 1000])
+def test_every_element_once_and_blocks_apart(members: int, limit: int) -> None:
+    made = random.Random(members * 1000 + limit)
     for _ in range(20):
         sizes = tuple(made.choice([0, 1, 2, 15, 16, 17, 100]) for _ in range(made.randint(1, 8)))
         seen = [[0] * size for size in sizes]
-        for plan in chunks(sizes, piece, members):
+        for plan in chunks(sizes, limit, members):
             assert len(plan) == members
-            used = [0] * piece
+            used = [0] * limit
             for part in plan:
                 for tensor, start, stop, at, end in part:
                     assert stop - start == end - at > 0
@@ -32,30 +32,30 @@ def test_every_element_once_and_slices_apart(members: int, piece: int) -> None:
         assert all(count == 1 for row in seen for count in row)
 
 
-def test_no_elements_no_pieces() -> None:
+def test_no_elements_no_chunks() -> None:
     assert chunks((0, 0), 16, 3) == ()
 
 
-def test_slices_begin_at_whole_cache_lines() -> None:
+def test_blocks_begin_at_whole_cache_lines() -> None:
     for plan in chunks((100_000,), 4096, 3):
         assert all(part[0].at % 16 == 0 for part in plan if part)
 
 
 @pytest.mark.parametrize("members", [2, 3, 4])
-@pytest.mark.parametrize("piece", [100, 240, 241, 256, 500])
-def test_a_slice_has_one_place_in_all_pieces(members: int, piece: int) -> None:
-    for row in range(piece, 6 * piece, 7):
-        plan = chunks((row // 3, 7, 0, row - row // 3), piece, members)
+@pytest.mark.parametrize("limit", [100, 240, 241, 256, 500])
+def test_a_block_has_one_position_in_all_chunks(members: int, limit: int) -> None:
+    for row in range(limit, 6 * limit, 7):
+        plan = chunks((row // 3, 7, 0, row - row // 3), limit, members)
         used = [
-            {i for slices in plan for part in slices[place] for i in range(part.at, part.end)}
-            for place in range(members)
+            {i for blocks in plan for part in blocks[index] for i in range(part.at, part.end)}
+            for index in range(members)
         ]
-        assert sum(map(len, used)) == len(set().union(*used)) <= piece
+        assert sum(map(len, used)) == len(set().union(*used)) <= limit
 
 
-def test_pieces_are_about_equal() -> None:
+def test_chunks_are_about_equal() -> None:
     plan = chunks((1000,), 300, 2)
-    lengths = [sum(part.end - part.at for place in slices for part in place) for slices in plan]
+    lengths = [sum(part.end - part.at for block in blocks for part in block) for blocks in plan]
     assert lengths == [256, 256, 256, 232]
 
 

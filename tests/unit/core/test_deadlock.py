@@ -50,16 +50,16 @@ def around_sets(engine: Engine) -> None:
     ],
 )
 def test_all_ranks_are_told(program: Callable[[Engine], None], words: tuple[str, ...]) -> None:
-    told = []
+    messages = []
 
     def rank(engine: Engine) -> None:
         with pytest.raises(DeadlockError) as caught:
             program(engine)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     job(3, rank, Settings(stall_check_time=0.2, deadlock_time=SOON))
-    assert len(told) == 3
-    for text in told:
+    assert len(messages) == 3
+    for text in messages:
         assert all(word in text for word in words), text
 
 

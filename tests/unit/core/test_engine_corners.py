@@ -52,7 +52,7 @@ def error_of(work: Work) -> str:
 
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 @pytest.mark.parametrize("leader", [0, 1])
-def test_more_in_flight_than_the_table_holds(capacity: int, leader: int) -> None:
+def test_more_in_flight_than_the_cache_holds(capacity: int, leader: int) -> None:
     """One rank has all names in flight, the other submits and waits one by one, from the last."""
     count = 24
 
@@ -121,8 +121,8 @@ def test_groups_of_different_size_are_not_called_different_types() -> None:
     assert "numbers of tensors in the group" in on_ranks(2, program)[0]
 
 
-@pytest.mark.parametrize("piece", [1, 64])
-def test_pieces_smaller_than_a_share_for_each_member(piece: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_chunks_smaller_than_a_share_for_each_member(chunk: int) -> None:
     def program(engine: Engine) -> tuple[list[float], list[float]]:
         view = np.arange(30, dtype=np.float64) + engine.rank
         scattered = engine.submit(request(Collective.REDUCESCATTER, view, "r")).wait()[0]
@@ -131,7 +131,7 @@ def test_pieces_smaller_than_a_share_for_each_member(piece: int) -> None:
         moved = Request(description, (view,), name="a", splits=splits)
         return scattered.tolist(), engine.submit(moved).wait()[0].tolist()
 
-    for rank, (scattered, moved) in enumerate(on_ranks(3, program, chunk_bytes=piece, small_bytes=0)):
+    for rank, (scattered, moved) in enumerate(on_ranks(3, program, chunk_bytes=chunk, small_bytes=0)):
         own = np.arange(10) + 10.0 * rank
         assert scattered == (3 * own + 3).tolist()
         assert moved == np.concatenate([own, own + 1, own + 2]).tolist()

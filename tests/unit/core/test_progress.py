@@ -64,14 +64,14 @@ def test_asynchronous_work_goes_on_after_a_blocking_call() -> None:
 @pytest.mark.usefixtures("no_idle_look")
 def test_a_submission_while_the_engine_thread_lies_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its look for work and its sleep."""
-    told = threading.local()
+    local = threading.local()
     original = ProcessSetState.next_due
 
     def next_due(state: ProcessSetState) -> float | None:
         due = original(state)
-        submit = getattr(told, "submit", None)
+        submit = getattr(local, "submit", None)
         if due is None and submit is not None and threading.current_thread().name.startswith("ringdance"):
-            told.submit = None
+            local.submit = None
             submit()
         return due
 
@@ -83,7 +83,7 @@ def test_a_submission_while_the_engine_thread_lies_down(monkeypatch: pytest.Monk
 
         def rest() -> None:  # on the engine thread, which has just found nothing to do
             if not found:
-                told.submit = lambda: found.append(start(engine, "A", wake=True))
+                local.submit = lambda: found.append(start(engine, "A", wake=True))
             run()
 
         monkeypatch.setattr(engine._progress_engine, "_rest", rest)

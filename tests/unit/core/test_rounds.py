@@ -37,7 +37,7 @@ def test_no_call_moves_more_than_a_round(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def program(engine: Engine) -> None:
         rank = engine.rank
-        rows = [(np.arange(LENGTH) % (97 + place)).astype(np.uint8) for place in range(2)]
+        rows = [(np.arange(LENGTH) % (97 + rank)).astype(np.uint8) for rank in range(2)]
         own = rows[rank]
         same(hvd.allreduce(own, op=hvd.Max), np.maximum(*rows))
         same(hvd.broadcast(own, 1), rows[1])

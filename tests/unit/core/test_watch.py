@@ -148,7 +148,7 @@ def test_other_threads_are_shown_where_they_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "set_id", "told"),
+    ("name", "set_id", "expected"),
     [
         ("grouped_allreduce.gradients.1a2b.0", 0, True),
         ("allreduce.loss", 0, True),
@@ -156,11 +156,11 @@ def test_other_threads_are_shown_where_they_matter() -> None:
         ("allreduce.loss", 2, False),
     ],
 )
-def test_what_to_do_where_a_rank_has_no_more_data(name: str, set_id: int, told: bool) -> None:
+def test_what_to_do_where_a_rank_has_no_more_data(name: str, set_id: int, expected: bool) -> None:
     idle = {**answer(waiting=False), "pending": []}
     said = message({0: idle}, name=name, set_id=set_id, others=[0])
     advised = "ends='pad'" in said and "hvd.join() after the last batch" in said
-    assert advised is told
+    assert advised is expected
 
 
 def test_threads_in_the_users_code_are_found() -> None:

@@ -30,14 +30,14 @@ def test_collectives(size: int, delay: float) -> None:
             word = np.full(4, rank, np.uint8)
             finish(transport.broadcast(word, root))
             assert word.tolist() == [root] * 4
-        counts = [2 * place for place in range(size)]
+        counts = [2 * other for other in range(size)]
         rows = np.empty(sum(counts), np.uint8)
         finish(transport.allgather(np.full(counts[rank], rank, np.uint8), rows, counts))
-        assert rows.tolist() == [place for place in range(size) for _ in range(counts[place])]
+        assert rows.tolist() == [other for other in range(size) for _ in range(counts[other])]
         send = np.concatenate([np.full(to, 10 * rank + to, np.uint8) for to in range(size)])
         got = np.empty(rank * size, np.uint8)
         finish(transport.alltoall(send, list(range(size)), got, [rank] * size))
-        assert got.tolist() == [10 * place + rank for place in range(size) for _ in range(rank)]
+        assert got.tolist() == [10 * other + rank for other in range(size) for _ in range(rank)]
 
     LoopbackWorld(size, delay=delay, seed=size).run(program)
 

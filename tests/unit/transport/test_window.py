@@ -14,20 +14,20 @@ from ringdance.transport.eventcount import EventCount, process_state
 from ringdance.transport.window import Window, window_size
 
 
-def windows(members: int, vector: int = 40, area: int = 1000) -> list[Window]:
-    memory = np.zeros(window_size(members, vector, area) // 8, np.int64).view(np.uint8)
-    return [Window(memory, i, members, vector, area, lambda: None) for i in range(members)]
+def windows(members: int, vector: int = 40, buffer: int = 1000) -> list[Window]:
+    memory = np.zeros(window_size(members, vector, buffer) // 8, np.int64).view(np.uint8)
+    return [Window(memory, i, members, vector, buffer, lambda: None) for i in range(members)]
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 5])
-@pytest.mark.parametrize(("vector", "area"), [(1, 1), (64, 4096), (65, 4097), (200, 100_000)])
-def test_parts_do_not_overlap(members: int, vector: int, area: int) -> None:
+@pytest.mark.parametrize(("vector", "buffer"), [(1, 1), (64, 4096), (65, 4097), (200, 100_000)])
+def test_parts_do_not_overlap(members: int, vector: int, buffer: int) -> None:
     """Each part is filled with a number of its own; all are intact at the end, the counters untouched."""
-    held = windows(members, vector, area)
-    parts = [np.frombuffer(part, np.uint8) for turn in held[0].vectors for part in turn]
-    parts += [part for turn in held[0].buffers for part in turn]
+    held = windows(members, vector, buffer)
+    parts = [np.frombuffer(part, np.uint8) for parity in held[0].vectors for part in parity]
+    parts += [part for parity in held[0].buffers for part in parity]
     assert all(part.size >= vector for part in parts[: 2 * members])
-    assert all(part.size == area for part in parts[2 * members :])
+    assert all(part.size == buffer for part in parts[2 * members :])
     for number, part in enumerate(parts):
         part[:] = number + 1
     for number, part in enumerate(parts):
@@ -43,7 +43,7 @@ def test_all_see_the_same_memory() -> None:
     assert bytes(two.vectors[0][0][:2]) == b"ab"
 
 
-def test_reached_waits_for_everybody() -> None:
+def test_reached_waits_for_all() -> None:
     one, two, three = windows(3)
     one.signal()
     assert not one.reached()
@@ -87,8 +87,8 @@ def test_a_sleeper_is_woken_by_a_signal() -> None:
     thread.join()
 
 
-def test_a_ring_before_the_sleep_is_not_lost() -> None:
-    """Rung after the glance: the sleep ends at once, else so many outlast the limit of a test."""
+def test_a_notification_before_the_wait_is_not_lost() -> None:
+    """Notified after prepare_wait: the wait ends at once, else so many exceed the time limit."""
     one, two = windows(2)
     for _ in range(5000):
         seen = one.event_count.prepare_wait()
@@ -97,8 +97,8 @@ def test_a_ring_before_the_sleep_is_not_lost() -> None:
         assert one.event_count.prepare_wait() != seen
 
 
-def test_bells_of_a_parent_window() -> None:
-    """A subset's window rings the events of the whole host's: a rank sleeps on one event only."""
+def test_event_count_of_a_parent_window() -> None:
+    """A subset's window uses the event count of the whole host: a rank waits on one only."""
     parents = windows(3)
     memory = np.zeros(window_size(2, 8, 8) // 8, np.int64).view(np.uint8)
     child = Window(memory, 0, 2, 8, 8, lambda: None, shared=(parents[0].event_count, [0, 2]))
@@ -109,33 +109,33 @@ def test_bells_of_a_parent_window() -> None:
 
 
 def test_between_processes() -> None:
-    """A forked child meets its parent a thousand times, and each reads the other's word."""
+    """A forked child and its parent synchronize a thousand times, and each reads the other's data."""
     size = window_size(2, 8, 64)
     memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
-    def meet(index: int) -> bool:
+    def exchange(index: int) -> bool:
         window = Window(memory, index, 2, 8, 64, lambda: None)
-        for turn in range(1000):
-            window.buffers[turn % 2][index][:8].view(np.int64)[0] = 10 * turn + index
+        for number in range(1000):
+            window.buffers[number % 2][index][:8].view(np.int64)[0] = 10 * number + index
             window.signal()
             while not window.reached():
                 window.event_count.wait(window.event_count.prepare_wait(), 0.001)
-            if window.buffers[turn % 2][1 - index][:8].view(np.int64)[0] != 10 * turn + 1 - index:
+            if window.buffers[number % 2][1 - index][:8].view(np.int64)[0] != 10 * number + 1 - index:
                 return False
         return True
 
     child = os.fork()
     if child == 0:
-        os._exit(0 if meet(1) else 1)
-    fine = meet(0)
+        os._exit(0 if exchange(1) else 1)
+    fine = exchange(0)
     assert os.waitpid(child, 0)[1] == 0
     assert fine
 
 
-def test_doorbell_sleeps_no_longer_than_it_may() -> None:
+def test_event_count_waits_no_longer_than_it_may() -> None:
     words = memoryview(np.zeros(32, np.int32))
-    event = EventCount(words, np.frombuffer(words, np.int32).ctypes.data, 16, 1)
-    event.wait(event.prepare_wait(), 5.0)  # at most 20 ms, so that a flag that was missed does no harm
+    count = EventCount(words, np.frombuffer(words, np.int32).ctypes.data, 16, 1)
+    count.wait(count.prepare_wait(), 5.0)  # at most 20 ms, so that a flag that was missed does no harm
     assert words[17] == 0
 
 
