@@ -1,6 +1,6 @@
 """Private names of JAX that the binding uses: why, and what happens without each.
 
-Seen in JAX 0.7 to 0.10. Each is looked up when this module is imported; where one is missing, the way
+Seen in JAX 0.6 to 0.12. Each is looked up when this module is imported; where one is missing, the way
 without it is taken, which the tests try too.
 """
 

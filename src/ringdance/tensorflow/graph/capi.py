@@ -13,7 +13,6 @@ from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import ml_dtypes
 import numpy as np
@@ -74,8 +73,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
-_MOST_VIEWS = 1024  # remembered for each type and shape
-
 
 @cache
 def _library() -> Any:
@@ -108,11 +105,8 @@ def _dtype(number: int) -> np.dtype[Any]:
         raise ArgumentError(text) from None
 
 
-class _Views(dict[int, Array]):
-    """Views of all inputs of a type and shape, by address: TensorFlow uses memory again and again."""
-
-
-_views: WeakValueDictionary[tuple[np.dtype[Any], tuple[int, ...]], _Views] = WeakValueDictionary()
+# TensorFlow uses memory again and again; a view only refers to it.
+_view_at: Callable[..., Array] = lru_cache(maxsize=1 << 14)(array_at)
 
 
 def drop(tensor: int | c_void_p) -> None:
@@ -129,28 +123,15 @@ class Slot:
         shape: complete, or None if it is known only at run time.
     """
 
-    __slots__ = ("_views", "candidate", "dims", "dtype", "nbytes", "shape")
+    __slots__ = ("candidate", "dims", "kind", "nbytes")
 
     def __init__(self, index: int, number: int, shape: Sequence[int] | None) -> None:
-        known = shape is not None and number in _DTYPES
-        self.dtype = _DTYPES[number] if known else None
-        self.shape = tuple(shape or ())
-        self.nbytes = math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else -1
-        self.dims = (c_int64 * len(self.shape))(*self.shape)
+        dtype = None if shape is None else _DTYPES.get(number)
+        lengths = tuple(shape or ())
+        self.kind = lengths, dtype
+        self.nbytes = -1 if dtype is None else math.prod(lengths) * dtype.itemsize
+        self.dims = (c_int64 * len(lengths))(*lengths)
         self.candidate = byref(c_int(index))
-        self._views = _Views()
-        if self.dtype is not None:
-            self._views = _views.setdefault((self.dtype, self.shape), self._views)
-
-    def view(self, address: int) -> Array:
-        """Return the memory at this address as a view."""
-        found = self._views.get(address)
-        if found is None:
-            assert self.dtype is not None
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            found = self._views[address] = array_at(address, self.shape, self.dtype)
-        return found
 
 
 class Context:
@@ -227,7 +208,7 @@ class Context:
                 # A static shape can be wrong (``set_shape``): the size of the memory is the tensor's.
                 known = size(handle) == slot.nbytes
                 try:
-                    view = slot.view(data(handle)) if known else self._view(handle)
+                    view = _view_at(data(handle), *slot.kind) if known else self._view(handle)
                 finally:
                     drop(handle)  # while this reference exists it could not become the output
                 dims = slot.dims if known else (c_int64 * view.ndim)(*view.shape)
@@ -243,7 +224,7 @@ class Context:
                     continue
                 # The input must stay where it is until it has been read.
                 kept.append(self._take(index))
-                outputs.append(slot.view(data(tensor)) if known else self._view(tensor))
+                outputs.append(_view_at(data(tensor), *slot.kind) if known else self._view(tensor))
         except BaseException:
             for tensor in kept:
                 drop(tensor)
