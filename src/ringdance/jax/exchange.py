@@ -169,10 +169,6 @@ _primitive = core.Primitive("ringdance_exchange")
 _primitive.multiple_results = True
 
 
-def _now(*values: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) -> list[jax.Array]:
-    return eager(what, values)
-
-
 def _abstract(*avals: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
     results = [jax.core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     return results, {EFFECT}
@@ -205,28 +201,27 @@ def _batched(
     return done, after
 
 
-_primitive.def_impl(_now)
+_primitive.def_impl(lambda *values, what, **_: eager(what, values))
 _primitive.def_effectful_abstract_eval(_abstract)
 batching.primitive_batchers[_primitive] = _batched
 
 
 def compiled(
-    what: Exchange, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any] | None = None
-) -> list[Any]:
+    what: Exchange, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any]
+) -> tuple[Any, ...]:
     """Add an exchange to the program that is being traced.
 
     Args:
         what: the exchange.
         values: traced arrays.
         shapes: of the results.
-        dtypes: of the results; by default those of the values.
+        dtypes: of the results.
     """
-    kinds = tuple(np.dtype(kind) for kind in (dtypes or [value.dtype for value in values]))
+    kinds = tuple(np.dtype(kind) for kind in dtypes)
     if EFFECT is None:
         results = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
-        return list(io_callback(_callback(what, shapes), tuple(results), *values, ordered=True))
-    done: list[Any] = _primitive.bind(*values, what=what, shapes=tuple(shapes), dtypes=kinds)
-    return done
+        return tuple(io_callback(_callback(what, shapes), tuple(results), *values, ordered=True))
+    return tuple(_primitive.bind(*values, what=what, shapes=tuple(shapes), dtypes=kinds))
 
 
 def _callback(what: Exchange, shapes: Shapes) -> Any:

@@ -41,7 +41,9 @@ _NO_SPLITS = "alltoall(splits=...) gives results of unknown shape: call it outsi
 # Gradients.
 
 
-def _bind(what: Exchange, shapes: Shapes, values: Values) -> tuple[Any, ...]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _recorded(what: Exchange, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
+    """Return the exchange's results, which within ``jit`` have ``shapes``."""
     if not is_traced(values):
         return tuple(eager(what, values))
     dtypes = [value.dtype for value in values]
@@ -52,13 +54,7 @@ def _bind(what: Exchange, shapes: Shapes, values: Values) -> tuple[Any, ...]:
             raise ArgumentError(_NO_SPLITS)
         if what.rows[0] % size:
             raise ArgumentError(f"alltoall: {what.rows[0]} rows cannot be cut equally for {size} ranks.")
-    return tuple(compiled(what, values, shapes, dtypes))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recorded(what: Exchange, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
-    """Return the exchange's results, which within ``jit`` have ``shapes``."""
-    return _bind(what, shapes, values)
+    return compiled(what, values, shapes, dtypes)
 
 
 def _forward(what: Exchange, shapes: Shapes, *values: Any) -> tuple[tuple[Any, ...], Any]:

@@ -14,11 +14,9 @@ import tensorflow as tf
 
 from ringdance.keras.distributed import Distributed
 from ringdance.keras.library import keras
-from ringdance.tensorflow.passes import PassSums
+from ringdance.tensorflow.passes import Pairs, PassSums, reduce_pairs
 
 __all__ = ["Keras2Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
-
-Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
 
 
 class Keras2Distributed(Distributed):
@@ -27,7 +25,7 @@ class Keras2Distributed(Distributed):
     _passes: int = 1
     _average: bool = False
 
-    # Lazily, as from_config() makes objects of this class too, and past __setattr__, which tracks.
+    # Made when needed, as from_config() makes objects of this class too; __setattr__ would track them.
     def _own(self, name: str, make: Any) -> Any:
         if name not in self.__dict__:
             object.__setattr__(self, name, make())
@@ -95,15 +93,7 @@ class Keras2Distributed(Distributed):
         return done
 
     def _reduce_pairs(self, pairs: Pairs) -> Pairs:
-        gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        sums = self._agg_helper
-        if sums is None:
-            reduced = self._reduce(gradients, variables)
-        else:
-            if self._reduction.sparse_as_dense:
-                gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
-            reduced = sums.add(gradients, variables, self._reduce)
-        return list(zip(reduced, variables, strict=True))
+        return reduce_pairs(pairs, self._reduce, self._agg_helper, self._reduction.sparse_as_dense)
 
 
 def _program() -> Any:

@@ -14,7 +14,7 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.gradients import GradientReducer, groups_of
-from ringdance.tensorflow.passes import PassSums
+from ringdance.tensorflow.passes import PassSums, reduce_pairs
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
@@ -57,13 +57,7 @@ class _Reducing(_Delegating):
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Return (gradient, variable) pairs; gradients are reduced."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
-        gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        if self._sums is None:
-            return list(zip(self._reducer.reduce(gradients, variables), variables, strict=True))
-        if self._reducer.sparse_as_dense:
-            gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
-        reduced = self._sums.add(gradients, variables, self._reducer.reduce)
-        return list(zip(reduced, variables, strict=True))
+        return reduce_pairs(pairs, self._reducer.reduce, self._sums, self._reducer.sparse_as_dense)
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """Apply the gradients, with several passes in the last of them only."""

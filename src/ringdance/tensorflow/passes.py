@@ -10,8 +10,9 @@ import tensorflow as tf
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.exchange import plain
 
-__all__ = ["PassSums"]
+__all__ = ["Pairs", "PassSums", "reduce_pairs"]
 
+Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
 Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
 
 
@@ -103,6 +104,16 @@ class PassSums:
         if id(variable) not in self._sums:
             self._sums[id(variable)] = variable, _variable(gradient.shape, gradient.dtype)
         return self._sums[id(variable)][1]
+
+
+def reduce_pairs(pairs: Pairs, reduce: Reduce, sums: PassSums | None, sparse_as_dense: bool) -> Pairs:
+    """Return (gradient, variable) pairs with reduced gradients, summed over several passes by ``sums``."""
+    gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if sums is None:
+        return list(zip(reduce(gradients, variables), variables, strict=True))
+    if sparse_as_dense:
+        gradients = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+    return list(zip(sums.add(gradients, variables, reduce), variables, strict=True))
 
 
 def _variable(shape: Any, dtype: Any) -> Any:
