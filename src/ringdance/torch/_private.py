@@ -1,7 +1,7 @@
 """All private names of torch that the binding uses: the reason, the versions, and what happens without.
 
 Seen in torch 2.2 to 2.13. Each is looked up when this module is imported; where one is missing, the binding
-works as told here, which the tests try too.
+works as described here, which the tests try too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compiler_disable(function: F) -> F:
     if _SKIP is None:
         return _disabled_later(function)
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
-    # What Dynamo looks at where traced code calls the function: it ends the graph, with this message.
+    # What Dynamo reads where traced code calls the function: it ends the graph, with this message.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _MESSAGE  # type: ignore[attr-defined]
     return function

@@ -45,7 +45,7 @@ class AdasumOptimizer(Wrapped):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step locally, combine the changes of the weights over all ranks, and return the closure's value."""
         value = closure() if closure is not None else None
-        self._take_in_new()
+        self._add_new()
         compression = self._options.compression
         trained = [parameter for parameter in self._options.parameters if parameter.requires_grad]
         with torch.no_grad():

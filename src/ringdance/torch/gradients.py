@@ -37,8 +37,8 @@ def fill_from_host(target: Tensor, source: Tensor) -> None:
 class Gradients:
     """The gradients of ``parameters``, by index. See ``training.gradients.GradientSource``.
 
-    A dense contiguous gradient on the CPU is lent as it is and reduced in place. Others (on a GPU, with
-    compression, not contiguous as with channels_last) go through a copy that ``put`` writes back.
+    A dense contiguous gradient on the CPU is reduced in place. Others (on a GPU, with
+    compression, not contiguous as with channels_last) go through a copy that ``write_back`` copies back.
     ``parameters`` may grow (``GradientExchange.extend``).
     """
 
@@ -131,22 +131,22 @@ class Gradients:
         gradient = parameter.grad
         shape = tuple(parameter.shape)
         if gradient is None:
-            places = torch.empty((sparse_dims, 0), dtype=torch.int64)
+            positions = torch.empty((sparse_dims, 0), dtype=torch.int64)
             values = torch.empty((0, *shape[sparse_dims:]), dtype=parameter.dtype)
         else:
             if not gradient.is_sparse:
                 gradient = gradient.to_sparse(sparse_dims)
-            places, values = sparse_entries(gradient)
-        found = view_of(host_tensor(places.contiguous()))
+            positions, values = sparse_entries(gradient)
+        found = view_of(host_tensor(positions.contiguous()))
         keys = found[0] if sparse_dims == 1 else np.ravel_multi_index(tuple(found), shape[:sparse_dims])
         return Rows(keys, view_of(host_tensor(values.contiguous())), math.prod(shape[:sparse_dims]))
 
     def write_back_sparse(self, index: int, sparse_dims: int, rows: Rows) -> None:
         """Set the gradient to the entries of all ranks, each once."""
         parameter = self.parameters[index]
-        places = np.stack(np.unravel_index(rows.keys, tuple(parameter.shape[:sparse_dims])))
+        positions = np.stack(np.unravel_index(rows.keys, tuple(parameter.shape[:sparse_dims])))
         joined = torch.sparse_coo_tensor(
-            from_array(places), from_array(rows.values), parameter.shape, check_invariants=False,
+            from_array(positions), from_array(rows.values), parameter.shape, check_invariants=False,
             is_coalesced=True,
         )
         parameter.grad = joined.to(parameter.device)

@@ -71,7 +71,7 @@ class Hooks:
         if not _private.has_end_callback():
             if self._end_matters:
                 raise ArgumentError(
-                    "torch does not tell when this backward pass ends, as in compiled autograd: set "
+                    "torch has no callback for the end of this backward pass, as in compiled autograd: set "
                     "torch._dynamo.config.compiled_autograd = False, or give DistributedOptimizer "
                     "reduce_in_backward=False; gradients are then reduced in step(), after any clipping."
                 )

@@ -1,8 +1,8 @@
-"""DistributedOptimizer: a torch optimizer whose gradients are reduced over the ranks. Contract 2.1.2.
+"""DistributedOptimizer: a torch optimizer whose gradients are reduced over the ranks.
 
 When ``backward()`` returns, gradients are reduced: ``clip_grad_norm_``, ``GradScaler`` and whatever else
 reads gradients are used as in one process. What the ranks exchange when, and what they have to do alike, is
-told in ``ringdance.training.optimizer``.
+described in ``ringdance.training.optimizer``.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ class _Distributed(Wrapped):
         self._hooks = Hooks(options.parameters, exchange.on_gradient, exchange.on_backward_end, options.early)
 
     def _prepare(self) -> None:
-        """Connect a copy at its first use in a job; look for parameters added to the wrapped optimizer."""
+        """Connect a copy at its first use in a job; find parameters added to the wrapped optimizer."""
         if not self._connected and session.is_initialized():
             self._connect()
             if self._exchange is not None:
                 self._exchange.extend((), self._have_gradients(range(len(self._options.parameters))))
         if self._exchange is not None:
-            self._take_in_new()
+            self._add_new()
 
     def _have_gradients(self, indices: Iterable[int]) -> list[int]:
         parameters = self._options.parameters
         return [index for index in indices if parameters[index].grad is not None]
 
-    def _take_in_new(self) -> list[int]:
-        new = super()._take_in_new()
+    def _add_new(self) -> list[int]:
+        new = super()._add_new()
         if new and self._exchange is not None and self._hooks is not None:
             names = self._options.names[new[0] :]
             check_whole(names, self._options.parameters[new[0] :])
@@ -126,7 +126,7 @@ class _Distributed(Wrapped):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within, ``step()`` does not look whether gradients are reduced: ``synchronize()`` was called."""
+        """Within, ``step()`` does not reduce gradients: ``synchronize()`` was called."""
         self._skip = True
         try:
             yield
@@ -232,7 +232,7 @@ def DistributedOptimizer(
     if backward_passes_per_step <= 0:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
     if num_groups:
-        warnings.warn("num_groups is old: say groups=<number>.", DeprecationWarning, stacklevel=2)
+        warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     parameters = [parameter for _, parameter in pairs]
     scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together

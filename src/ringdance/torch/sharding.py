@@ -27,7 +27,7 @@ class ShardedStream(IterableDataset[Any]):
         self.ends, self.rank, self.size = ends, rank, size
 
     def __iter__(self) -> Iterator[Any]:
-        mine = sharding.deal(self.dataset, ends=self.ends, rank=self.rank, size=self.size)
+        mine = sharding.stream_share(self.dataset, ends=self.ends, rank=self.rank, size=self.size)
         worker = get_worker_info()
         return mine if worker is None else itertools.islice(mine, worker.id, None, worker.num_workers)
 
@@ -36,7 +36,7 @@ class ShardedStream(IterableDataset[Any]):
         return len(Shard(length, ends=self.ends, rank=self.rank, size=self.size))
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the stream, if it wants to know."""
+        """Pass the epoch on to the stream, if it has ``set_epoch``."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -73,9 +73,9 @@ def shard(
         )
     if shuffle or layout != "strided":
         raise ArgumentError(
-            f"shard() of a stream with shuffle={shuffle}, layout={layout!r}: a stream is dealt out in "
-            "its order, in turn. Shuffle in the stream itself, in the same way on all ranks, or give a data "
+            f"shard() of a stream with shuffle={shuffle}, layout={layout!r}: a stream is divided in "
+            "its order, strided. Shuffle in the stream itself, in the same way on all ranks, or give a data "
             "set that has a length."
         )
-    rank, size = sharding.place(ends, {"ends": ends}, process_set)
+    rank, size = sharding.check_plan(ends, {"ends": ends}, process_set)
     return ShardedStream(dataset, ends, rank, size)

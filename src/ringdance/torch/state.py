@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and objects from one rank to all. Contract 2.1.3."""
+"""Broadcast parameters and optimizer state from one rank to all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Args:
         params: ``model.state_dict()``, or tensors, or (name, tensor) pairs. Names match tensors between
-            ranks (without names, places do). Entries that are no tensors are left out.
+            ranks (without names, positions do). Entries that are no tensors are left out.
         root_rank: global rank.
 
     Raises:
@@ -71,8 +71,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     _broadcast_all([(name, value) for name, value in _pairs(params) if isinstance(value, Tensor)], root_rank)
 
 
-class _Place:
-    """Stands for a tensor in a structure that is sent as an object."""
+class _TensorRef:
+    """Replaces a tensor in a structure that is sent as an object."""
 
     def __init__(self, tensor: Tensor, number: int) -> None:
         self.number = number
@@ -81,28 +81,28 @@ class _Place:
         self.on_cpu = tensor.is_cpu
 
 
-def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the structure with each tensor replaced by its place, and collect the tensors."""
+def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the structure with each tensor replaced by a reference, and collect the tensors."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Place(value, len(tensors) - 1)
+        return _TensorRef(value, len(tensors) - 1)
     if isinstance(value, dict):
-        return {key: _taken_out(one, tensors) for key, one in value.items()}
+        return {key: _extract_tensors(one, tensors) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_taken_out(one, tensors) for one in value)
+        return type(value)(_extract_tensors(one, tensors) for one in value)
     return value
 
 
-def _put_back(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
+def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
     """Return the structure with tensors again: zeros that are then broadcast over, listed in ``tensors``."""
-    if isinstance(value, _Place):
+    if isinstance(value, _TensorRef):
         made = torch.zeros(value.shape, dtype=value.dtype, device="cpu" if value.on_cpu else device)
         tensors.append(made)
         return made
     if isinstance(value, dict):
-        return {key: _put_back(one, tensors, device) for key, one in value.items()}
+        return {key: _insert_tensors(one, tensors, device) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_put_back(one, tensors, device) for one in value)
+        return type(value)(_insert_tensors(one, tensors, device) for one in value)
     return value
 
 
@@ -114,7 +114,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give all ranks the optimizer state and options of global rank ``root_rank``.
 
-    The optimizer makes no step for it: what the root has is told to the others, which make room, and tensors
+    The optimizer makes no step for it: the root broadcasts the structure, the others allocate, and tensors
     are then broadcast in place. Works for every optimizer, with or without state so far. ``model`` is
     accepted and not needed.
 
@@ -136,14 +136,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             for group in optimizer.param_groups
         ]
         sizes = [len(group["params"]) for group in optimizer.param_groups]
-        structure = sizes, _taken_out(state, tensors), _taken_out(options, tensors)
+        structure = sizes, _extract_tensors(state, tensors), _extract_tensors(options, tensors)
     sizes, state, options = broadcast_object(structure, root_rank, name="optimizer_state")
     mine = [len(group["params"]) for group in optimizer.param_groups]
     if not is_root:
         device = {index: parameters[index].device for index in state} if sizes == mine else {}
         default = parameters[0].device if parameters else torch.device("cpu")
-        made = {key: _put_back(value, tensors, device.get(key, default)) for key, value in state.items()}
-        groups = [_put_back(one, tensors, default) for one in options]
+        made = {
+            key: _insert_tensors(value, tensors, device.get(key, default)) for key, value in state.items()
+        }
+        groups = [_insert_tensors(one, tensors, default) for one in options]
     _broadcast_all([(f"optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
     if is_root:
         return

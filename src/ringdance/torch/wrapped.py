@@ -1,4 +1,4 @@
-"""What distributed optimizers have in common: a class in front of the optimizer's own, and its options."""
+"""The base of distributed optimizers: a class in front of the optimizer's own, and its options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass
 class Options:
-    """What a distributed optimizer was made with; its copies take it along.
+    """The arguments of a distributed optimizer; its copies have them too.
 
     Attributes:
         names: of the parameters, the same and in the same order on all ranks.
@@ -82,9 +82,9 @@ class Wrapped:
         Names are those of ``named_parameters`` where it has them, else the numbers of group and parameter.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._take_in_new()
+        self._add_new()
 
-    def _take_in_new(self) -> list[int]:
+    def _add_new(self) -> list[int]:
         """Add to the options what the groups have gained, also by the wrapped optimizer; return indices."""
         options, groups = self._options, self.param_groups  # type: ignore[attr-defined]
         total = sum([len(group["params"]) for group in groups])
@@ -169,14 +169,14 @@ def warn_of_local_batch_norm(named_parameters: Any) -> None:
     ):
         warnings.warn(
             "The model has torch.nn.SyncBatchNorm, which without torch.distributed normalises each rank's "
-            "batch alone: before making the optimizer, say "
+            "batch alone: before making the optimizer, use "
             "model = hvd.SyncBatchNorm.convert_sync_batchnorm(model).",
             stacklevel=3,
         )
 
 
-def _number_name(group: int, place: int) -> str:
-    return f"allreduce.noname.{group}.{place}"
+def _number_name(group: int, index: int) -> str:
+    return f"allreduce.noname.{group}.{index}"
 
 
 def names_of(

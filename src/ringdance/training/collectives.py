@@ -191,7 +191,7 @@ class Backward:
     """The gradient of a collective: another collective on the gradients of its results, then a local step.
 
     All ranks of the set have to run the backward pass. A named call's gradient has the name ``<name>.grad``,
-    an unnamed one's none: those have to come in the same order on all ranks, as the calls themselves.
+    an unnamed one's none: those have to be in the same order on all ranks, as the calls themselves.
 
     Args:
         call: what is called with the gradients of the results; an alltoall with the received splits.

@@ -50,7 +50,7 @@ Broadcast = Callable[[Any], Any]
 
 
 class State:
-    """What is trained, and how far training has come. The base of states for each framework.
+    """The state of a training: the base of the states for each framework.
 
     Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` if need be.
 
@@ -207,7 +207,7 @@ def restart() -> None:
     """Leave the job and join it again, on all ranks. Process sets have to be added again.
 
     Raises:
-        RankLostError: a process has ended, or does not come within the setting ``elastic_timeout``.
+        RankLostError: a process has ended, or does not join within the setting ``elastic_timeout``.
     """
     basics.init(session.regroup())
 
@@ -251,14 +251,14 @@ def run_fn(func: Callable[..., T], reset: Callable[[], Any]) -> Callable[..., T]
 
 
 class _Failures:
-    """Counts failures since the last commit, and decides whether to go on."""
+    """Counts failures since the last commit and limits them."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._saves = self._count = 0
 
     def note(self, error: CollectiveError) -> None:
-        """Return to have training start again, or raise the error with a reason."""
+        """Return if training can start again, else raise the error with the reason."""
         saves = getattr(self._state, "_saves", 0)
         self._count = 1 if saves != self._saves else self._count + 1
         self._saves = saves
@@ -271,8 +271,8 @@ class _Failures:
             raise error
         if self._count > MOST_FAILURES:
             error.add_note(
-                f"ringdance: training has gone back to its last commit {MOST_FAILURES} times in a row and "
-                "failed each time; it is given up."
+                f"ringdance: training was restored to its last commit {MOST_FAILURES} times in a row and "
+                "failed each time: giving up."
             )
             raise error
         if found is None or found.rank == 0:

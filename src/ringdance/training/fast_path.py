@@ -24,12 +24,12 @@ __all__ = ["DifferentStepsError", "FastPath"]
 
 Array = np.ndarray[Any, Any]
 
-_TAGS = 8  # steps are told apart modulo this: small enough that a 16-bit float holds their squares exactly
+_TAGS = 8  # steps are distinguished modulo this: small enough that a 16-bit float holds their squares exactly
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
 
 class DifferentStepsError(Exception):
-    """The gradients that met belong to different steps."""
+    """The reduced gradients belong to different steps."""
 
 
 class FastPath:

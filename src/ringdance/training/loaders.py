@@ -1,4 +1,4 @@
-"""Loaders that prepare batches ahead, in a thread, for data that no loader of a framework reads."""
+"""Data loaders that prepare batches ahead in a thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]
 
 _log = logging.getLogger("ringdance")
 
-_LOOK_SECONDS = 0.1  # how often a thread that cannot put its batch looks whether it shall end
+_POLL_SECONDS = 0.1  # how often a thread with a full queue checks whether the loader was closed
 
 
 class BaseDataLoader(abc.ABC):
-    """What a loader has to say: its batches, and how many there are."""
+    """The base of loaders: subclasses define the batches and their number."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -35,28 +35,28 @@ class BaseDataLoader(abc.ABC):
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return what is yielded for a batch; in the thread of whoever iterates."""
+        """Return what is yielded for a batch; in the iterating thread."""
         return batch
 
 
 class _Failed:
-    """An exception of the thread, on its way to whoever iterates."""
+    """An exception of the thread, to be raised in the iterating thread."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 class AsyncDataLoaderMixin:
-    """Makes a loader work ahead: its ``_iterate`` runs in a thread, epoch after epoch.
+    """Runs a loader's ``_iterate`` ahead in a thread, epoch after epoch.
 
-    To be named before the loader::
+    Name it before the loader::
 
         class Loader(AsyncDataLoaderMixin, PlainLoader): ...
 
         loader = Loader(async_loader_queue_size=8, ...)   # the rest goes to PlainLoader
 
-    An exception of the thread is raised where the loader is iterated. The thread does not keep Python from
-    ending; ``close_async_loader`` ends it earlier.
+    An exception of the thread is raised where the loader is iterated. It is a daemon
+    thread; ``close_async_loader`` ends it earlier.
 
     Args:
         async_loader_queue_size: batches that may wait, of the next epoch too; 0: nothing is done ahead.
@@ -112,7 +112,7 @@ class AsyncDataLoaderMixin:
     def _put(self, batch: Any) -> bool:
         while not self._closing.is_set():
             try:
-                self._ahead.put(batch, timeout=_LOOK_SECONDS)
+                self._ahead.put(batch, timeout=_POLL_SECONDS)
                 return True
             except queue.Full:
                 pass

@@ -1,6 +1,6 @@
-"""Python objects between ranks, by cloudpickle: a rank can run any code on the others, which trust it.
+"""Exchange Python objects by cloudpickle: unpickling runs any code of the sender, which is trusted.
 
-What Ringdance itself has to exchange goes as JSON instead.
+Ringdance's own data are exchanged as JSON instead.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def allgather_object(
 ) -> list[Any]:
     """Return the objects of all members in rank order. Types and sizes may differ between ranks.
 
-    They are pickled: a member runs what another's pickle says, as with ``broadcast_object``.
+    They are pickled: unpickling runs code of the sender, as with ``broadcast_object``.
     """
     return _allgather(obj, name or _ALLGATHER, process_set, cloudpickle.dumps, cloudpickle.loads)
 
 
 def allgather_json(value: Any, name: str, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the values of all members in rank order: what JSON can hold; tuples come back as lists."""
+    """Return the values of all members in rank order: of JSON types; tuples become lists."""
 
     def dumps(value: Any) -> bytes:
         return json.dumps(value, default=operator.index).encode()  # NumPy's integers too
@@ -118,5 +118,4 @@ def _allgather(
     if (ends < 0).any():
         rank = engine.members(number)[int(np.argmin(ends))]
         raise ObjectError(f"allgather_object({name!r}): the object on rank {rank} cannot be pickled.")
-    pieces = np.split(joined, np.cumsum(ends)[:-1])
-    return [loads(piece.data) for piece in pieces]
+    return [loads(part.data) for part in np.split(joined, np.cumsum(ends)[:-1])]

@@ -57,7 +57,7 @@ __all__ = ["GradientExchange"]
 Array = np.ndarray[Any, Any]
 
 # Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros
-# that a joined rank contributes, and their maxima tell whether all ranks are in one step.
+# that a joined rank contributes, and their maxima show whether all ranks are in one step.
 STEPS = 251
 
 
@@ -277,9 +277,9 @@ class GradientExchange:
             if bucket.work is not None:
                 for index in bucket.expected:
                     kinds[index] = bucket.kinds[index]
-        usual = kinds == self._fast_path.expected_kinds
+        as_expected = kinds == self._fast_path.expected_kinds
         memory = kinds + bytes(
-            (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if usual else 1)
+            (self.step + 1, STEPS - self.step, 0 if self.wants_overlap else 1, 0 if as_expected else 1)
         ) + self._names_digest
         mask = np.frombuffer(memory, np.uint8)
         call = prepared(Collective.ALLREDUCE, f"{self.name}.mask", ReduceOp.MAX, set_id=self.set_id)
@@ -403,8 +403,8 @@ class GradientExchange:
 
     def _different_steps(self, others: str) -> MismatchError:
         return MismatchError(
-            f"Gradients of different steps met ({self.name}): rank {self.engine.rank} is in {self.step}, "
-            f"{others}. Some made more backward "
-            "passes than others before optimizer.step(). Make the same number on all ranks (a pass may leave "
-            "parameters out), or set reduce_in_backward=False, which exchanges once, in step()."
+            f"Gradients of different steps were exchanged together ({self.name}): rank {self.engine.rank} is "
+            f"in {self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
+            "Make the same number on all ranks (a pass may leave parameters out), "
+            "or set reduce_in_backward=False, which exchanges once, in step()."
         )

@@ -1,4 +1,4 @@
-"""What the arguments of a distributed optimizer mean, checked. For all bindings."""
+"""Check the arguments of distributed optimizers, for all bindings."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def usable_cores() -> int:
 
 
 def share_of_cores(local_size: int) -> int:
-    """Return how many threads this rank is to compute with: ``OMP_NUM_THREADS``, or its share of cores."""
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(told) if told.isdigit() and int(told) else max(1, _own_cores(local_size))
+    """Return the number of threads for this rank: ``OMP_NUM_THREADS``, or its share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(given) if given.isdigit() and int(given) else max(1, _own_cores(local_size))
 
 
 def _own_cores(local_size: int) -> int:
-    # A launcher that binds ranks has shared the cores out already.
+    # A launcher that binds ranks has divided the cores already.
     bound = usable_cores() * local_size <= (os.cpu_count() or 1)
     return usable_cores() if bound else usable_cores() // local_size
 
@@ -42,7 +42,7 @@ def spare_cores(local_size: int, threads: int) -> bool:
 
 
 def wants_overlap(engine: Engine, threads: int) -> bool:
-    """Return whether this rank, which computes with so many threads, would exchange meanwhile."""
+    """Return whether this rank, which computes with this many threads, can exchange meanwhile."""
     wanted = engine.settings.overlap
     return wanted == "on" or (wanted == "auto" and spare_cores(engine.local_size, threads))
 

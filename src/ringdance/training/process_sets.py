@@ -49,7 +49,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(session.engine().members(self.process_set_id))
 
     def rank(self) -> int | None:
-        """Return this process's place in the set; ``None`` while not registered.
+        """Return this process's rank in the set; ``None`` while not registered.
 
         Raises:
             ArgumentError: this process is not a member.
@@ -68,7 +68,7 @@ class ProcessSet:
         return None if self.ranks is None else rank in self.ranks
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        return self  # it stands for a set of the job, as a communicator does
+        return self  # a handle of a set of the job, as a communicator is
 
     def __getstate__(self) -> dict[str, Any]:
         return {"ranks": self.ranks, "mpi_comm": None}  # the number belongs to this job
@@ -132,14 +132,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises:
         ArgumentError: a rank is out of range or repeated, or a set of these ranks exists. Ranks that
-            made the call rightly get a MismatchError that says so.
+            made the call correctly get a MismatchError.
         NotImplementedError: the set was made from a communicator (give those to ``init``).
         MismatchError: ranks named different members; raised on all.
     """
     if hasattr(process_set, "Get_group") or getattr(process_set, "mpi_comm", None) is not None:
         raise NotImplementedError("A set made from a communicator has to be given to init(process_sets=...).")
     engine = session.engine()
-    # The engine checks the ranks, and tells the other ranks of a wrong call.
+    # The engine checks the ranks, and makes a wrong call fail on the other ranks.
     number = engine.add_process_set(
         (process_set.ranks or ()) if isinstance(process_set, ProcessSet) else process_set
     )

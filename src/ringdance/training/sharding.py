@@ -1,15 +1,15 @@
-"""Which samples of an epoch are whose: one plan for all frameworks, each sample exactly once over all ranks.
+"""Divide the samples of an epoch among the ranks: each sample exactly once over all ranks.
 
 The samples are numbered 0 to ``length - 1``; with ``shuffle`` in an order drawn from ``seed`` and the epoch,
-equal on all ranks. That order is dealt out in turn ("strided") or in blocks ("contiguous"). Where the
-samples cannot be divided evenly, ``ends`` says what happens with the last ones:
+equal on all ranks. Each rank takes every ``size``-th of that order ("strided") or a block ("contiguous").
+Where the samples cannot be divided evenly, ``ends`` decides about the last ones:
 
 - "pad": the order is lengthened from its own start until all ranks have as many: at most ``size - 1``
   samples are seen twice (more often only where there are fewer samples than ranks);
 - "drop": the last ``length % size`` of the order are left out, with ``shuffle`` others in each epoch;
 - "join": nothing is repeated or left out; some ranks have one sample more, and the others call ``join()``.
 
-There is no default: which of them is right depends on what the samples are for.
+There is no default: the right one depends on the purpose, training or evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["Shard", "deal", "place", "shard"]
+__all__ = ["Shard", "check_plan", "shard", "stream_share"]
 
 T = TypeVar("T")
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -46,7 +46,7 @@ class Shard:
         ends: "pad", "drop" or "join": what happens if the ranks cannot have equally many.
         shuffle: in another order each epoch.
         seed: of the order, 0 to 2**32 - 1; equal on all ranks.
-        layout: "strided" (rank r has the places r, r + size, ... of the order) or "contiguous" (blocks).
+        layout: "strided" (rank r has the positions r, r + size, ... of the order) or "contiguous" (blocks).
         process_set: the ranks among which samples are divided.
         rank, size: instead of those of the process set; nothing is compared then.
 
@@ -73,7 +73,7 @@ class Shard:
         same = {
             "length": self.length, "ends": ends, "shuffle": self.shuffle, "seed": self.seed, "layout": layout
         }  # fmt: skip
-        self.rank, self.size = place(ends, same, process_set, rank, size)
+        self.rank, self.size = check_plan(ends, same, process_set, rank, size)
         if ends == "drop" and 0 < self.length < self.size:
             raise ArgumentError(too_few(self.length, self.size))
 
@@ -83,23 +83,23 @@ class Shard:
 
     def indices(self, epoch: int | None = None) -> Indices:
         """Return this rank's samples in order, shape (len(self),), of an epoch or of the one that is set."""
-        places = self.places()
+        positions = self.positions()
         if self.length:
-            places %= self.length  # the places behind the end are the first ones again
+            positions %= self.length  # positions behind the end are the first ones again
         if not self.shuffle:
-            return places
+            return positions
         number = self.epoch if epoch is None else _whole("epoch", epoch, _SEEDS)
         order = np.random.RandomState([self.seed, number]).permutation(self.length)
-        chosen: Indices = order[places].astype(np.int64, copy=False)
+        chosen: Indices = order[positions].astype(np.int64, copy=False)
         return chosen
 
-    def places(self) -> Indices:
-        """Return this rank's places in the order of an epoch; those from ``length`` on are padding."""
+    def positions(self) -> Indices:
+        """Return this rank's positions in the order of an epoch; those from ``length`` on are padding."""
         start, stop, step = self.span()
         return np.arange(start, stop, step, dtype=np.int64)
 
     def span(self) -> tuple[int, int, int]:
-        """Return first place, end and step of this rank's places."""
+        """Return start, stop and step of this rank's positions."""
         total = total_of(self.length, self.size, self.ends)
         if self.layout == "strided":
             return self.rank, total, self.size
@@ -153,8 +153,8 @@ def shard(
     return Shard(length, ends=ends, shuffle=shuffle, seed=seed, layout=layout, process_set=process_set)
 
 
-def deal(items: Iterable[T], *, ends: str, rank: int, size: int) -> Iterator[T]:
-    """Yield this rank's items of a stream whose length nobody knows; the plan is that of "strided".
+def stream_share(items: Iterable[T], *, ends: str, rank: int, size: int) -> Iterator[T]:
+    """Yield this rank's items of a stream of unknown length, as "strided" does.
 
     Each rank reads the whole stream, which must give the same items in the same order on all. "pad" keeps
     the first ``size - 1`` items; "drop" reads to the end of a round before it yields.
@@ -168,13 +168,13 @@ def deal(items: Iterable[T], *, ends: str, rank: int, size: int) -> Iterator[T]:
     for number, item in enumerate(items):
         if ends == "pad" and number < size - 1:
             first.append(item)
-        turn = number % size
-        if turn == rank:
+        owner = number % size
+        if owner == rank:
             if ends != "drop":
                 yield item
             else:
                 held.append(item)
-        if ends == "drop" and turn == size - 1:
+        if ends == "drop" and owner == size - 1:
             yield held.pop()
     count = number + 1
     left = count % size
@@ -185,7 +185,7 @@ def deal(items: Iterable[T], *, ends: str, rank: int, size: int) -> Iterator[T]:
 
 
 def total_of(length: int, size: int, ends: str) -> int:
-    """Return how many places all ranks together have."""
+    """Return the number of positions of all ranks together."""
     if ends == "join" or not length:
         return length
     return length // size * size if ends == "drop" else -(-length // size) * size
@@ -199,11 +199,11 @@ def too_few(length: int, size: int) -> str:
     )
 
 
-def place(
+def check_plan(
     ends: str, same: dict[str, Any], process_set: ProcessSet = global_process_set,
     rank: int | None = None, size: int | None = None,
 ) -> tuple[int, int]:
-    """Return (rank, size) among which data are divided, after all ranks have shown the same arguments.
+    """Return (rank, size) for dividing data, after comparing the arguments of all ranks.
 
     Args:
         ends: "pad", "drop" or "join".
@@ -218,7 +218,7 @@ def place(
     """
     if ends not in ENDS:
         raise ArgumentError(
-            f"ends={ends!r}: say what happens where the samples cannot be divided evenly: 'pad' (some are "
+            f"ends={ends!r}: choose what happens where the samples cannot be divided evenly: 'pad' (some are "
             "repeated), 'drop' (some are left out) or 'join' (some ranks have one more; the "
             "others call join())."
         )
@@ -240,7 +240,7 @@ def place(
 
 
 def _compare(same: dict[str, Any], process_set: ProcessSet, members: tuple[int, ...]) -> None:
-    """Raise if the ranks gave different arguments: they would train on wrong shares without a sign."""
+    """Raise MismatchError if the ranks gave different arguments: their shares would be wrong."""
     if len(members) == 1:
         return
     given = allgather_json(same, "shard", process_set)

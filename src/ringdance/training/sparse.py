@@ -1,15 +1,15 @@
-"""One way for gradients that hold only some rows of a table, whatever the framework.
+"""Reduce gradients that hold only some rows of a table, for all frameworks.
 
-Rows that occur several times on a rank are summed there first. Then all ranks add up how many rows they have,
-one small all-reduce, and so choose alike:
+Rows that occur several times on a rank are summed there first. One small all-reduce adds up the numbers of
+rows, so all ranks choose the same route:
 
 - "rows": rows are gathered, and equal ones summed. Memory and time grow with the rows, not with the table;
 - "dense": where the rows of all ranks together are a good part of the table, or the table is small, each
-  makes a dense table of its own, which is all-reduced, and takes out of it the rows that anybody has used.
+  makes a dense table of its own, which is all-reduced, and extracts the rows that any rank has used.
 
 So no rank ever holds more than about the table, or the rows of all ranks: never ranks times table. Both
-give the same: the rows that anybody has used, in ascending order, each once. While a rank has
-joined only all-reduces work, so the choice is "dense" then. The knob ``sparse`` forces one or the other.
+give the same: the rows that any rank has used, in ascending order, each once. While a rank has
+joined only all-reduces work, so the choice is "dense" then. The setting ``sparse`` forces one or the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Array = np.ndarray[Any, Any]
 _log = logging.getLogger("ringdance")
 
 ROWS, DENSE = "rows", "dense"
-# Where the dense way was quicker on two ranks of a host: from these rows of all ranks together on, as a
+# Where the dense route was faster on two ranks of a host: from these rows of all ranks together on, as a
 # share of the table (0.2 with 128 columns, 0.27 with 16, 0.45 with one), and with tables of so many bytes.
 DENSE_FROM = 0.3
 SMALL_BYTES = 64 << 10
@@ -169,10 +169,10 @@ class SparseExchange:
         self._agreed = call.submit(engine, (self._counts,), (self._counts,))
 
     def _call(
-        self, verb: Collective, what: str, operation: ReduceOp = ReduceOp.SUM, grouped: bool = False
+        self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM, grouped: bool = False
     ) -> Call:
         name = None if self.name is None else f"{self.name}.{what}"
-        return Call(verb, name, operation, set_id=self.set_id, grouped=grouped)
+        return Call(kind, name, operation, set_id=self.set_id, grouped=grouped)
 
     def _check(self) -> None:
         for name, part in zip(self.names, self.parts, strict=True):
@@ -232,8 +232,8 @@ class SparseExchange:
         gathered = call.submit(self.engine, tuple(views)).wait()
         divisor = self.size if self.average else 1
         return [
-            Rows(*merge(gathered[2 * place], gathered[2 * place + 1], divisor), part.table)
-            for place, part in enumerate(parts)
+            Rows(*merge(gathered[2 * index], gathered[2 * index + 1], divisor), part.table)
+            for index, part in enumerate(parts)
         ]
 
     def _summed(self, parts: Sequence[Rows]) -> list[Rows]:

@@ -221,7 +221,7 @@ def test_it_gives_up_without_a_commit() -> None:
     errors = [CollectiveError(str(number)) for number in range(most + 1)]
     with pytest.raises(CollectiveError, match=str(most)) as caught:
         play(state, *errors)
-    assert "given up" in caught.value.__notes__[0]
+    assert "giving up" in caught.value.__notes__[0]
     assert state.lines.count("call") == most + 1
     assert state.lines.count("restore") == most
 

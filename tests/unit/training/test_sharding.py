@@ -11,7 +11,7 @@ from loopback_job import job
 
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.process_sets import ProcessSet, add_process_set
-from ringdance.training.sharding import Shard, deal, shard
+from ringdance.training.sharding import Shard, shard, stream_share
 
 LENGTHS = range(51)
 SIZES = range(1, 6)
@@ -74,7 +74,7 @@ def test_every_sample_once(ends: str, layout: str, shuffle: bool) -> None:
 @pytest.mark.parametrize("ends", ["pad", "drop", "join"])
 def test_a_stream_is_dealt_out_as_if_its_length_were_known(ends: str) -> None:
     for length, size in itertools.product(LENGTHS, SIZES):
-        dealt = [deal(iter(range(length)), ends=ends, rank=rank, size=size) for rank in range(size)]
+        dealt = [stream_share(iter(range(length)), ends=ends, rank=rank, size=size) for rank in range(size)]
         if ends == "drop" and 0 < length < size:
             for one in dealt:
                 with pytest.raises(ArgumentError, match="would leave nothing"):

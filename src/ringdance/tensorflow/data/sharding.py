@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.exchange import plain
 from ringdance.training.process_sets import ProcessSet, global_process_set
-from ringdance.training.sharding import Shard, place, total_of
+from ringdance.training.sharding import Shard, check_plan, total_of
 
 __all__ = ["shard"]
 
@@ -57,7 +57,7 @@ def shard(
     if shuffle:
         # The global seed of tf.random.set_seed() counts too.
         same["seed (with that of tf.random.set_seed)"] = tf.compat.v1.get_seed(seed)
-    rank, size = place(ends, same, process_set)
+    rank, size = check_plan(ends, same, process_set)
     if shuffle:
         data = data.shuffle(max(count, 1) if shuffle is True else shuffle, seed=seed)
     if known:
