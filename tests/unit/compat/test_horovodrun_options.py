@@ -77,8 +77,8 @@ def test_an_option_sets_its_variable_and_nothing_else(words, expected):
 def test_every_option_and_key_is_in_the_table():
     """So that none is forgotten by one of the three that use it: parser, file, environment."""
     args = parse_args(["-np", "2", "true"])
-    assert all(getattr(args, setting.dest) is None for setting in config_parser.KNOBS)
-    assert len({setting.variable for setting in config_parser.KNOBS}) == len(config_parser.KNOBS) == 23
+    assert all(getattr(args, setting.dest) is None for setting in config_parser.SETTINGS)
+    assert len({setting.variable for setting in config_parser.SETTINGS}) == len(config_parser.SETTINGS) == 23
 
 
 def test_the_callers_environment_holds_where_no_option_is_given():

@@ -34,7 +34,7 @@ signal n killed it); 2 if nothing was started, 127 if the command was not found;
 """
 
 DEFAULTS: dict[str, Any] = {
-    **{knob.dest: None for knob in config_parser.KNOBS},
+    **{setting.dest: None for setting in config_parser.SETTINGS},
     **dict.fromkeys(
         ("num_proc", "min_num_proc", "max_num_proc", "slots", "elastic_timeout", "reset_limit", "config_file",
          "cooldown_range", "hosts", "hostfile", "host_discovery_script", "start_timeout", "output_filename",
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--config-file", metavar="FILE", help="YAML file with values for what the command line leaves open")
     add("-p", "--ssh-port", type=int, metavar="N", help="port of ssh on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh to other hosts")
-    _add_knobs(parser)
+    _add_settings(parser)
     _add_output(parser)
     _add_elastic(parser)
     _add_hosts(parser)
@@ -112,25 +112,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_knobs(parser: argparse.ArgumentParser) -> None:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     docs = {setting.legacy: setting.doc for setting in SETTINGS}
     docs |= {f"HOROVOD_{name}": f"no effect: {reason}" for name, (_, reason) in NO_EFFECT.items()}
     group = parser.add_argument_group("settings of the processes (HOROVOD_* variables)")
-    for knob in config_parser.KNOBS:
-        doc = docs[knob.variable].replace("%", "%%")
-        if knob.dest in ("log_level", "log_with_timestamp"):
+    for setting in config_parser.SETTINGS:
+        doc = docs[setting.variable].replace("%", "%%")
+        if setting.dest in ("log_level", "log_with_timestamp"):
             continue
-        if knob.dest == "no_stall_check":
+        if setting.dest == "no_stall_check":
             check = group.add_mutually_exclusive_group()
             check.add_argument("--no-stall-check", **_NO_VALUE, help=doc)
             check.add_argument(
                 "--stall-check", action="store_false", dest="no_stall_check", help="look for them"
             )
-        elif knob.kind is bool:
-            group.add_argument(knob.option, action=argparse.BooleanOptionalAction, help=doc)
+        elif setting.kind is bool:
+            group.add_argument(setting.option, action=argparse.BooleanOptionalAction, help=doc)
         else:
-            letter = {str: "TEXT", int: "N"}.get(knob.kind, "X")  # type: ignore[call-overload]
-            group.add_argument(knob.option, type=knob.kind, metavar=letter, help=doc)
+            letter = {str: "TEXT", int: "N"}.get(setting.kind, "X")  # type: ignore[call-overload]
+            group.add_argument(setting.option, type=setting.kind, metavar=letter, help=doc)
     mpi = parser.add_argument_group("MPI")
     mpi.add_argument("--mpi-args", metavar="TEXT", help='more options of mpiexec, as in --mpi-args="-x NAME"')
     mpi.add_argument("--binding-args", metavar="TEXT", help="options of mpiexec in place of `--bind-to none`")

@@ -141,7 +141,7 @@ def _lines(args: argparse.Namespace, order: JobSpec) -> Iterator[str]:
             f"{', '.join(given)}: this job keeps the processes and hosts that it starts with; "
             "processes that come and go do not exist yet"
         )
-    options = {knob.variable: knob.option for knob in config_parser.KNOBS if knob.variable in order.exports}
+    options = {s.variable: s.option for s in config_parser.SETTINGS if s.variable in order.exports}
     reasons: dict[str, list[str]] = {}
     for name, text, reason in without_effect({**os.environ, **order.exports}):
         reasons.setdefault(reason, []).append(options.get(name, f"{name}={text}"))

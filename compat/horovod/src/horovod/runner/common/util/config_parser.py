@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "KNOBS", "read_config", "set_args_from_config", "set_env_from_args", "unknown_keys",
+    "SETTINGS", "read_config", "set_args_from_config", "set_env_from_args", "unknown_keys",
     "validate_config_args",
 ]  # fmt: skip
 
@@ -24,7 +24,7 @@ def number(text: Any) -> int | float:
 
 
 @dataclass(frozen=True)
-class Knob:
+class Setting:
     """One such option.
 
     Attributes:
@@ -61,38 +61,39 @@ class Knob:
         return str(int(value) if isinstance(value, bool) else value)
 
 
-KNOBS = (
-    Knob("fusion_threshold_mb", "FUSION_THRESHOLD", "params", "fusion_threshold_mb", int),
-    Knob("cycle_time_ms", "CYCLE_TIME", "params", "cycle_time_ms", float),
-    Knob("cache_capacity", "CACHE_CAPACITY", "params", "cache_capacity", int),
-    Knob("hierarchical_allreduce", "HIERARCHICAL_ALLREDUCE", "params", "hierarchical_allreduce", bool),
-    Knob("hierarchical_allgather", "HIERARCHICAL_ALLGATHER", "params", "hierarchical_allgather", bool),
-    Knob("torus_allreduce", "TORUS_ALLREDUCE", "params", "torus_allreduce", bool),
-    Knob("autotune", "AUTOTUNE", "autotune", "enabled", bool),
-    Knob("autotune_log_file", "AUTOTUNE_LOG", "autotune", "log_file", str),
-    Knob("autotune_warmup_samples", "AUTOTUNE_WARMUP_SAMPLES", "autotune", "warmup_samples", int),
-    Knob("autotune_steps_per_sample", "AUTOTUNE_STEPS_PER_SAMPLE", "autotune", "steps_per_sample", int),
-    Knob("autotune_bayes_opt_max_samples", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune",
+SETTINGS = (
+    Setting("fusion_threshold_mb", "FUSION_THRESHOLD", "params", "fusion_threshold_mb", int),
+    Setting("cycle_time_ms", "CYCLE_TIME", "params", "cycle_time_ms", float),
+    Setting("cache_capacity", "CACHE_CAPACITY", "params", "cache_capacity", int),
+    Setting("hierarchical_allreduce", "HIERARCHICAL_ALLREDUCE", "params", "hierarchical_allreduce", bool),
+    Setting("hierarchical_allgather", "HIERARCHICAL_ALLGATHER", "params", "hierarchical_allgather", bool),
+    Setting("torus_allreduce", "TORUS_ALLREDUCE", "params", "torus_allreduce", bool),
+    Setting("autotune", "AUTOTUNE", "autotune", "enabled", bool),
+    Setting("autotune_log_file", "AUTOTUNE_LOG", "autotune", "log_file", str),
+    Setting("autotune_warmup_samples", "AUTOTUNE_WARMUP_SAMPLES", "autotune", "warmup_samples", int),
+    Setting("autotune_steps_per_sample", "AUTOTUNE_STEPS_PER_SAMPLE", "autotune", "steps_per_sample", int),
+    Setting("autotune_bayes_opt_max_samples", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune",
          "bayes_opt_max_samples", int),
-    Knob("autotune_gaussian_process_noise", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune",
+    Setting("autotune_gaussian_process_noise", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune",
          "gaussian_process_noise", float),
-    Knob("timeline_filename", "TIMELINE", "timeline", "filename", str),
-    Knob("timeline_mark_cycles", "TIMELINE_MARK_CYCLES", "timeline", "mark_cycles", bool),
-    Knob("no_stall_check", "STALL_CHECK_DISABLE", "stall_check", "enabled", bool, inverted=True),
-    Knob("stall_check_warning_time_seconds", "STALL_CHECK_TIME_SECONDS", "stall_check",
+    Setting("timeline_filename", "TIMELINE", "timeline", "filename", str),
+    Setting("timeline_mark_cycles", "TIMELINE_MARK_CYCLES", "timeline", "mark_cycles", bool),
+    Setting("no_stall_check", "STALL_CHECK_DISABLE", "stall_check", "enabled", bool, inverted=True),
+    Setting("stall_check_warning_time_seconds", "STALL_CHECK_TIME_SECONDS", "stall_check",
          "warning_time_seconds", number),
-    Knob("stall_check_shutdown_time_seconds", "STALL_SHUTDOWN_TIME_SECONDS", "stall_check",
+    Setting("stall_check_shutdown_time_seconds", "STALL_SHUTDOWN_TIME_SECONDS", "stall_check",
          "shutdown_time_seconds", number),
-    Knob("mpi_threads_disable", "MPI_THREADS_DISABLE", "library_options", "mpi_threads_disable", bool),
-    Knob("num_nccl_streams", "NUM_NCCL_STREAMS", "library_options", "num_nccl_streams", int),
-    Knob("thread_affinity", "THREAD_AFFINITY", "library_options", "thread_affinity", str),
-    Knob("gloo_timeout_seconds", "GLOO_TIMEOUT_SECONDS", "library_options", "gloo_timeout_seconds", number),
-    Knob("log_level", "LOG_LEVEL", "logging", "level", str),
-    Knob("log_with_timestamp", "LOG_HIDE_TIME", "logging", "with_timestamp", bool),
+    Setting("mpi_threads_disable", "MPI_THREADS_DISABLE", "library_options", "mpi_threads_disable", bool),
+    Setting("num_nccl_streams", "NUM_NCCL_STREAMS", "library_options", "num_nccl_streams", int),
+    Setting("thread_affinity", "THREAD_AFFINITY", "library_options", "thread_affinity", str),
+    Setting("gloo_timeout_seconds", "GLOO_TIMEOUT_SECONDS", "library_options", "gloo_timeout_seconds",
+            number),
+    Setting("log_level", "LOG_LEVEL", "logging", "level", str),
+    Setting("log_with_timestamp", "LOG_HIDE_TIME", "logging", "with_timestamp", bool),
 )  # fmt: skip
 
 # HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD", and so on: scripts take the names from here.
-globals().update({knob.variable: knob.variable for knob in KNOBS})
+globals().update({setting.variable: setting.variable for setting in SETTINGS})
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 _CONTROLLERS = ("gloo", "mpi")
@@ -120,7 +121,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
     """Sections and keys (``section.key``) that mean nothing."""
-    known = {(knob.section, knob.key) for knob in KNOBS}
+    known = {(setting.section, setting.key) for setting in SETTINGS}
     for section, content in config.items():
         if section == "controller":
             continue
@@ -145,28 +146,29 @@ def set_args_from_config(
             raise ValueError(f"controller={controller} must be one of {', '.join(_CONTROLLERS)}")
         if not given:
             setattr(args, f"use_{controller}", True)
-    for knob in KNOBS:
-        content = config.get(knob.section)
+    for setting in SETTINGS:
+        content = config.get(setting.section)
         if content is not None and not isinstance(content, dict):
-            raise ValueError(f"{knob.section}: expected keys with values, found {content!r}")
-        value = (content or {}).get(knob.key)
-        if value is not None and knob.dest not in override_args:
-            value = _convert(knob, value)
-            setattr(args, knob.dest, not value if knob.inverted else value)
+            raise ValueError(f"{setting.section}: expected keys with values, found {content!r}")
+        value = (content or {}).get(setting.key)
+        if value is not None and setting.dest not in override_args:
+            value = _convert(setting, value)
+            setattr(args, setting.dest, not value if setting.inverted else value)
 
 
-def _convert(knob: Knob, value: Any) -> Any:
-    name = f"{knob.section}.{knob.key}={value}"
-    if knob.kind is bool:
+def _convert(setting: Setting, value: Any) -> Any:
+    name = f"{setting.section}.{setting.key}={value}"
+    if setting.kind is bool:
         if value not in (True, False):  # 1 and 0 are
             raise ValueError(f"{name} must be true or false")
         return bool(value)
-    if isinstance(value, bool | dict | list) and not (knob.dest == "thread_affinity" and type(value) is list):
+    cores = setting.dest == "thread_affinity" and type(value) is list
+    if isinstance(value, bool | dict | list) and not cores:
         raise ValueError(f"{name} must be one value")
     if isinstance(value, list):
         return ",".join(map(str, value))
     try:
-        return knob.kind(value)
+        return setting.kind(value)
     except ValueError:
         raise ValueError(f"{name} must be a number") from None
 
@@ -177,35 +179,35 @@ def validate_config_args(args: argparse.Namespace) -> None:
     Raises:
         ValueError: ``name=value must be ...``.
     """
-    for knob in KNOBS:
-        value = getattr(args, knob.dest, None)
+    for setting in SETTINGS:
+        value = getattr(args, setting.dest, None)
         if value is None:
             continue
         problem = ""
-        if knob.dest == "autotune_gaussian_process_noise":
+        if setting.dest == "autotune_gaussian_process_noise":
             problem = "" if 0 <= value <= 1 else "between 0 and 1"
-        elif knob.dest == "log_level":
+        elif setting.dest == "log_level":
             problem = "" if str(value).upper() in _LEVELS else "one of " + ", ".join(_LEVELS)
-        elif knob.dest == "thread_affinity":
+        elif setting.dest == "thread_affinity":
             cores = str(value).split(",")
             problem = "" if all(core.strip().isdecimal() for core in cores) else "core numbers, such as 0,2"
-        elif knob.kind not in (bool, str):
+        elif setting.kind not in (bool, str):
             problem = "" if value >= 0 else ">= 0"
         if problem:
-            raise ValueError(f"{knob.dest}={value} must be {problem}")
+            raise ValueError(f"{setting.dest}={value} must be {problem}")
 
 
 def set_env_from_args(env: MutableMapping[str, str], args: argparse.Namespace) -> MutableMapping[str, str]:
     """Set in `env` the variables of what is given in `args`; the others stay as they are. Returns `env`."""
-    for knob in KNOBS:
-        value = getattr(args, knob.dest, None)
+    for setting in SETTINGS:
+        value = getattr(args, setting.dest, None)
         if value is None:
             continue
-        if knob.dest.startswith("autotune_") and not args.autotune:
+        if setting.dest.startswith("autotune_") and not args.autotune:
             continue
-        if knob.dest == "timeline_mark_cycles" and not args.timeline_filename:
+        if setting.dest == "timeline_mark_cycles" and not args.timeline_filename:
             continue
-        env[knob.variable] = knob.text(value)
+        env[setting.variable] = setting.text(value)
     if getattr(args, "tcp_flag", None):
         env["NCCL_IB_DISABLE"] = "1"
     if getattr(args, "nics", None):
