@@ -97,11 +97,11 @@ class Case:
 
 
 def by_route(case: Case, route: str) -> Callable[[], tuple[Any, Any]]:
-    """Average by ``training.sparse``, with the setting at ``route``."""
+    """Average by ``training.gradients.sparse``, with the setting at ``route``."""
     from dataclasses import replace
 
     from ringdance import session
-    from ringdance.training.sparse import Rows, SparseExchange
+    from ringdance.training.gradients.sparse import Rows, SparseExchange
 
     engine = session.engine()
 

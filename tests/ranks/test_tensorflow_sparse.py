@@ -10,7 +10,7 @@ import tensorflow as tf
 from other_settings import other_settings
 
 import ringdance.tensorflow as hvd
-from ringdance.training.sparse import merge
+from ringdance.training.gradients.sparse import merge
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

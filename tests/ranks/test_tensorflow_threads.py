@@ -8,7 +8,7 @@ import tensorflow as tf
 import ringdance.tensorflow as hvd
 from ringdance.tensorflow import threads
 from ringdance.tensorflow.threads import computing_threads
-from ringdance.training.options import share_of_cores, usable_cores
+from ringdance.training.gradients.options import share_of_cores, usable_cores
 
 hvd.init()
 

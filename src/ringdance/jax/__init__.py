@@ -15,7 +15,7 @@ from ringdance.jax.operations import *
 from ringdance.jax.optimizer import DistributedState, distributed
 from ringdance.jax.state import broadcast_parameters
 from ringdance.jax.threads import init
-from ringdance.training.compression import Compressor
+from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [

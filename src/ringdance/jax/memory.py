@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from ringdance.errors import ArgumentError
-from ringdance.training.compression import compression_for
+from ringdance.training.gradients.compression import compression_for
 from ringdance.training.memory import array_at
 
 __all__ = ["Compression", "array_of", "from_array"]

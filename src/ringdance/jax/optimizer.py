@@ -14,7 +14,7 @@ from ringdance.jax.memory import Compression
 from ringdance.jax.operations import grouped_allreduce
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
-from ringdance.training.options import scales_of
+from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["DistributedState", "distributed"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringdance import session
 from ringdance.training import basics
-from ringdance.training.options import share_of_cores
+from ringdance.training.gradients.options import share_of_cores
 from ringdance.training.process_sets import ProcessSet
 
 __all__ = ["init"]

@@ -23,7 +23,7 @@ from ringdance.keras.library import Compression
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.reduction import init
 from ringdance.keras.values import *
-from ringdance.training.compression import Compressor
+from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.training.compression import compression_for
+from ringdance.training.gradients.compression import compression_for
 
 __all__ = [
     "KERAS2", "Compression", "build", "forms", "is_built", "keras", "number", "ops", "optimizer_types",

@@ -13,7 +13,7 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import Compression, keras, ops
 from ringdance.training import basics
-from ringdance.training.options import scales_of
+from ringdance.training.gradients.options import scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["Reduction", "binding", "init", "takes_part", "true_on_all"]

@@ -14,8 +14,8 @@ from ringdance.tensorflow.optimizer import DistributedOptimizer
 from ringdance.tensorflow.state import *  # type: ignore[assignment]
 from ringdance.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from ringdance.tensorflow.threads import init
-from ringdance.training.compression import Compressor
-from ringdance.training.sparse import sparse_routes
+from ringdance.training.gradients.compression import Compressor
+from ringdance.training.gradients.sparse import sparse_routes
 
 __all__ = [
     "Adasum", "Average", "BroadcastGlobalVariablesHook", "CollectiveError", "Compression", "Compressor",

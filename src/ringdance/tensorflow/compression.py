@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.training.compression import compression_for
+from ringdance.training.gradients.compression import compression_for
 
 __all__ = ["Compression"]
 

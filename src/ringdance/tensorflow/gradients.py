@@ -26,7 +26,7 @@ from ringdance.tensorflow.exchange import perform, perform_all, plain
 from ringdance.tensorflow.sparse import reduce_rows
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
-from ringdance.training.options import check_groups, parts_of, scales_of
+from ringdance.training.gradients.options import check_groups, parts_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["GradientReducer", "groups_of", "variable_of"]

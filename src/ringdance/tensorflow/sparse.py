@@ -1,4 +1,4 @@
-"""Reduce ``tf.IndexedSlices`` by ``training.sparse``: eagerly, in a ``tf.function`` and in graphs of v1."""
+"""Reduce ``tf.IndexedSlices`` eagerly, in a ``tf.function`` and in graphs of v1."""
 
 from __future__ import annotations
 

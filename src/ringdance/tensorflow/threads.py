@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ringdance import session
 from ringdance.training import basics
-from ringdance.training.options import share_of_cores, usable_cores
+from ringdance.training.gradients.options import share_of_cores, usable_cores
 from ringdance.training.process_sets import ProcessSet
 
 __all__ = ["computing_threads", "init"]

@@ -14,8 +14,8 @@ from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
 from ringdance.training import objects
-from ringdance.training.compression import Compressor
-from ringdance.training.sparse import sparse_routes
+from ringdance.training.gradients.compression import Compressor
+from ringdance.training.gradients.sparse import sparse_routes
 
 HorovodInternalError = CollectiveError
 allgather_object = compiler_disable(objects.allgather_object)

@@ -1,4 +1,4 @@
-"""Give ``training.optimizer.GradientExchange`` access to the gradients of a torch optimizer."""
+"""Give ``training.gradients.exchange.GradientExchange`` access to the gradients of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ringdance.torch._private import sparse_entries
 from ringdance.torch.memory import Array, Compression, from_array, host_tensor, view_of
-from ringdance.training.gradients import AS_DENSE, DENSE
-from ringdance.training.sparse import Rows
+from ringdance.training.gradients.source import AS_DENSE, DENSE
+from ringdance.training.gradients.sparse import Rows
 
 __all__ = ["Gradients", "fill_from_host", "host_copies"]
 
@@ -35,7 +35,7 @@ def fill_from_host(target: Tensor, source: Tensor) -> None:
 
 
 class Gradients:
-    """The gradients of ``parameters``, by index. See ``training.gradients.GradientSource``.
+    """The gradients of ``parameters``, by index. See ``training.gradients.source.GradientSource``.
 
     A dense contiguous gradient on the CPU is reduced in place. Others (on a GPU, with
     compression, not contiguous as with channels_last) go through a copy that ``write_back`` copies back.
@@ -126,7 +126,7 @@ class Gradients:
                 self.parameters[index].grad = gradient.to_sparse(union[index] - AS_DENSE)
 
     def sparse_rows(self, index: int, sparse_dims: int) -> Rows:
-        """Return the entries of a sparse gradient; see ``training.gradients.GradientSource``."""
+        """Return the entries of a sparse gradient; see ``training.gradients.source.GradientSource``."""
         parameter = self.parameters[index]
         gradient = parameter.grad
         shape = tuple(parameter.shape)

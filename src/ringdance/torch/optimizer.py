@@ -2,7 +2,7 @@
 
 When ``backward()`` returns, gradients are reduced: ``clip_grad_norm_``, ``GradScaler`` and whatever else
 reads gradients are used as in one process. What the ranks exchange when, and what they have to do alike, is
-described in ``ringdance.training.optimizer``.
+described in ``ringdance.training.gradients.exchange``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ringdance.torch.wrapped import (
 )
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
-from ringdance.training.optimizer import GradientExchange
-from ringdance.training.options import check_groups, scales_of, wants_overlap
+from ringdance.training.gradients.exchange import GradientExchange
+from ringdance.training.gradients.options import check_groups, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 
 __all__ = ["DistributedOptimizer"]

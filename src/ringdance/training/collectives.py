@@ -51,7 +51,7 @@ class Call:
         root: of a broadcast, a global rank.
         grouped: whether it has a list of tensors, exchanged together.
         equal_splits: of an alltoall without splits.
-        tables: names of tables of which rows are reduced: see ``training.sparse.submit``.
+        tables: names of tables of which rows are reduced: see ``training.gradients.sparse.submit``.
     """
 
     kind: Collective

@@ -9,7 +9,13 @@ import pytest
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.training import checks, handles
-from ringdance.training.options import check_groups, scales_of, share_of_cores, spare_cores, usable_cores
+from ringdance.training.gradients.options import (
+    check_groups,
+    scales_of,
+    share_of_cores,
+    spare_cores,
+    usable_cores,
+)
 
 
 def test_groups_by_number_are_nearly_equal_and_in_order() -> None:
@@ -46,7 +52,7 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
         assert share_of_cores(1) == usable_cores()
         assert share_of_cores(1 << 20) == 1
     # A launcher that has bound each of two ranks to half of the host's cores leaves nothing to share.
-    monkeypatch.setattr("ringdance.training.options.usable_cores", lambda: 8)
+    monkeypatch.setattr("ringdance.training.gradients.options.usable_cores", lambda: 8)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert (share_of_cores(2), share_of_cores(4)) == (8, 2)
     assert spare_cores(2, 7)

@@ -14,8 +14,8 @@ from loopback_job import job
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.settings import Settings
 from ringdance.training import collectives
+from ringdance.training.gradients.sparse import Rows, SparseExchange, merge, route_of, sparse_routes
 from ringdance.training.process_sets import add_process_set
-from ringdance.training.sparse import Rows, SparseExchange, merge, route_of, sparse_routes
 
 Array = np.ndarray[Any, Any]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.int64]

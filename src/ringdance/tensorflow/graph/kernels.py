@@ -25,8 +25,8 @@ from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, collectives
 from ringdance.training.collectives import Call
-from ringdance.training.options import wants_overlap
-from ringdance.training.sparse import submit
+from ringdance.training.gradients.options import wants_overlap
+from ringdance.training.gradients.sparse import submit
 
 __all__ = ["NUMBERS", "call_of", "register_all", "run", "text_of"]
 

@@ -1,7 +1,7 @@
 """Compression of gradients."""
 
 from ringdance.tensorflow import Compression, Compressor
-from ringdance.training.compression import NoneCompressor
+from ringdance.training.gradients.compression import NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 

@@ -44,10 +44,10 @@ from ringdance import session
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.collectives import on_join, prepared
-from ringdance.training.fast_path import DifferentStepsError, FastPath
-from ringdance.training.gradients import AS_DENSE, Bucket, GradientSource, State
-from ringdance.training.options import parts_of, scales_of
-from ringdance.training.sparse import SparseExchange
+from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
+from ringdance.training.gradients.options import parts_of, scales_of
+from ringdance.training.gradients.source import AS_DENSE, Bucket, GradientSource, State
+from ringdance.training.gradients.sparse import SparseExchange
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine

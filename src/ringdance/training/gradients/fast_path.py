@@ -15,7 +15,7 @@ import numpy as np
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import Call
-from ringdance.training.gradients import GradientSource
+from ringdance.training.gradients.source import GradientSource
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ringdance.core.request import Work
-from ringdance.training.sparse import Rows
+from ringdance.training.gradients.sparse import Rows
 
 __all__ = ["AS_DENSE", "DENSE", "Bucket", "GradientSource", "State"]
 

@@ -1,0 +1,1 @@
+"""Gradients of a step, exchanged between ranks: buckets, masks, sparse rows, compression."""
