@@ -154,7 +154,7 @@ def is_traced(values: Sequence[Any]) -> bool:
 
 
 def eager(what: Exchange, values: Sequence[Any]) -> list[jax.Array]:
-    """Run an exchange now, after programs that run in the background: the order is that of the calls."""
+    """Run an exchange now, after programs in the background: in the order of the calls."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
     devices = [*values, *[None] * (len(results) - len(values))]
@@ -230,7 +230,7 @@ def _callback(what: Exchange, shapes: Shapes) -> Any:
 
 
 def _sharding(ctx: Any) -> Any:
-    """Return what makes a program for several devices call Python once, with whole arrays; None for one."""
+    """Return the sharding by which a program for several devices calls Python once; None for one."""
     context = ctx.module_context.axis_context
     if isinstance(context, _private.SPMDAxisContext):
         raise ArgumentError(
@@ -263,7 +263,7 @@ def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: 
 
 
 def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: Any) -> Any:
-    """Lower to a call with the addresses of XLA's memory, the input's where XLA can spare it."""
+    """Lower to a call with the addresses of XLA's memory, in place where possible."""
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {}

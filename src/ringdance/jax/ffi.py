@@ -1,4 +1,4 @@
-"""XLA calls Python with the addresses of its memory: a handler of its foreign function interface, by ctypes.
+"""A handler of XLA's foreign function interface, by ctypes: Python gets the addresses of XLA's memory.
 
 The structures are those of ``xla/ffi/api/c_api.h``, which jaxlib brings along. Before anything is registered
 that header is read: if a structure has other members than here, ``available()`` is False and no memory is

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def array_of(value: Any) -> Array:
-    """Return the values of an array: a view if it is on the CPU, a copy if on an accelerator.
+    """Return the values of an array: a view on the CPU, else a copy.
 
     The view is for reading; it is marked as writable only because MPI refuses other memory.
 

@@ -124,7 +124,7 @@ def _run(
 
 
 def _shapes(call: Call, values: Values) -> tuple[Shapes, tuple[int, ...]]:
-    """Return the results' shapes where all ranks have equally many rows, and the rows of the inputs."""
+    """Return the results' shapes for equally many rows on all ranks, and the inputs' rows."""
     if call.keeps_shapes:
         return tuple([value.shape for value in values]), ()
     if not all(value.ndim for value in values):
@@ -238,7 +238,10 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    Of d rows each of n ranks gets d // n, the first d % n ranks one more.
+    """
     scales = prescale_factor, postscale_factor
     return _run(reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set), [array])[0]
 

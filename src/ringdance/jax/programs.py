@@ -67,7 +67,7 @@ _EXIT_SECONDS = 10.0
 
 
 def _may_be_quick(jaxpr: Any, backend: Any) -> bool:
-    """Return whether the order of programs is kept without tokens, and the program's effect is ours alone."""
+    """Return whether a program with this effect alone keeps its order without tokens."""
     return (
         set(jaxpr.effects) == {EFFECT}
         and backend.platform == "cpu"

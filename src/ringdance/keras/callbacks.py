@@ -80,7 +80,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages the metrics of an epoch over the ranks, for the callbacks after it in the list.
+    """Averages the metrics of an epoch over the ranks, for later callbacks.
 
     Args:
         device: accepted and ignored.
@@ -143,7 +143,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
 
 class ProgressBar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
-    """Keras's progress bar, on rank 0 only: put it in the list of callbacks, and Keras adds no other."""
+    """Keras's progress bar, on rank 0 only; in the list of callbacks it replaces Keras's own."""
 
     def set_params(self, params: Any) -> None:
         """Set the parameters of ``fit``; silent on other ranks than 0."""

@@ -100,7 +100,7 @@ def class_options(base: type) -> dict[str, Any]:
 
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
-    """Let Keras accumulate over ``passes``; return the options that turn its mean into a sum if wanted."""
+    """Let Keras accumulate over ``passes``; return the options for a sum instead of its mean."""
     if passes == 1:
         return {}
     inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -64,7 +64,7 @@ def number(value: Any) -> float:
 
 
 def forms(variable: Any) -> set[int]:
-    """Return the ids of a variable and of the backend's in Keras 3's: custom loops use both."""
+    """Return the ids of a variable and of the backend's in it; loops use both."""
     value = getattr(variable, "value", variable)  # a method of tf.Variable, an attribute in Keras 3
     return {id(variable), id(variable if callable(value) else value)}
 

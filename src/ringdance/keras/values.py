@@ -26,7 +26,7 @@ def allreduce(
     value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, op: int | None = None, compression: Any = Compression.none,
 ) -> Any:
-    """Return the reduction of a tensor, array or number over all ranks, as a tensor of the backend.
+    """Reduce a tensor, array or number over all ranks; return a tensor of the backend.
 
     Args:
         value: equal shape and type on all ranks.

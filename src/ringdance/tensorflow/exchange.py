@@ -1,4 +1,4 @@
-"""Run collective calls on tensors, at once or as operations of a graph; and their gradients.
+"""Run collective calls on tensors, eagerly or in graphs, and their gradients.
 
 Eager calls go straight to the engine, on views of the tensors' memory. In a graph they become the
 operations of ``graph.kernels``. Both are recorded for gradient tapes in the same way, by the type of
@@ -43,7 +43,7 @@ def plain(function: Function) -> Function:
 
 
 def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
-    """Return the results of a call, one for each tensor; of an alltoall also the received splits.
+    """Return the results of a call; of an alltoall also the received splits.
 
     Args:
         call: the collective and its options.
@@ -83,15 +83,16 @@ def _run(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor
 
 
 def _view_of(tensor: Any) -> Array:
-    """Return a contiguous NumPy view of an eager tensor; a copy only of what is not in the host's memory."""
+    """Return a contiguous view of an eager tensor; a copy if it is on a GPU."""
     array = _private.numpy_of(tensor)
     return array if isinstance(array, np.ndarray) else np.asarray(array)
 
 
 def _tensor_of(array: Array) -> Any:
-    """Return an eager tensor that shares the memory of an array that is not written to any more.
+    """Return an eager tensor that shares the memory of an array.
 
-    TensorFlow needs memory aligned to 64 bytes, as the engine's own is; other memory is copied.
+    The array must not change any more. TensorFlow needs memory aligned to 64 bytes, as the engine's own is;
+    other memory is copied.
     """
     if array.ctypes.data % 64 and array.size:
         aligned = aligned_empty(array.shape, array.dtype)
@@ -125,10 +126,10 @@ def _with_gradient(
 
 
 def _from_data_set(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor]:
-    """Add a call to a graph of ``tf.compat.v1``, where nothing orders it and it must not block a thread.
+    """Add a call to a graph of ``tf.compat.v1``, by tf.data.
 
-    A session has few threads, and ranks may run the calls of one graph in different orders. tf.data runs the
-    function of a data set of one element on a thread that is made for it.
+    There nothing orders operations, so that ranks may run them in different orders, and a session has few
+    threads, which must not block. tf.data runs the function of a data set of one element on a new thread.
     """
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
@@ -221,7 +222,7 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
 
 
 def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[list[Tensor], Tensor]:
-    """Add a start to the graph; return where the results will be, and its number.
+    """Add a start to the graph; return its future results, and its number.
 
     ``others``: for the first of a group the others, which are refused if a run fails before they start.
     """
@@ -237,7 +238,7 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
 
 
 def number(what: str, set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return one of ``kernels.NUMBERS`` as an int32 tensor, in a graph as it is when the graph runs."""
+    """Return one of ``kernels.NUMBERS`` as an int32 tensor; in graphs read at run time."""
     if tf.executing_eagerly():
         with as_tensorflow():
             return tf.constant(kernels.NUMBERS[what](set_id), tf.int32)
@@ -310,7 +311,7 @@ def _padded(returned: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _current(what: str, set_id: int = 0) -> Any:
-    """Return one of ``kernels.NUMBERS``; in a graph of a job that may change its size as a tensor."""
+    """Return one of ``kernels.NUMBERS``; as a tensor in a graph of an elastic job."""
     if tf.executing_eagerly() or not session.engine().settings.elastic:
         return kernels.NUMBERS[what](set_id)
     return number(what, set_id)

@@ -184,7 +184,7 @@ class GradientReducer:
             results[index] = one
 
     def _scale_local(self, results: list[Tensor], variables: Sequence[Any]) -> None:
-        """Divide by the number of ranks, as an average of a gradient that is zero elsewhere would."""
+        """Divide local gradients by the number of ranks, as an average would."""
         size = self.process_set.size() or 1
         for index in [index for index, one in enumerate(variables) if self.is_local(one)]:
             one = results[index]

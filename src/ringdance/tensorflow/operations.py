@@ -236,7 +236,10 @@ def reducescatter(
     name: str | None = None, process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
+    """Reduce (Average or Sum) and return this rank's rows.
+
+    Of d rows each of n ranks gets d // n, the first d % n ranks one more.
+    """
     scales = prescale_factor, postscale_factor
     call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set)
     return _reduce(call, [tensor], device_dense, compression, ignore_name_scope)[0]
@@ -255,13 +258,13 @@ def grouped_reducescatter(
 
 @plain
 def join() -> Tensor:
-    """Take part with zeros until all ranks have joined; return the rank that joined last (int32)."""
+    """Take part with zeros until all ranks have joined; return the last of them."""
     return number("join")
 
 
 @plain
 def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """Return the number of ranks in a set as an int32 scalar, in a graph as it is when the graph runs."""
+    """Return the number of ranks in a set as an int32 scalar; in graphs read at run time."""
     return number("size", process_set_id, name)
 
 

@@ -17,7 +17,7 @@ Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
 
 
 class PassSums:
-    """Sums of gradients in variables, in eager execution, in a ``tf.function`` or in a graph of a session.
+    """Sums of gradients in variables: eagerly, in a ``tf.function`` or in a session.
 
     Args:
         passes: how many are summed.
@@ -38,7 +38,7 @@ class PassSums:
 
     @plain
     def add(self, gradients: list[Any], variables: Sequence[Any], reduce: Reduce) -> list[Any]:
-        """Return what to apply: in the last pass of a row the reduced sums, else zeros for ``skip``.
+        """Return what to apply: reduced sums in every last pass, else zeros.
 
         Args:
             gradients: dense tensors or None.
@@ -77,7 +77,7 @@ class PassSums:
 
     @plain
     def apply(self, apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Run ``apply`` in the last pass of a row, ``skip`` in the others; return a tensor that is True."""
+        """Run ``apply`` in every last pass, else ``skip``; return a tensor that is True."""
         if self.counter is None:
             return apply()
         in_session = not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
@@ -94,7 +94,7 @@ class PassSums:
         return tf.cond(full, run(apply), run(skip))
 
     def reset(self) -> None:
-        """Forget what was summed, in eager execution: after an error ranks may be in different passes."""
+        """Clear the sums, eagerly: after an error ranks may be in different passes."""
         for one in () if self.counter is None else (self.counter, *[one for _, one in self._sums.values()]):
             one.assign(tf.zeros_like(one))
 

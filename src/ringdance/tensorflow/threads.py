@@ -31,7 +31,7 @@ def _on_gpu() -> bool:
 
 
 def computing_threads() -> int:
-    """Return how many cores TensorFlow keeps busy: its threads within an operation, one if a GPU computes."""
+    """Return how many cores TensorFlow keeps busy; one if a GPU computes."""
     return 1 if _on_gpu() else _chosen() or usable_cores()
 
 

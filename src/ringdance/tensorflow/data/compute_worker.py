@@ -20,7 +20,7 @@ __all__ = ["main", "run_worker"]
 def run_worker(
     filename: str, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: int = 60
 ) -> None:
-    """Serve a tf.data service until the training job ends it. Called by all ranks of the compute job.
+    """Run the compute job of a tf.data service until the training job ends it, on all its ranks.
 
     Args:
         filename: configuration file to write, on a file system that both jobs share.

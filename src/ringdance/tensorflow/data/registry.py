@@ -32,7 +32,7 @@ class RegistryError(RingdanceError, RuntimeError):
 
 
 def own_address() -> str:
-    """Return an IP address of this host for use in a URL; the loopback address if it has no other."""
+    """Return an IP address of this host as in URLs, if possible not the loopback."""
     try:
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
@@ -44,7 +44,7 @@ def own_address() -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that only its owner can read and that appears complete or not at all."""
+    """Write a file atomically, with mode 0600."""
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         draft.touch(0o600)

@@ -1,4 +1,4 @@
-"""A tf.data service beside the training: processes on other cores or hosts that prepare its batches.
+"""A tf.data service: processes on other cores or hosts that prepare batches.
 
 Two jobs. The *compute* job runs workers (``compute_worker``) and writes a configuration file. The
 *training* job reads it and has its data set computed there::
@@ -92,7 +92,7 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**conf, "key": bytes.fromhex(conf["key"])})
 
     def write(self, filename: str) -> None:
-        """Write the configuration to a file that only its owner can read, whole or not at all."""
+        """Write the configuration to a file atomically, with mode 0600."""
         write_whole(Path(filename), json.dumps(self.to_dict()))
 
     @staticmethod

@@ -22,7 +22,7 @@ def shard(
     data: Any, *, ends: str, shuffle: bool | int = False, seed: int = 0, layout: str = "strided",
     process_set: ProcessSet = global_process_set, epoch: int = 0,
 ) -> Dataset:
-    """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples, to be batched.
+    """Return this rank's share of a data set, as a ``tf.data.Dataset`` of single samples.
 
     Args:
         data: a ``tf.data.Dataset`` with the same elements in the same order on all ranks; or

@@ -115,7 +115,7 @@ def drop(tensor: int | c_void_p) -> None:
 
 
 class Slot:
-    """What a graph knows of one input before it runs, so that a run need not ask.
+    """What a graph knows of one input before it runs.
 
     Args:
         index: of the input, and of the output that is like it.

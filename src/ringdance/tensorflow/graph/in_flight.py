@@ -1,4 +1,4 @@
-"""Exchanges that a graph has started and not yet waited for; what happens to them if its run fails.
+"""Exchanges that a graph has started and not yet waited for.
 
 Note [Failed runs]: any operation of a graph may fail after some exchanges have been started, and then no
 operation waits for them. They cannot be withdrawn, since other ranks may know of them: they are executed,
@@ -28,7 +28,7 @@ _FAILED = "the run of its graph ended in an error before it came to the call; se
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Calls that one operation waits for: those not started in this run, and the numbers of the others."""
+    """Calls that one operation waits for: not yet started, or by their numbers."""
 
     engine: Engine
     calls: set[Call]
@@ -52,7 +52,7 @@ _leftover: list[InFlight] = []
 
 
 def begin(engine: Engine, call: Call, others: Sequence[Call]) -> Group:
-    """Return the group of a call that is about to be started; wait until an earlier run's is complete.
+    """Return the group of a call before it starts; wait for the same call of an earlier run.
 
     Args:
         engine: the engine.

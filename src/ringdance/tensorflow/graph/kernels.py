@@ -1,4 +1,4 @@
-"""The operations of a graph: a collective call, its parts for overlapping, and numbers known at run time.
+"""The operations of a graph: collective calls, and numbers known at run time.
 
 ``RingdanceCall`` waits for its result. ``RingdanceStart`` submits a reduction and outputs the memory in which
 the result will be; ``RingdanceWait`` waits for several of them, and only operations that depend on it
@@ -55,7 +55,7 @@ def _reporting(compute: Callable[[Any, Context], None]) -> Callable[[Any, Contex
 
 
 def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
-    """Run a call on arrays; an alltoall may get splits as second input, and returns received ones."""
+    """Run a call on arrays; splits are the second input and result of an alltoall."""
     engine = session.engine()
     if call.kind is not Collective.ALLTOALL:
         results: list[Array] = submit(call, engine, inputs).wait()
