@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.core.agreement import CacheEntry, set_bits
@@ -29,10 +30,11 @@ _MAX_PLANS = 256
 Plan = list[tuple[list[CacheEntry], tuple[str, ...], Reduction]]
 
 
+@dataclass(kw_only=True)
 class Executor:
     """Executes the agreed requests of one process set.
 
-    Args:
+    Attributes:
         set_id: number of the set, 0 for all ranks.
         transport: the members' communicator.
         exchange: how they move data.
@@ -41,36 +43,22 @@ class Executor:
         lock: guards ``pending``.
         recorder: gets a record of each batch.
         change_set: executes an agreed ADD_SET or REMOVE_SET; None if this is not the set of all ranks.
-
-    Attributes:
         plans: batches by the ready bits of a round; to be cleared whenever the response cache changes.
     """
 
-    def __init__(
-        self,
-        set_id: int,
-        transport: Transport,
-        exchange: Exchange,
-        pending: PendingRequests,
-        *,
-        threshold: int,
-        lock: threading.Lock,
-        recorder: Recorder,
-        change_set: Callable[[AgreedRequest], Steps] | None = None,
-    ) -> None:
-        self.plans: dict[int, Plan | None] = {}
-        self._set_id = set_id
-        self._transport = transport
-        self._exchange = exchange
-        self._pending = pending
-        self._threshold = threshold
-        self._lock = lock
-        self._recorder = recorder
-        self._change_set = change_set
+    set_id: int
+    transport: Transport
+    exchange: Exchange
+    pending: PendingRequests
+    threshold: int
+    lock: threading.Lock
+    recorder: Recorder
+    change_set: Callable[[AgreedRequest], Steps] | None = None
+    plans: dict[int, Plan | None] = field(default_factory=dict)
 
     def run_ready(self, ready: int, round_number: int) -> Steps:
         """Execute the cache entries of these bits; the plan of a set of all-reduces is cached."""
-        pending = self._pending
+        pending = self.pending
         plan = None
         if not pending.joined:
             if ready not in self.plans:
@@ -82,18 +70,18 @@ class Executor:
             yield from self.run_slots(set_bits(ready), round_number)
             return
         named = pending.named
-        with self._lock:
+        with self.lock:
             pending.ready &= ~ready
         for entries, names, how in plan:
             began = time.monotonic()
             works = [named[name] for name in names]
             for entry in entries:
                 entry.used = round_number
-            outputs = yield from allreduce_flat(self._exchange, [work.request for work in works], how)
-            self._recorder.add(
-                "batch", (self._set_id, round_number, "ALLREDUCE", names, time.monotonic() - began)
+            outputs = yield from allreduce_flat(self.exchange, [work.request for work in works], how)
+            self.recorder.add(
+                "batch", (self.set_id, round_number, "ALLREDUCE", names, time.monotonic() - began)
             )
-            with self._lock:
+            with self.lock:
                 for name in names:
                     del named[name]
             for work, output in zip(works, outputs, strict=True):
@@ -101,7 +89,7 @@ class Executor:
 
     def _plan(self, slots: list[int]) -> Plan | None:
         """Return batches of these entries; None unless all are plain all-reduces of one dtype each."""
-        cached = self._pending.cache.entries
+        cached = self.pending.cache.entries
         entries = [entry for slot in slots if (entry := cached[slot]) is not None]
         for entry in entries:
             d = entry.description
@@ -109,17 +97,17 @@ class Executor:
             if not plain or entry.mismatched or len(set(d.dtypes)) != 1:
                 return None
         plan = []
-        for positions in plan_batches([entry.description for entry in entries], self._threshold):
+        for positions in plan_batches([entry.description for entry in entries], self.threshold):
             batch = [entries[i] for i in positions]
             d = batch[0].description
-            how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self._transport.size)
+            how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
             plan.append((batch, tuple(entry.name for entry in batch), how))
         return plan
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
         """Execute the first ``count`` unnamed requests; if 0, the first one is a mismatch."""
-        pending = self._pending
-        with self._lock:
+        pending = self.pending
+        with self.lock:
             works = pending.running = [pending.unnamed.popleft() for _ in range(max(1, count))]
         items = [AgreedRequest(work.name, work.request.description, work) for work in works]
         if count:
@@ -130,8 +118,8 @@ class Executor:
 
     def run_slots(self, slots: list[int], round_number: int) -> Steps:
         """Execute the cache entries of these slots, which are ready on all members."""
-        pending, items, mismatched = self._pending, [], []
-        with self._lock:
+        pending, items, mismatched = self.pending, [], []
+        with self.lock:
             for slot in slots:
                 entry = pending.cache.entries[slot]
                 if entry is None:
@@ -152,7 +140,7 @@ class Executor:
 
     def _run(self, items: list[AgreedRequest], round_number: int) -> Steps:
         alone = len(items) == 1
-        plan = [[0]] if alone else plan_batches([item.description for item in items], self._threshold)
+        plan = [[0]] if alone else plan_batches([item.description for item in items], self.threshold)
         for positions in plan:
             batch = [items[i] for i in positions]
             began = time.monotonic()
@@ -162,21 +150,21 @@ class Executor:
                 results = [[] for _ in batch]  # all ranks made the same wrong call, and have raised
             elif error := self._forbidden(first):
                 results = [error for _ in batch]
-            elif kind in (Collective.ADD_SET, Collective.REMOVE_SET) and self._change_set is not None:
-                results = yield from self._change_set(first)
+            elif kind in (Collective.ADD_SET, Collective.REMOVE_SET) and self.change_set is not None:
+                results = yield from self.change_set(first)
             else:
-                results = yield from execute(self._exchange, self._transport.members, batch)
+                results = yield from execute(self.exchange, self.transport.members, batch)
             names = [item.name for item in batch]
-            self._recorder.add(
-                "batch", (self._set_id, round_number, kind.name, names, time.monotonic() - began)
+            self.recorder.add(
+                "batch", (self.set_id, round_number, kind.name, names, time.monotonic() - began)
             )
             self._finish(batch, results)
 
     def _forbidden(self, item: AgreedRequest) -> MismatchError | None:
         """Return why an agreed request cannot be executed, the same on all members."""
-        d, joined, size = item.description, self._pending.joined, self._transport.size
+        d, joined, size = item.description, self.pending.joined, self.transport.size
         if joined and d.kind not in (Collective.ALLREDUCE, Collective.BARRIER):
-            who = ", ".join(str(self._transport.identities[i]) for i in set_bits(joined))
+            who = ", ".join(str(self.transport.identities[i]) for i in set_bits(joined))
             return MismatchError(
                 f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}); "
                 "only allreduce is. Call join() after the last such operation."
@@ -188,8 +176,8 @@ class Executor:
         return None
 
     def _finish(self, batch: list[AgreedRequest], results: list[Any]) -> None:
-        named = self._pending.named
-        with self._lock:
+        named = self.pending.named
+        with self.lock:
             for item in batch:
                 if item.work is not None and named.get(item.name) is item.work:
                     del named[item.name]
@@ -201,10 +189,10 @@ class Executor:
     def _report_mismatch(self, item: AgreedRequest) -> Steps:
         """Fail a name under which members have submitted different requests, with one message for all."""
         own = None if item.work is None else (item.work.request.description, item.work.refusal)
-        payloads = yield from self._exchange.gather_bytes(encode_call(item.name, own))
+        payloads = yield from self.exchange.gather_bytes(encode_call(item.name, own))
         calls = [decode_call(payload) for payload in payloads]
         # The name of an unnamed request contains the collective, which may differ: use the first member's.
         submitted = [call for _, call in calls]
-        error = MismatchError(mismatch_message(calls[0][0], self._transport.identities, submitted))
-        self._recorder.add("mismatch", str(error))
+        error = MismatchError(mismatch_message(calls[0][0], self.transport.identities, submitted))
+        self.recorder.add("mismatch", str(error))
         self._finish([item], [error])

@@ -8,7 +8,6 @@ facts only.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -27,13 +26,10 @@ from ringdance.core.agreement import (
 )
 from ringdance.core.batch import description_bytes
 from ringdance.core.encoding import decode_misses, encode_misses
-from ringdance.core.exchange import Exchange, Steps, aligned_empty
+from ringdance.core.exchange import Steps, aligned_empty
 from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.executor import Executor
-from ringdance.core.pending import PendingRequests
-from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description, ReduceOp, Work
-from ringdance.transport.base import Transport
 from ringdance.transport.window import PIGGYBACK_BYTES, Window
 
 __all__ = ["ProcessSetState"]
@@ -46,14 +42,8 @@ class ProcessSetState:
     """The members' agreement, as seen from one of them.
 
     Args:
-        set_id: number of the set, 0 for all ranks.
-        transport: the members' communicator.
-        exchange: how they move data.
+        executor: executes what is agreed; with the set's number, transport, exchange and pending requests.
         cycle_seconds: how long an asynchronous request may wait for others.
-        capacity: entries of the response cache.
-        lock: guards what submitting threads change.
-        recorder: gets a record of each batch.
-        others: see ``Executor``.
 
     Attributes:
         pending: the requests in flight; ``add`` is its method.
@@ -66,23 +56,13 @@ class ProcessSetState:
         no_waiter: after the stop, whether no thread was left waiting.
     """
 
-    def __init__(
-        self,
-        set_id: int,
-        transport: Transport,
-        exchange: Exchange,
-        *,
-        cycle_seconds: float,
-        capacity: int,
-        lock: threading.Lock,
-        recorder: Recorder,
-        **others: Any,
-    ) -> None:
-        self.set_id = set_id
-        self.transport = transport
-        self.exchange = exchange
+    def __init__(self, executor: Executor, cycle_seconds: float) -> None:
+        self._executor = executor
+        self._cycle = cycle_seconds
+        self._lock, self._recorder = executor.lock, executor.recorder
+        self.set_id, self.pending = executor.set_id, executor.pending
+        self.transport, self.exchange = transport, exchange = executor.transport, executor.exchange
         self.members = transport.members
-        self.pending = PendingRequests(capacity)
         self.add = self.pending.add
         self.waiting: dict[object, Work] = {}
         self.rounds = 0
@@ -91,11 +71,6 @@ class ProcessSetState:
         self.stopping = False
         self.stopped = False
         self.no_waiter = True
-        self._executor = Executor(
-            set_id, transport, exchange, self.pending, lock=lock, recorder=recorder, **others
-        )
-        self._lock = lock
-        self._recorder = recorder
         self._progress = exchange.progress
         self._layout = VectorLayout(transport.size)
         self._last_joined = -1
@@ -103,7 +78,6 @@ class ProcessSetState:
         self._piggyback: tuple[int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]]] | None = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
-        self._cycle = cycle_seconds
 
     def due(self) -> bool:
         """Return whether this rank should enter a round now."""

@@ -11,6 +11,8 @@ from typing import Any
 from ringdance.core.agreement import VectorLayout
 from ringdance.core.collectives import AgreedRequest
 from ringdance.core.exchange import Progress, Steps, exchange_for
+from ringdance.core.executor import Executor
+from ringdance.core.pending import PendingRequests
 from ringdance.core.process_set import ProcessSetState
 from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description
@@ -144,17 +146,19 @@ class ProcessSets:
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
-            state = ProcessSetState(
-                set_id,
-                transport,
-                exchange_for(transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic),
-                capacity=s.cache_capacity,
+            executor = Executor(
+                set_id=set_id,
+                transport=transport,
+                exchange=exchange_for(
+                    transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic
+                ),
+                pending=PendingRequests(s.cache_capacity),
                 threshold=s.fusion_threshold,
-                cycle_seconds=s.cycle_time * 1e-3,
                 lock=self._lock,
                 recorder=self._recorder,
                 change_set=self._change if set_id == 0 else None,
             )
+            state = ProcessSetState(executor, s.cycle_time * 1e-3)
             self.machines = (*self.machines, (state, state.steps()))
         alone = len(ranks) == 1 and self._transport.rank in ranks
         self.registered[set_id] = RegisteredSet(ranks, state, alone)

@@ -74,10 +74,7 @@ class StallWatch:
         self.submitters = Submitters()
         self._transport = transport
         self._process_sets = process_sets
-        self._check = settings.stall_check_time
-        self._shutdown = settings.stall_shutdown_time
-        self._deadlock = settings.deadlock_time
-        self._disabled = settings.stall_check_disable
+        self._settings = settings
         self._next_report: dict[tuple[int, str], float] = {}
         self._quiet_until = 0.0  # a report on one request covers those behind it
         self._inquiry: _Inquiry | None = None
@@ -110,7 +107,7 @@ class StallWatch:
 
     def check(self, sets: list[ProcessSetState]) -> _Verdict:
         """Return a warning or None, and the error to fail with or None."""
-        if self._disabled:
+        if self._settings.stall_check_disable:
             return None, None
         now = time.monotonic()
         for state in sets:
@@ -137,13 +134,17 @@ class StallWatch:
             self._next_report.clear()
             return None
         oldest = state, work, age = max(waiting, key=lambda item: item[2])
-        ends = 0 < self._shutdown <= age
+        ends = 0 < self._settings.stall_shutdown_time <= age
         at = self._next_report.get((state.set_id, work.name), 0.0 if ends else self._quiet_until)
-        return oldest if now >= at and (ends or age >= self._check) else None
+        return oldest if now >= at and (ends or age >= self._settings.stall_check_time) else None
 
     def _ask(self, state: ProcessSetState, work: Work, age: float, now: float) -> None:
         inquiry = self._inquiry = _Inquiry(now, state, work, age, state.rounds, _count(state))
-        limits = [limit - age for limit in (self._shutdown, self._deadlock) if limit > age]
+        limits = [
+            limit - age
+            for limit in (self._settings.stall_shutdown_time, self._settings.deadlock_time)
+            if limit > age
+        ]
         self._next_report[(state.set_id, work.name)] = now + min(age, *limits, age)
         for rank in range(self._transport.size):
             if rank != self._transport.rank:
@@ -165,29 +166,29 @@ class StallWatch:
         if now - inquiry.asked < _ANSWER_TIMEOUT and len(inquiry.answers) < self._transport.size - 1:
             return None, None
         self._inquiry = None
-        give_up = 0 < self._shutdown <= inquiry.seconds + 0.001
+        give_up = 0 < self._settings.stall_shutdown_time <= inquiry.seconds + 0.001
         if not give_up and any(inquiry.answers.get(p, {}).get("waiting") for p in others if p < own):
             return None, None  # a lower rank waits too, and reports it
         stall = self._describe(inquiry, now, others)
         if self._deadlocked(inquiry, sets):
-            return f"{_DEADLOCK.format(self._deadlock)} {stall_message(stall)}", DeadlockError
-        if stall.under_way(self._check):
+            return f"{_DEADLOCK.format(self._settings.deadlock_time)} {stall_message(stall)}", DeadlockError
+        if stall.under_way(self._settings.stall_check_time):
             give_up = False
-            if inquiry.seconds < 4 * self._check:
+            if inquiry.seconds < 4 * self._settings.stall_check_time:
                 self._next_report[(state.set_id, work.name)] = now + _RECHECK
                 return None, None
-        self._quiet_until = now + self._check
+        self._quiet_until = now + self._settings.stall_check_time
         text = stall_message(stall)
         return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
 
     def _deadlocked(self, inquiry: _Inquiry, sets: list[ProcessSetState]) -> bool:
-        if not 0 < self._deadlock <= inquiry.seconds + 0.001:
+        if not 0 < self._settings.deadlock_time <= inquiry.seconds + 0.001:
             return False
         statuses = dict(inquiry.answers)
         statuses[self._transport.rank] = self.status(sets)
         everyone = range(self._transport.size)
         return len(statuses) == len(everyone) and deadlocked(
-            self._process_sets(), [statuses[rank] for rank in everyone], self._deadlock
+            self._process_sets(), [statuses[rank] for rank in everyone], self._settings.deadlock_time
         )
 
     def _describe(self, inquiry: _Inquiry, now: float, others: list[int]) -> Stall:
