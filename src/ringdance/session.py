@@ -23,7 +23,8 @@ from types import TracebackType
 from typing import Any
 
 from ringdance import settings as settings_module
-from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
+from ringdance.core.engine import Engine
+from ringdance.core.sets import buffer_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
@@ -143,7 +144,7 @@ def regroup() -> Any:
     ended = engine()
     shutdown()
     if _process.mpi and ended.size > 1:
-        from ringdance.transport.mpi import wait_for_restart
+        from ringdance.transport.world import wait_for_restart
 
         settings = ended.settings
         peers = ended.transport.identities
@@ -166,7 +167,8 @@ def _start(comm: Any, settings: Settings) -> Engine:
     launched = _launched_size()
     if comm is None and (launched is None or (launched == 1 and not _mpi_loaded())):
         return Engine(single_transport(), settings)
-    from ringdance.transport.mpi import library_version, rank_list, world_transport
+    from ringdance.transport.library import library_version
+    from ringdance.transport.world import rank_list, world_transport
 
     if launched is None and not _mpi_loaded():
         if any(rank_list(comm)):
@@ -284,7 +286,7 @@ def _at_exit() -> None:
             time.sleep(_GRACE)
         _process.clean &= not found.unclean
     if _process.mpi:
-        from ringdance.transport.mpi import finalize
+        from ringdance.transport.library import finalize
 
         finalize(_process.clean and not _process.failed)
 

@@ -15,7 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 from programs.plan import Program, make
 from programs.play import Report, play
-from ringdance.core.engine import Engine, buffer_bytes, vector_bytes
+from ringdance.core.engine import Engine
+from ringdance.core.sets import buffer_bytes, vector_bytes
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 

@@ -20,7 +20,7 @@ from ringdance.core.placement import pin, placement
 from ringdance.core.progress import ProgressEngine
 from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, Description, Request, Work
-from ringdance.core.sets import ProcessSets, buffer_bytes, vector_bytes
+from ringdance.core.sets import ProcessSets
 from ringdance.errors import (
     OUT_OF_DATA,
     ArgumentError,
@@ -34,10 +34,9 @@ from ringdance.errors import (
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 
-__all__ = ["Engine", "buffer_bytes", "vector_bytes"]
+__all__ = ["Engine"]
 
 _REFUSED = (-2,)
-_SHUTDOWN_TIMEOUT = 30.0
 
 
 class Engine:
@@ -274,7 +273,7 @@ class Engine:
     def shutdown(
         self,
         reason: str = "has called shutdown()",
-        timeout: float = _SHUTDOWN_TIMEOUT,
+        timeout: float = 30.0,
         departing: bool = False,
     ) -> bool:
         """Stop on all ranks; what is pending anywhere fails with ShutDownError.
