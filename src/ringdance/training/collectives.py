@@ -237,8 +237,7 @@ def reduction(
         operation = pick_operation(average, op)
         return prepared(kind, name, operation, float(prescale), float(postscale), number, -1, grouped)
     except (ArgumentError, TypeError, ValueError) as error:
-        if session.is_initialized():
-            prepared(kind, name, set_id=number, grouped=grouped).refuse(session.engine(), error)
+        _refuse_early(Call(kind, name, set_id=number, grouped=grouped), error)
         raise
 
 
@@ -250,9 +249,19 @@ def movement(
 
     Raises:
         ArgumentError: ``process_set`` is wrong.
+        TypeError: ``root`` is not a number; peers get the same message.
     """
     number = set_id(process_set)
-    return prepared(kind, name, ReduceOp.SUM, 1.0, 1.0, number, int(root), grouped, equal_splits)
+    try:
+        return prepared(kind, name, ReduceOp.SUM, 1.0, 1.0, number, int(root), grouped, equal_splits)
+    except (TypeError, ValueError) as error:
+        _refuse_early(Call(kind, name, set_id=number, grouped=grouped), error)
+        raise
+
+
+def _refuse_early(call: Call, error: Exception) -> None:
+    if session.is_initialized():
+        call.refuse(session.engine(), error)
 
 
 def _members(engine: Engine, number: int) -> tuple[int, ...]:
