@@ -40,7 +40,7 @@ Arrays = npt.ArrayLike | list[Array] | tuple[Array, ...]
 
 
 def _is_group(arrays: Any) -> bool:
-    return isinstance(arrays, (list, tuple)) and all([isinstance(one, np.ndarray) for one in arrays])
+    return isinstance(arrays, (list, tuple)) and len(arrays) > 0 and isinstance(arrays[0], np.ndarray)
 
 
 def _view(value: npt.ArrayLike) -> Array:
@@ -50,7 +50,9 @@ def _view(value: npt.ArrayLike) -> Array:
 
 def _check_out(arrays: tuple[Array, ...], views: tuple[Array, ...]) -> None:
     for array, view in zip(arrays, views, strict=True):
-        if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
+        if array is view and view.flags.writeable:
+            continue
+        if not isinstance(array, np.ndarray) or not (array.flags.c_contiguous and array.flags.writeable):
             raise ArgumentError("out needs contiguous, writable NumPy arrays.")
         if (array.shape, array.dtype) != (view.shape, view.dtype):
             raise ArgumentError(
@@ -62,27 +64,30 @@ def _run(call: Call, arrays: Any, out: Any = None, wait: bool = True, splits: An
     """Run a call, or start it and return a handle."""
     engine, grouped = session.engine(), call.grouped
     try:
-        views = tuple([_view(one) for one in (arrays if grouped else (arrays,))])
-        outputs = None if out is None else tuple(out) if grouped else (out,)
-        if outputs is not None:
-            _check_out(outputs, views)
+        views = tuple(map(_view, arrays)) if grouped else (_view(arrays),)
+        outputs = None
+        if out is not None:
+            outputs = tuple(out) if grouped else (out,)
+            if grouped or out is not views[0] or not out.flags.writeable:
+                _check_out(outputs, views)
         rows = None if splits is None else (np.asarray(splits),)
     except (ArgumentError, TypeError, ValueError) as error:
         call.refuse(engine, error)
         raise
 
-    def finish(done: Work) -> Any:
-        if out is not None:
-            return out
-        if done.received_splits is not None and splits is not None:
-            return done.result[0], done.received_splits[0]
-        return list(done.result) if grouped else done.result[0]
-
     work = call.submit(engine, views, outputs, rows, not wait)
     if not wait:
-        return handles.hold(work, finish)
+        return handles.hold(work, lambda done: _result(done, grouped, out, splits))
     work.wait()
-    return finish(work)
+    return _result(work, grouped, out, splits)
+
+
+def _result(work: Work, grouped: bool, out: Any, splits: Any) -> Any:
+    if out is not None:
+        return out
+    if splits is not None and work.received_splits is not None:
+        return work.result[0], work.received_splits[0]
+    return list(work.result) if grouped else work.result[0]
 
 
 def allreduce(
@@ -106,8 +111,9 @@ def allreduce(
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set, _is_group(array))
+    call = reduction(
+        Collective.ALLREDUCE, name, None, op, prescale_factor, postscale_factor, process_set, _is_group(array)
+    )
     return _run(call, array, out, wait)
 
 
