@@ -20,7 +20,7 @@ __all__ = ["__version__", "run"]
 
 
 def __getattr__(name: str) -> object:
-    # PEP 562: the launcher is imported when somebody asks for it, not by those who only train.
+    # PEP 562: the launcher is imported on first use, not by scripts that only train.
     if name == "run":
         from ringdance.launch.api import run
 

@@ -45,7 +45,7 @@ def container() -> str:
 
 
 def _ssh_modes() -> dict[str, dict[str, int]]:
-    """Modes of this user's private keys, and of what sshd requires to be writable for nobody else."""
+    """Modes of this user's private keys, and of what sshd requires other users not to write."""
     home = os.path.expanduser("~")
     directory = f"{home}/.ssh"
     keys = {path.removesuffix(".pub") for path in glob.glob(f"{glob.escape(directory)}/*.pub")}
