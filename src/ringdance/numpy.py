@@ -40,7 +40,7 @@ Arrays = npt.ArrayLike | list[Array] | tuple[Array, ...]
 
 
 def _is_group(arrays: Any) -> bool:
-    return isinstance(arrays, (list, tuple)) and len(arrays) > 0 and isinstance(arrays[0], np.ndarray)
+    return isinstance(arrays, (list, tuple)) and (not arrays or isinstance(arrays[0], np.ndarray))
 
 
 def _view(value: npt.ArrayLike) -> Array:
