@@ -44,18 +44,18 @@ def why_not() -> str:
     return ""
 
 
-def environment(folder: Path, before: str = ":") -> dict[str, str]:
+def environment(directory: Path, before: str = ":") -> dict[str, str]:
     """Variables under which hosts called other1, other2, ... can be reached.
 
     Args:
-        folder: for the program named ssh.
+        directory: for the program named ssh.
         before: what each host does first: a shell's command without single quotes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ssh").write_text(_SSH.format(enter=" ".join(ENTER), before=before))
-    (folder / "ssh").chmod(0o755)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "ssh").write_text(_SSH.format(enter=" ".join(ENTER), before=before))
+    (directory / "ssh").chmod(0o755)
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**os.environ, **allow, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return {**os.environ, **allow, "PATH": f"{directory}{os.pathsep}{os.environ['PATH']}"}
 
 
 # Run by a shell in a mount namespace: places for temporary files can only be read, but for one.

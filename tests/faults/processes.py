@@ -47,7 +47,7 @@ class Job:
         """What is still there, in words."""
         left = [f"process {process.pid}: {describe(process)}" for process in self.processes()]
         places = [place for place, _, _ in os.walk(self.temporary) if place != str(self.temporary)]
-        # There is the job's folder if the other's path leaves no room in a socket's address.
+        # There is the job's directory if the other's path leaves no room in a socket's address.
         places += [str(path) for path in Path("/tmp").glob("ringdance-*") if self.owns(path.name)]
         left += [f"file {place}" for place in places if not os.path.exists(f"{place}/{THESIS}")]
         names = [line for line in segments(self.temporary) if (SHARED / line).exists()]
@@ -63,15 +63,15 @@ class Job:
                 process.kill()
 
     def owns(self, name: str) -> bool:
-        """Whether a folder of that name belongs to this job."""
+        """Whether a directory of that name belongs to this job."""
         return any(name.startswith(f"ringdance-{id_[:12]}") for id_ in self.ids)
 
 
 class Others:
-    """Files and folders of another program of this user, which no job may touch.
+    """Files and directories of another program of this user, which no job may touch.
 
-    In shared memory they are closed and not unlinked, and have names as libraries give them; the folders lie
-    in `temporary`.
+    In shared memory they are closed and not unlinked, and have names as libraries give them; the directories
+    are in `temporary`.
     """
 
     def __init__(self, temporary: Path) -> None:
@@ -113,19 +113,20 @@ def describe(process: psutil.Process) -> str:
         return "(gone)"
 
 
-def start(folder: Path, *command: str, **options: object) -> Job:
-    """Start ``ringdance run`` with `command`; its TMPDIR is ``folder/tmp``."""
+def start(directory: Path, *command: str, **options: object) -> Job:
+    """Start ``ringdance run`` with `command`; its TMPDIR is ``directory/tmp``."""
     marker = uuid.uuid4().hex
-    temporary = folder / "tmp"
+    temporary = directory / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    environ = {**os.environ, MARKER: marker, "TMPDIR": str(temporary), "SEGMENTS": str(folder / "segments")}
+    environ = {**os.environ, MARKER: marker, "TMPDIR": str(temporary)}
+    environ["SEGMENTS"] = str(directory / "segments")
     line = [sys.executable, "-m", "ringdance", "run", *command]
     return Job(subprocess.Popen(line, env=environ, **options), marker, temporary)  # type: ignore[call-overload]
 
 
-def script(folder: Path, text: str) -> str:
+def script(directory: Path, text: str) -> str:
     """Write a program for the ranks; gives its path."""
-    path = folder / "program.py"
+    path = directory / "program.py"
     path.write_text(textwrap.dedent(text))
     return str(path)
 

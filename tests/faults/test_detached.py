@@ -48,12 +48,12 @@ def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
             process.kill()
 
 
-def living(folder: Path) -> list[psutil.Process]:
+def living(directory: Path) -> list[psutil.Process]:
     """All processes of a test."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARKER) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(MARKER) == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.Error, OSError):
             continue

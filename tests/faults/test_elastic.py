@@ -40,10 +40,10 @@ PROGRAM = """
 """
 
 
-def run_job(folder: Path, how: str, *options: str, program: str = PROGRAM) -> tuple[int, str]:
+def run_job(directory: Path, how: str, *options: str, program: str = PROGRAM) -> tuple[int, str]:
     command = [sys.executable, "-m", "ringdance", "run", "-np", "3", *options]
     done = subprocess.run(
-        [*command, "python", script(folder, program.replace("HOW", how))],
+        [*command, "python", script(directory, program.replace("HOW", how))],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
     )  # fmt: skip
     print(done.stdout)

@@ -75,8 +75,8 @@ def test_a_job_on_one_host_listens_as_documented(tmp_path: Path) -> None:
         assert not ports, "open to the network"
         (name,) = job.ids
         words = Path("/proc/net/unix").read_text().split()
-        folders = {Path(word).parent for word in words if f"/ringdance-{name[:12]}-" in word}
-        assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700]
+        directories = {Path(word).parent for word in words if f"/ringdance-{name[:12]}-" in word}
+        assert [stat.S_IMODE(directory.stat().st_mode) for directory in directories] == [0o700]
         path.unlink()
         assert job.process.wait(30.0) == 0
     finally:

@@ -84,8 +84,8 @@ def test_another_environment_and_directory_on_another_host(tmp_path: Path) -> No
     before = f"mkdir {moved}; mount --bind {sys.prefix} {moved}; mount -t tmpfs tmpfs {sys.prefix}"
     there.mkdir()
     text = "import os, sys\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.size, sys.executable, os.getcwd())\n"
-    for folder in (tmp_path, there):
-        (folder / "program.py").write_text(text)
+    for directory in (tmp_path, there):
+        (directory / "program.py").write_text(text)
     words = ["--python", f"{moved}/bin/python", "--chdir", str(there), "python", "program.py"]
     done = subprocess.run(
         [*LINE, "-H", "localhost:1,other1:1", "--no-check", *words],
@@ -190,8 +190,8 @@ def interrupt(marker: str) -> str:
     return ""
 
 
-def folders(names: list[str]) -> list[Path]:
-    """Jobs' folders of such hosts."""
+def directories(names: list[str]) -> list[Path]:
+    """Jobs' directories of such hosts."""
     return [path for name in names for path in Path("/tmp").glob(f"ringdance-*-{name}")]
 
 
@@ -201,7 +201,7 @@ def test_harm_to_a_host(program: Callable[[str], str], tmp_path: Path, harm: Cal
         "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nprint('works', flush=True)\ntime.sleep(100)\n"
     )
     marker, names = str(time.time()), [f"other{os.getpid()}x{number}" for number in (1, 2)]
-    before = folders(names)
+    before = directories(names)
     log = tmp_path / "log"
     environ = {**here_hosts.environment(tmp_path / "bin"), MARKER: marker}
     with open(log, "wb") as file:
@@ -221,7 +221,7 @@ def test_harm_to_a_host(program: Callable[[str], str], tmp_path: Path, harm: Cal
         each(find(marker), psutil.Process.resume)
         assert wait_until(lambda: not find(marker), 30.0) is not None, find(marker)
         # A host that is gone keeps its files, which here lie with the others'.
-        left = [path for path in folders(names) if path not in before]
+        left = [path for path in directories(names) if path not in before]
         assert len(left) == (1 if harm in (kill_host, silence_host) else 0)
         for path in left:
             shutil.rmtree(path)
@@ -248,12 +248,12 @@ def test_a_daemon_that_does_not_start(program: Callable[[str], str], tmp_path: P
     assert (FRAME in done.stderr) != once
 
 
-def copied_package(folder: Path, version: str) -> Path:
+def copied_package(directory: Path, version: str) -> Path:
     """A copy of what an agent runs, of another version."""
     package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"
-    shutil.copytree(package / "launch", folder / "ringdance" / "launch")
-    (folder / "ringdance" / "__init__.py").write_text(f'__version__ = "{version}"\n')
-    return folder / "ringdance"
+    shutil.copytree(package / "launch", directory / "ringdance" / "launch")
+    (directory / "ringdance" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    return directory / "ringdance"
 
 
 @pytest.mark.parametrize(

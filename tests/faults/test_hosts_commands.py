@@ -67,7 +67,7 @@ def test_equal_outputs_are_shown_once(hosts: Hosts) -> None:
 
 
 def test_words_come_as_they_are(hosts: Hosts, tmp_path: Path) -> None:
-    words = ["a b", "$HOME", "'", "*", ";exit 3", "{folder}", "-x", ""]
+    words = ["a b", "$HOME", "'", "*", ";exit 3", "{directory}", "-x", ""]
     program = "import sys; print(sys.argv[1:])"
     done = hosts("run", *OTHERS, "--folder", str(tmp_path), "--", "python", "-c", program, *words)
     assert done.stdout.splitlines()[1:] == [str(words)], done.stderr
@@ -115,7 +115,7 @@ def test_much_output(hosts: Hosts) -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A folder with all that there can be in one."""
+    """A directory with all that there can be in one."""
     top = tmp_path / "data"
     (top / "deep" / "er").mkdir(parents=True)
     (top / "big").write_bytes(os.urandom(5_000_001))
@@ -132,7 +132,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
-    """Each other host gets a folder of its own at $HOME/own: where it is from here."""
+    """Each other host gets a directory of its own at $HOME/own: where it is from here."""
     ssh = Path(tmp_path / "bin" / "ssh")
     text = ssh.read_text()
     places = f'mkdir -p {tmp_path}/own "{tmp_path}/of/$1"; mount --bind "{tmp_path}/of/$1" {tmp_path}/own; '
@@ -141,7 +141,7 @@ def apart(environ: dict[str, str], tmp_path: Path) -> Callable[[str], Path]:
 
 
 def listing(top: Path) -> dict[str, object]:
-    """All below a folder: kind, mode, time of files, contents."""
+    """All below a directory: kind, mode, time of files, contents."""
     found: dict[str, object] = {}
     for path in sorted(top.rglob("*")):
         status = path.lstat()
@@ -193,7 +193,7 @@ def test_a_file_into_a_folder_and_to_the_same_place(
     assert (apart("other3") / "big").read_bytes() == (data / "big").read_bytes()
     assert hosts("copy", "-H", "other1", str(data / "big"), "~/own/renamed").returncode == 0
     assert (apart("other1") / "renamed").read_bytes() == (data / "big").read_bytes()
-    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; the hosts have another folder there
+    (tmp_path / "own" / "mine").write_text("mine")  # as seen from here; the hosts have another one there
     assert hosts("copy", *OTHERS, str(tmp_path / "own" / "mine")).returncode == 0
     assert (apart("other2") / "mine").read_text() == "mine"
 
@@ -281,9 +281,9 @@ def test_disk(hosts: Hosts, tmp_path: Path) -> None:
     done = hosts("disk", "-H", "localhost,other1", str(tmp_path), str(tmp_path / "no"), "--format", "json")
     found = json.loads(done.stdout)
     room = os.statvfs(tmp_path)
-    for folders in found.values():
-        assert folders[str(tmp_path)]["total"] == room.f_frsize * room.f_blocks
-        assert folders[str(tmp_path)]["exists"]
-        assert not folders[str(tmp_path / "no")]["exists"]
+    for directories in found.values():
+        assert directories[str(tmp_path)]["total"] == room.f_frsize * room.f_blocks
+        assert directories[str(tmp_path)]["exists"]
+        assert not directories[str(tmp_path / "no")]["exists"]
     done = hosts("disk", "-H", "localhost", str(tmp_path))
     assert done.stdout.splitlines()[1].split()[:2] == ["localhost", str(tmp_path)]

@@ -18,9 +18,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*LINE, *words], capture_output=True, text=True, check=False, timeout=50)
 
 
-def program(folder: Path) -> str:
+def program(directory: Path) -> str:
     return script(
-        folder,
+        directory,
         "import os, sys\n"
         "print('same', flush=True)\n"
         "print('own', os.environ['RINGDANCE_RANK'])\n"

@@ -105,28 +105,28 @@ def find(job: Job, wanted: str, seconds: float = 20.0) -> psutil.Process | None:
 
 
 def trial(
-    folder: Path, seed: int, victims: tuple[str, ...], program: str = PROGRAM, longest: float = 2.0
+    directory: Path, seed: int, victims: tuple[str, ...], program: str = PROGRAM, longest: float = 2.0
 ) -> tuple[str, float]:
     """Start a job, kill one of its processes, and wait until nothing is left; who it was, and the seconds."""
     chance = random.Random(seed)
     wanted = chance.choice(victims)
     # Half of the kills come within the first instants, the others anywhere in start and run.
     delay = chance.choice((chance.uniform(0, 0.1), chance.uniform(0, longest)))
-    folder.mkdir()
-    others = Others(folder / "tmp")
-    with open(folder / "output", "wb") as output:
-        program = script(folder, program)
-        job = start(folder, "-np", "2", "python", program, stdout=output, stderr=output)
+    directory.mkdir()
+    others = Others(directory / "tmp")
+    with open(directory / "output", "wb") as output:
+        program = script(directory, program)
+        job = start(directory, "-np", "2", "python", program, stdout=output, stderr=output)
     victim = psutil.Process(job.process.pid) if wanted == "launcher" else find(job, wanted)
     if victim is None:
         job.end()
-    assert victim, f"no {wanted}: {(folder / 'output').read_text()}"
+    assert victim, f"no {wanted}: {(directory / 'output').read_text()}"
     others.change()
     time.sleep(delay)
     job.processes()
     victim.send_signal(signal.SIGKILL)
     seconds = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
-    said = (folder / "output").read_text()
+    said = (directory / "output").read_text()
     what = f"seed {seed}: {wanted} killed {delay:.3f} s after it appeared"
     print(f"{what}: gone after {seconds} s, exit code {job.process.poll()}")
     left = job.leftovers()

@@ -19,10 +19,10 @@ SPACES = pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"namespaces: {he
 NEW = "unshare --user --map-root-user"
 
 
-def shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def shell(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
-        ["bash", "-c", line], cwd=folder, env={**os.environ, **allow}, capture_output=True, text=True,
+        ["bash", "-c", line], cwd=directory, env={**os.environ, **allow}, capture_output=True, text=True,
         check=False, timeout=50,
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def program(tmp_path: Path) -> str:
         ("{run} {program} >&-", "err 9"),
         ("{run} {program} <&- 2>&-", "out 9"),
         ("env -u HOME {run} {program}", "out 9"),
-        ("{run} --output-filename logs {program}", f"cannot write to {{folder}}/logs/rank.0/stdout: {FULL}"),
+        ("{run} --output-filename logs {program}", f"cannot write to {{path}}/logs/rank.0/stdout: {FULL}"),
     ],
 )
 def test_training_goes_on(program: str, tmp_path: Path, line: str, words: str) -> None:
@@ -58,7 +58,7 @@ def test_training_goes_on(program: str, tmp_path: Path, line: str, words: str) -
     assert (tmp_path / "done.0").exists()
     assert (tmp_path / "done.1").exists()
     said = done.stdout + done.stderr
-    assert words.format(folder=tmp_path) in said
+    assert words.format(path=tmp_path) in said
     assert said.count("cannot write to") == int("cannot write to" in words)
     if "logs" in line:
         assert len((tmp_path / "logs" / "rank.1" / "stdout").read_text().splitlines()) == 10

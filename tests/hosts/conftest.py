@@ -16,7 +16,7 @@ from hosts import Hosts, why_not
 def three_hosts() -> Iterator[Hosts]:
     if why_not():
         pytest.skip(f"simulated hosts: {why_not()}")
-    with tempfile.TemporaryDirectory(prefix="rdh-") as folder:
-        hosts = Hosts(Path(folder) / "net", 3)
+    with tempfile.TemporaryDirectory(prefix="rdh-") as directory:
+        hosts = Hosts(Path(directory) / "net", 3)
         yield hosts
         hosts.down()

@@ -27,8 +27,8 @@ exec /usr/sbin/sshd -D -e -f "$2/sshd_config"
 """
 _SSHD_CONFIG = """
 Port 22
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/ssh/authorized_keys
+HostKey {directory}/host_key
+AuthorizedKeysFile {directory}/ssh/authorized_keys
 StrictModes no
 UsePAM no
 PasswordAuthentication no
@@ -55,7 +55,7 @@ class Hosts:
     """`count` hosts h1, h2, ...; `rate` is the links' in Mbit/s, 0 for no limit.
 
     Args:
-        folder: for keys and settings; its path must be short.
+        directory: for keys and settings; its path must be short.
         count: how many.
         rate: of each link, in both directions.
         domain: of all names but a host's own, as of pods: "job.ns.svc".
@@ -63,9 +63,9 @@ class Hosts:
     """
 
     def __init__(
-        self, folder: Path, count: int, rate: int = 0, domain: str = "", ipv6: bool = False
+        self, directory: Path, count: int, rate: int = 0, domain: str = "", ipv6: bool = False
     ) -> None:
-        self.folder, self.rate = folder, rate
+        self.directory, self.rate = directory, rate
         self.names = [f"h{number}" for number in range(1, count + 1)]
         self._tag = "rd" + uuid.uuid4().hex[:5]
         self._switch = f"{self._tag}sw"
@@ -82,12 +82,12 @@ class Hosts:
             raise
 
     def _prepare(self, names: str) -> None:
-        (self.folder / "ssh").mkdir(parents=True, mode=0o700)
+        (self.directory / "ssh").mkdir(parents=True, mode=0o700)
         for path in ("ssh/id_ed25519", "host_key"):
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / path))
-        shutil.copy(self.folder / "ssh/id_ed25519.pub", self.folder / "ssh/authorized_keys")
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
-        (self.folder / "sshd_config").write_text(_SSHD_CONFIG.format(folder=self.folder))
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.directory / path))
+        shutil.copy(self.directory / "ssh/id_ed25519.pub", self.directory / "ssh/authorized_keys")
+        (self.directory / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
+        (self.directory / "sshd_config").write_text(_SSHD_CONFIG.format(directory=self.directory))
         Path("/run/sshd").mkdir(exist_ok=True)
         Path("/root/.ssh").mkdir(exist_ok=True, mode=0o700)
 
@@ -118,7 +118,7 @@ class Hosts:
         own = f"{self.address[name]}/{self._bits}"
         _run("ip", "-n", space, "addr", "add", own, "dev", "eth0", *(["nodad"] if self._bits > 32 else []))
         _run("ip", "-n", space, "link", "set", "eth0", "up")
-        (self.folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
+        (self.directory / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
         line = [
             "nsenter",
             f"--net=/run/netns/{space}",
@@ -129,8 +129,8 @@ class Hosts:
             "--pid",
             "--fork",
         ]
-        line += ["--kill-child", "--mount-proc", "/bin/sh", "-c", _INSIDE, "host", name, str(self.folder)]
-        log = open(self.folder / f"{name}.log", "wb")  # noqa: SIM115
+        line += ["--kill-child", "--mount-proc", "/bin/sh", "-c", _INSIDE, "host", name, str(self.directory)]
+        log = open(self.directory / f"{name}.log", "wb")  # noqa: SIM115
         self._outer[name] = process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         log.close()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -210,18 +210,18 @@ class Hosts:
         return found
 
     def leftovers(self, name: str, job: str = "") -> list[str]:
-        """What jobs have left there, in words; of the folders in /tmp only those of `job`, if given."""
+        """What jobs have left there, in words; of the directories in /tmp only those of `job`, if given."""
         left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
         root = Path(f"/proc/{self._init[name]}/root")
-        for folder in ("dev/shm", "run/tmp"):
+        for directory in ("dev/shm", "run/tmp"):
             # (What PyTorch keeps for the next run is no job's; flight records are left to be read.)
             kept = ("torchinductor", "ringdance-flight-")
-            paths = [path for path in (root / folder).iterdir() if not path.name.startswith(kept)]
-            left += [f"{name}: /{folder}/{path.name}" for path in paths]
+            paths = [path for path in (root / directory).iterdir() if not path.name.startswith(kept)]
+            left += [f"{name}: /{directory}/{path.name}" for path in paths]
         # (/tmp is all hosts'. If the lock is still held, it is another run's job, with hosts of the
         # same names: a process of this one's would have been found above.)
-        folders = Path("/tmp").glob(f"ringdance-{job[:12] or '*'}-{name}")
-        return left + [str(path) for path in folders if not _locked(path)]
+        directories = Path("/tmp").glob(f"ringdance-{job[:12] or '*'}-{name}")
+        return left + [str(path) for path in directories if not _locked(path)]
 
     def down(self) -> None:
         """Remove all."""
@@ -232,9 +232,9 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def _locked(folder: Path) -> bool:
+def _locked(directory: Path) -> bool:
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
         return True  # just being removed
     try:

@@ -29,13 +29,13 @@ sed -i /:1000:/d /etc/passwd; echo mpiuser:x:1000:1000::/home/mpiuser:/bin/bash 
 mkdir -p /etc/ssh/ssh_config.d; rm -f /etc/ssh/ssh_config.d/*
 install -m 644 {root}/docker/ssh_config /etc/ssh/ssh_config.d/ringdance.conf
 grep -qs '^Include' /etc/ssh/ssh_config || echo 'Include /etc/ssh/ssh_config.d/*.conf' >/etc/ssh/ssh_config
-mount -t tmpfs none /home; mkdir -p {folder}; chown 1000:1000 /home/mpiuser
+mount -t tmpfs none /home; mkdir -p {directory}; chown 1000:1000 /home/mpiuser
 case {python} in /root/*)  # an interpreter that only root can reach would be elsewhere in an image
     mkdir -m 755 /run/root; mkdir -p /run{python}; mount --bind {python} /run{python}
     mount --rbind /run/root /root ;;
 esac
-install -g 1000 -m 640 {key} {folder}/id_rsa; install -m 644 {key}.pub {folder}/id_rsa.pub
-install -m 644 {key}.pub {folder}/authorized_keys
+install -g 1000 -m 640 {key} {directory}/id_rsa; install -m 644 {key}.pub {directory}/id_rsa.pub
+install -m 644 {key}.pub {directory}/authorized_keys
 """
 _RIGHTS = ["--reuid=1000", "--regid=1000", "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
 
@@ -44,18 +44,18 @@ class Pods:
     """The pods of a job.
 
     Args:
-        folder: for keys and settings.
+        directory: for keys and settings.
         workers: how many.
         slots: ranks on each.
         kind: "MPIJob" or "TrainJob".
     """
 
-    def __init__(self, folder: Path, workers: int, slots: int, kind: str = "MPIJob") -> None:
-        self.folder, self.kind = folder, kind
-        self.hosts = Hosts(folder / "net", workers + 1, domain=DOMAIN[kind])
+    def __init__(self, directory: Path, workers: int, slots: int, kind: str = "MPIJob") -> None:
+        self.directory, self.kind = directory, kind
+        self.hosts = Hosts(directory / "net", workers + 1, domain=DOMAIN[kind])
         self.workers = self.hosts.names[1:]
-        self._names = folder / "net" / "hosts"
-        hostfile = folder / "hostfile"
+        self._names = directory / "net" / "hosts"
+        hostfile = directory / "hostfile"
         hostfile.write_text("".join(f"{name}.{DOMAIN[kind]} slots={slots}\n" for name in self.workers))
         self.environ = {
             "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
@@ -85,11 +85,11 @@ class Pods:
         hidden = [line if known or line.split()[0] == "127.0.0.1" else f"#{line}" for line in kept]
         self._names.write_text("\n".join(hidden) + "\n")  # in place: it is mounted
 
-    def use_our_image(self, root: Path, folder: str) -> None:
-        """Make the pods as from docker/Dockerfile, with the job's key pair in `folder`."""
-        key = self.folder / "net/ssh/id_ed25519"
+    def use_our_image(self, root: Path, directory: str) -> None:
+        """Make the pods as from docker/Dockerfile, with the job's key pair in `directory`."""
+        key = self.directory / "net/ssh/id_ed25519"
         for name in self.hosts.names:
-            self.do(name, _OUR_IMAGE.format(root=root, folder=folder, key=key, python=sys.base_prefix))
+            self.do(name, _OUR_IMAGE.format(root=root, directory=directory, key=key, python=sys.base_prefix))
 
     def as_container(self, *command: str) -> list[str]:
         """The command line that has the user and the rights of a restricted pod's container."""

@@ -26,9 +26,9 @@ SlurmdPidFile=/run/slurmd.pid
 SlurmdSpoolDir=/run/slurmd
 SlurmdParameters=config_overrides
 TmpFS=/run/tmp
-StateSaveLocation={folder}/state
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
+StateSaveLocation={directory}/state
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.%n.log
 NodeName={names} CPUs=4 RealMemory=4000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
@@ -46,18 +46,18 @@ class Slurm:
 
     Args:
         hosts: where.
-        folder: for its settings, state and logs; one that does not exist.
+        directory: for its settings, state and logs; one that does not exist.
     """
 
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
-        self.environ = {"SLURM_CONF": str(folder / "slurm.conf")}
-        (folder / "state").mkdir(parents=True)
+    def __init__(self, hosts: Hosts, directory: Path) -> None:
+        self.hosts, self.directory = hosts, directory
+        self.environ = {"SLURM_CONF": str(directory / "slurm.conf")}
+        (directory / "state").mkdir(parents=True)
         names = ",".join(hosts.names)
-        text = _CONF.format(folder=folder, first=hosts.names[0], names=names)
-        (folder / "slurm.conf").write_text(text)
-        (folder / "cgroup.conf").write_text("ConstrainCores=no\n")
-        key = folder / "munge.key"
+        text = _CONF.format(directory=directory, first=hosts.names[0], names=names)
+        (directory / "slurm.conf").write_text(text)
+        (directory / "cgroup.conf").write_text("ConstrainCores=no\n")
+        key = directory / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o600)
         for name in hosts.names:
@@ -74,7 +74,7 @@ class Slurm:
 
     def _start(self, host: str, *command: str) -> None:
         """Run a command that ends, or puts itself into the background."""
-        with open(self.folder / f"{host}.out", "ab") as log:  # not a pipe, which the daemon would hold open
+        with open(self.directory / f"{host}.out", "ab") as log:  # a daemon would hold a pipe open
             line = ["env", *(f"{name}={value}" for name, value in self.environ.items()), *command]
             subprocess.run(
                 self.hosts.line(host, *line),

@@ -24,8 +24,8 @@ def four() -> Iterator[Hosts]:
     """h1 copies to h2, h3 and h4, each by a link of 100 Mbit/s; /run is each host's own."""
     if why_not():
         pytest.skip(f"simulated hosts: {why_not()}")
-    with tempfile.TemporaryDirectory(prefix="rdh-") as folder:
-        hosts = Hosts(Path(folder) / "net", 4, rate=100)
+    with tempfile.TemporaryDirectory(prefix="rdh-") as directory:
+        hosts = Hosts(Path(directory) / "net", 4, rate=100)
         yield hosts
         hosts.down()
 
@@ -127,7 +127,8 @@ def test_keys_are_written_when_they_are_confirmed(four: Hosts, tmp_path: Path) -
     assert "nothing was written" in done.stderr
     assert not known.exists()
     own = subprocess.run(
-        ["ssh-keygen", "-lf", str(four.folder / "host_key.pub")], capture_output=True, text=True, check=True
+        ["ssh-keygen", "-lf", str(four.directory / "host_key.pub")],
+        capture_output=True, text=True, check=True,
     ).stdout.split()[1]
     assert f"h2: ssh-ed25519 is new: {own}" in done.stdout
     assert four.run("h1", *strict).returncode != 0

@@ -20,8 +20,8 @@ LINE = (sys.executable, "-m", "ringdance")
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with tempfile.TemporaryDirectory(prefix="rdh-") as folder:
-        hosts = Hosts(Path(folder) / "net", 3, ipv6=True)
+    with tempfile.TemporaryDirectory(prefix="rdh-") as directory:
+        hosts = Hosts(Path(directory) / "net", 3, ipv6=True)
         yield hosts
         hosts.down()
 

@@ -34,10 +34,10 @@ while True:
 class Job:
     """A job of six ranks on the three hosts, begun on h1."""
 
-    def __init__(self, hosts: Hosts, folder: Path, idle: bool) -> None:
-        self.hosts, self.log = hosts, folder / "log"
-        (folder / "work.py").write_text(WORK.format(idle=idle))
-        words = [*RUN, "-H", "h1:2,h2:2,h3:2", "python", str(folder / "work.py")]
+    def __init__(self, hosts: Hosts, directory: Path, idle: bool) -> None:
+        self.hosts, self.log = hosts, directory / "log"
+        (directory / "work.py").write_text(WORK.format(idle=idle))
+        words = [*RUN, "-H", "h1:2,h2:2,h3:2", "python", str(directory / "work.py")]
         self.outer = hosts.start("h1", *words, log=self.log)
         assert wait_until(lambda: self.log.read_text().count("works") == 6, 60.0) is not None, self.said
         self.launcher = min(self.find("h1", " ringdance run "))

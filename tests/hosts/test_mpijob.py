@@ -31,9 +31,9 @@ def pods(request: pytest.FixtureRequest) -> Iterator[Pods]:
     reason = hosts.why_not() or ("" if shutil.which("setpriv") else "needs setpriv (util-linux)")
     if reason:
         pytest.skip(f"simulated pods: {reason}")
-    with tempfile.TemporaryDirectory(prefix="rdp-") as folder:
-        os.chmod(folder, 0o755)
-        made = Pods(Path(folder), workers=2, slots=2, kind=request.param)
+    with tempfile.TemporaryDirectory(prefix="rdp-") as directory:
+        os.chmod(directory, 0o755)
+        made = Pods(Path(directory), workers=2, slots=2, kind=request.param)
         try:
             yield made
         finally:
@@ -42,7 +42,7 @@ def pods(request: pytest.FixtureRequest) -> Iterator[Pods]:
 
 @pytest.fixture
 def script(pods: Pods) -> str:
-    path = pods.folder / "train.py"
+    path = pods.directory / "train.py"
     path.write_text(TRAINING)
     return str(path)
 
@@ -85,7 +85,7 @@ def test_horovods_line(pods: Pods, script: str) -> None:
 
 def test_the_line_of_the_operators_examples(pods: Pods, script: str) -> None:
     """Open MPI 4's mpirun, as scripts of such jobs have it, by the program that is put into PATH."""
-    shim = pods.folder / "shim"
+    shim = pods.directory / "shim"
     subprocess.run([sys.executable, "-m", "ringdance", "mpirun", "--install-into", str(shim)], check=True)
     line = (
         "mpirun --allow-run-as-root -np 4 -bind-to none -map-by slot -x LD_LIBRARY_PATH -x PATH "
@@ -116,10 +116,10 @@ def test_our_own_manifest(pods: Pods, script: str) -> None:
     daemons = []
     for name in pods.workers:
         line = pods.as_container(*worker["containers"][0]["command"])
-        daemons.append(pods.hosts.start(name, *line, log=pods.folder / f"{name}.sshd"))
+        daemons.append(pods.hosts.start(name, *line, log=pods.directory / f"{name}.sshd"))
     try:
         done = launch(pods, *pods.as_container(*command))
-        said = "".join((pods.folder / f"{name}.sshd").read_text() for name in pods.workers)
+        said = "".join((pods.directory / f"{name}.sshd").read_text() for name in pods.workers)
         assert "Accepted publickey for mpiuser" in said, done.stderr + said
         check(done, pods, "[{rank}]<{host}> ")
     finally:

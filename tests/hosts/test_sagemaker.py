@@ -53,15 +53,14 @@ def two_hosts() -> Iterator[Hosts]:
     pytest.importorskip("sagemaker_training", reason="SageMaker's toolkit: pip install sagemaker-training")
     if hosts.why_not():
         pytest.skip(f"simulated hosts: {hosts.why_not()}")
-    with tempfile.TemporaryDirectory(prefix="rdm-") as folder:
-        there = Hosts(Path(folder) / "net", 2)
+    with tempfile.TemporaryDirectory(prefix="rdm-") as directory:
+        there = Hosts(Path(directory) / "net", 2)
         try:
             for name in there.names:
-                done = there.run(name, "sh", "-c", SETUP.format(net=Path(folder) / "net"))
+                done = there.run(name, "sh", "-c", SETUP.format(net=Path(directory) / "net"))
                 assert done.returncode == 0, done.stderr
-            subprocess.run(
-                [sys.executable, "-m", "ringdance", "mpirun", "--install-into", f"{folder}/shim"], check=True
-            )
+            words = ["mpirun", "--install-into", f"{directory}/shim"]
+            subprocess.run([sys.executable, "-m", "ringdance", *words], check=True)
             yield there
         finally:
             there.down()
@@ -70,8 +69,8 @@ def two_hosts() -> Iterator[Hosts]:
 class Container:
     """The toolkit's run on one host."""
 
-    def __init__(self, there: Hosts, name: str, folder: Path, parameters: dict[str, str]) -> None:
-        self.ml, self.log = folder / name, folder / f"{name}.log"
+    def __init__(self, there: Hosts, name: str, directory: Path, parameters: dict[str, str]) -> None:
+        self.ml, self.log = directory / name, directory / f"{name}.log"
         for part in ("input/config", "input/data", "code", "model", "output"):
             (self.ml / part).mkdir(parents=True)
         (self.ml / "code" / "train.py").write_text(SCRIPT)
@@ -90,7 +89,7 @@ class Container:
             (self.ml / "input" / "config" / f"{title}.json").write_text(json.dumps(content))
         there.run(name, "umount", "/opt/ml")
         assert there.run(name, "mount", "--bind", str(self.ml), "/opt/ml").returncode == 0
-        path = f"{there.folder.parent / 'shim'}:{BIN}:{os.environ['PATH']}"
+        path = f"{there.directory.parent / 'shim'}:{BIN}:{os.environ['PATH']}"
         self.process = there.start(name, "env", f"PATH={path}", str(BIN / "train"), log=self.log)
 
     @property

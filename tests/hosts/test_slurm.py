@@ -27,10 +27,10 @@ def cluster() -> Iterator[Slurm]:
     reason = hosts.why_not() or slurm.why_not()
     if reason:
         pytest.skip(f"a simulated Slurm: {reason}")
-    with tempfile.TemporaryDirectory(prefix="rds-") as folder:
-        there = Hosts(Path(folder) / "net", 3)
+    with tempfile.TemporaryDirectory(prefix="rds-") as directory:
+        there = Hosts(Path(directory) / "net", 3)
         try:
-            yield Slurm(there, Path(folder) / "slurm")
+            yield Slurm(there, Path(directory) / "slurm")
         finally:
             there.down()
 
