@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ringdance.cluster.ray import RayExecutor, _fitting
 from ringdance.errors import LaunchError
+from ringdance.submit.ray import RayExecutor, _fitting
 
 SETTINGS = RayExecutor.create_settings(timeout_s=60, ssh_str="", nics=None)
 
@@ -150,7 +150,7 @@ def test_what_is_killed_is_named_and_leaves_no_rank(cluster: Any, tmp_path: Path
         executor.shutdown()
     else:  # the one that both ranks are connected to, as both nodes are this machine
         names = {process.pid: process.name() for process in psutil.Process(pids[0]).parents()}
-        os.kill(next(pid for pid, name in names.items() if name.startswith("ray::Seat")), signal.SIGKILL)
+        os.kill(next(pid for pid, name in names.items() if name.startswith("ray::Node")), signal.SIGKILL)
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
     executor.shutdown()
 

@@ -228,7 +228,7 @@ class Agents:
 
     def kill_local(self) -> None:
         """Kill the agent on this host; `on_local_lost` follows."""
-        self._local.remote.process.kill()
+        self._local.remote.kill()
 
     def close(self) -> None:
         """End all connections, and so all agents that have not ended."""
@@ -236,7 +236,7 @@ class Agents:
             self._watch_room(agent, False)
             watch(self._selector, agent.remote.frames.read_fd, 0, None)
             if agent.lost and not agent.local:
-                agent.remote.process.kill()
+                agent.remote.kill()
             agent.remote.close(_CLOSE_S if agent.local else 2.0)
         for lock in {agent.remote.frames.shared[0] for agent in self._remote if agent.remote.frames.shared}:
             os.close(lock)
@@ -279,10 +279,9 @@ class Agents:
         agent.lost = True
         watch(self._selector, agent.remote.frames.read_fd, 0, None)
         self._watch_room(agent, False)
-        process = agent.remote.process
-        process.kill()
+        code = agent.remote.kill()
         if agent.local:
-            self._events.on_local_lost(f"pid {process.pid}, exit code {process.wait()}: {why}")
+            self._events.on_local_lost(f"exit code {code}: {why}")
             return
         self._events.on_host_failed(agent.remote.host, why, lost=True)
         for link in [link for link in self._links.values() if link.remote is agent.remote]:

@@ -125,14 +125,15 @@ class Job:
         plan: what is to be started.
         options: how.
         remotes: an agent on each host of the plan that is not this machine; ended with the job.
+        id: of the job, 32 hexadecimal digits; by default a new one.
 
     Raises (from :meth:`run`):
         LaunchError: the job could not be started at all.
     """
 
-    def __init__(self, plan: Plan, options: Options, remotes: Sequence[Remote] = ()) -> None:
+    def __init__(self, plan: Plan, options: Options, remotes: Sequence[Remote] = (), id: str = "") -> None:
         self._plan, self._options, self._remotes = plan, options, remotes
-        self.id = uuid.uuid4().hex
+        self.id = id or uuid.uuid4().hex
         self._began = time.time()
         self._state, self._deadline = State.PREPARING, math.inf
         self._selector = selectors.DefaultSelector()

@@ -121,8 +121,16 @@ class JobSpec:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
         return order
 
-    def prepare(self, say: Callable[[str], None] = lambda text: None) -> PreparedJob:
-        """What would be started, with an agent on each other host; the command must have been resolved.
+    def prepare(
+        self,
+        say: Callable[[str], None] = lambda text: None,
+        connect: Callable[..., list[Remote]] = connect,
+    ) -> PreparedJob:
+        """Plan the job and start an agent on each other host; the command must have been resolved.
+
+        Args:
+            say: is called with what is waited for.
+            connect: starts the agents, as :func:`remote.connect.connect`.
 
         Raises:
             LaunchError: it cannot be done; nothing has been started.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command, module_line, package_folder
@@ -29,36 +30,50 @@ class Remote:
 
     Attributes:
         host: its name as given.
-        process: the ssh (or srun) that leads to it.
         frames: the connection.
-        facts: what it is.
-        heard: when it last said something (monotonic seconds).
-        errors: what that ssh said on stderr.
+        files: what to close to end it.
+        process: the ssh (or srun) that leads to it, or the agent itself; None if it is connected otherwise.
+        facts: what the host is.
+        heard: when its last message came (monotonic seconds).
+        errors: what that process wrote on stderr.
     """
 
     host: str
-    process: subprocess.Popen[bytes]
     frames: Frames
-    facts: HostFacts
+    files: Sequence[IO[bytes] | socket.socket]
+    process: subprocess.Popen[bytes] | None = None
+    facts: HostFacts = field(default_factory=HostFacts)
     heard: float = field(default_factory=time.monotonic)
     errors: bytearray = field(default_factory=bytearray)
 
     def close(self, timeout: float = 2.0) -> None:
         """End the connection, which ends the agent; kill the process if it has not ended in time."""
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if stream:
-                stream.close()
+        for file in self.files:
+            file.close()
         try:
-            self.process.wait(timeout)
+            self.wait(timeout)
         except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> int:
+        """Kill the process if it has not ended; return its exit code."""
+        if self.process:
             self.process.kill()
-            self.process.wait()
+        return self.wait()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the process; return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended.
+        """
+        return self.process.wait(timeout) if self.process else 0
 
     def last_words(self) -> str:
-        """The last line that ssh wrote on stderr."""
-        assert self.process.stderr
+        """Return the last line that the process wrote on stderr."""
         try:
-            self.errors += os.read(self.process.stderr.fileno(), 65536)
+            if self.process and self.process.stderr:
+                self.errors += os.read(self.process.stderr.fileno(), 65536)
         except OSError:
             pass
         lines = self.errors.decode(errors="replace").strip().splitlines()
@@ -154,24 +169,47 @@ def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
         remote = _start(host, command)
     except OSError as error:
         raise _Problem(f"{command[0]} cannot be started: {error.strerror}") from None
-    frames = remote.frames
-    until = time.monotonic() + timeout
     try:
-        while True:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise _Problem(f"no answer within {timeout:.0f} s {_heard(remote)}".rstrip(), temporary=True)
-            select.select([frames.read_fd], [], [], left)
-            messages, alive = frames.receive()
-            for message, _ in messages:
-                remote.facts = facts_from(message["facts"])
-                return remote
-            if not alive:
-                raise _why(remote, command[0], python)
+        if not _await_facts(remote, timeout):
+            raise _why(remote, command[0], python)
     except BaseException:
-        remote.process.kill()
+        remote.kill()
         remote.close()
         raise
+    return remote
+
+
+def _await_facts(remote: Remote, timeout: float) -> bool:
+    """Wait for an agent's first message; return False if the connection ends before."""
+    until, alive = time.monotonic() + timeout, True
+    while alive:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise _Problem(f"no answer within {timeout:.0f} s {_heard(remote)}".rstrip(), temporary=True)
+        select.select([remote.frames.read_fd], [], [], left)
+        messages, alive = remote.frames.receive()
+        for message, _ in messages:
+            remote.facts = facts_from(message["facts"])
+            return True
+    return False
+
+
+def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
+    """Return the agent that has connected over a socket.
+
+    Raises:
+        LaunchError: it does not answer.
+    """
+    files = (sock, sock.dup())  # two descriptors: each is watched for one direction
+    remote = Remote(host, Frames(files[0].fileno(), files[1].fileno(), after=AGENT_SPEAKS), files)
+    try:
+        answered = _await_facts(remote, timeout)
+    except _Problem:
+        answered = False
+    if not answered:
+        remote.close()
+        raise LaunchError(f"host {host}: its agent does not answer")
+    return remote
 
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
@@ -190,7 +228,7 @@ def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     assert process.stderr
     os.set_blocking(process.stderr.fileno(), False)
     frames = Frames(process.stdout.fileno(), process.stdin.fileno(), after=AGENT_SPEAKS)
-    return Remote(host, process, frames, HostFacts())
+    return Remote(host, frames, (process.stdin, process.stdout, process.stderr), process)
 
 
 def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequence[Remote]) -> Remote:
@@ -230,7 +268,7 @@ def _heard(remote: Remote) -> str:
 def _why(remote: Remote, program: str, python: str) -> _Problem:
     """What the end of an ssh that brought no agent means."""
     try:
-        code = remote.process.wait(5.0)
+        code = remote.wait(5.0)
     except subprocess.TimeoutExpired:
         code = -1
     said = remote.last_words()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringdance.cluster.ray import RayExecutor
+from ringdance.submit.ray import RayExecutor
 
 __all__ = ["RayExecutor"]
 

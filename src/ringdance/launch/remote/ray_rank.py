@@ -1,0 +1,62 @@
+"""A rank of a job on Ray: take calls from its node's actor, one after the other, and answer.
+
+``python -m ringdance.launch.remote.ray_rank`` listens in the job's directory. The actor's first message is
+``{"environ", "path", "directory"}``; each other one is ``{"kind", "call"}`` with a pickled function and its
+arguments, answered by a pickle of ``{"value"}`` or ``{"error", "traceback"}``. It ends with the connection.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from multiprocessing.connection import Listener
+from typing import Any
+
+from ringdance.launch.agent.rank import FOLDER
+
+
+def address(directory: str, rank: int | str) -> str:
+    """Return the path of a rank's socket in its job's directory."""
+    return os.path.join(directory, f"call.{rank}")
+
+
+def main() -> None:
+    """Serve calls until the actor closes the connection."""
+    import cloudpickle
+
+    with Listener(address(os.environ[FOLDER], os.environ["RINGDANCE_RANK"]), "AF_UNIX") as listener:
+        connection = listener.accept()
+    setup = connection.recv()
+    os.environ.update(setup["environ"])
+    sys.path[:] = setup["path"] + [entry for entry in sys.path if entry not in setup["path"]]
+    if os.path.isdir(setup["directory"]):
+        os.chdir(setup["directory"])
+    instance: list[Any] = [None]
+    while True:
+        try:
+            call = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            answer = cloudpickle.dumps({"value": _do(call, instance)})
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            answer = pickle.dumps({"error": text, "traceback": traceback.format_exc()})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(answer)
+
+
+def _do(call: dict[str, Any], instance: list[Any]) -> Any:
+    """Make the instance, call a function with it, or call a function."""
+    function, args, kwargs = pickle.loads(call["call"])
+    if call["kind"] == "make":
+        instance[0] = function(*args, **kwargs)
+        return None
+    return function(instance[0]) if call["kind"] == "execute" else function(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    main()
