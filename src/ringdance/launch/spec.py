@@ -142,7 +142,7 @@ class JobSpec:
         local = local_names(name for name, _ in hosts)
         place(order.ranks, hosts)  # too few slots are told before anybody is asked
         others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
-        mpi = find_mpi()
+        find_mpi()  # what is missing here is named before other hosts are asked
         remotes = connect(others, order.shell, order.start_timeout, say) if others and order.check else []
         facts = {remote.host: remote.facts for remote in remotes}
         here = facts_from(machine.facts())
@@ -152,24 +152,13 @@ class JobSpec:
             exports.setdefault(_RECORDS, os.path.abspath(order.folder))
         try:
             plan = build_plan(
-                order.command,
-                ranks=order.ranks,
-                mpi=mpi,
+                replace(order, exports=exports),
+                mpi=find_mpi(),
                 cores=usable_cores(),
                 environ=os.environ,
-                hosts=hosts,
-                source=order.source or ("-np" if order.hosts is None else "-H"),
-                method=order.shell.method,
                 facts=facts,
-                interfaces=order.interfaces,
-                exports=exports,
-                forward=order.forward,
                 local=local,
                 root=os.getuid() == 0,
-                python=order.shell.python,
-                chdir=order.chdir,
-                binding=order.binding,
-                mpi_args=order.mpi_args,
             )
         except BaseException:
             for remote in remotes:

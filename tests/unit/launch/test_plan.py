@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -12,13 +12,21 @@ from ringdance.launch.hosts import HostFacts
 from ringdance.launch.mpi import Mpi, family_of
 from ringdance.launch.mpi.options import machine_file, session_environment
 from ringdance.launch.plan import Plan, build_plan
+from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.spec import JobSpec
 
 OPENMPI = Mpi("openmpi", "/env/bin/mpiexec", "test", 5)
 
 
+_OF_SPEC = {field.name for field in fields(JobSpec)}
+
+
 def plan(**changes: object) -> Plan:
-    given = {"ranks": 2, "mpi": OPENMPI, "cores": 8, "environ": {}, **changes}
-    return build_plan(["/env/bin/python", "train.py"], **given)  # type: ignore[arg-type]
+    given = {"mpi": OPENMPI, "cores": 8, "environ": {}, **changes}
+    asked = {"ranks": 2} | {name: given.pop(name) for name in changes if name in _OF_SPEC}
+    shell = {name: given.pop(name) for name in ("method", "python") if name in given}
+    spec = JobSpec(["/env/bin/python", "train.py"], shell=RemoteShell(**shell), **asked)  # type: ignore[arg-type]
+    return build_plan(spec, **given)  # type: ignore[arg-type]
 
 
 def test_openmpi_line_unbinds_and_yields() -> None:

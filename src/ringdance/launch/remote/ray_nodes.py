@@ -78,7 +78,8 @@ class Node:
             OSError: it cannot be reached.
         """
         with tcp.connect([ip], port, token) as sock:
-            subprocess.Popen(bare_command("agent.main"), stdin=sock.fileno(), stdout=sock.fileno(), start_new_session=True)
+            fd = sock.fileno()
+            subprocess.Popen(bare_command("agent.main"), stdin=fd, stdout=fd, start_new_session=True)
 
     # --- ranks ---------------------------------------------------------------------------------
 
