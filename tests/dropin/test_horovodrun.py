@@ -231,7 +231,7 @@ def test_ctrl_c_ends_all(program):
     ("words", "code", "message"),
     [
         (["true"], 2, "how many ranks"),
-        (["-np", "2"], 2, "what is to be run"),
+        (["-np", "2"], 2, "missing COMMAND"),
         (["-np", "2", "-H", "localhost:1", "true"], 2, "-np 2 needs 2 slots, but the hosts given have 1"),
         (
             ["-np", "2", "-H", "elsewhere.invalid:2", "true"],

@@ -288,7 +288,7 @@ def test_what_is_wrong_on_a_host_is_told(tmp_path: Path, does: str, words: str) 
 
 def test_tmpdir_holds_on_all_hosts(tmp_path: Path, program: Callable[[str], str]) -> None:
     """/tmp can only be read; what is written lies in the launcher's TMPDIR, on the other hosts too."""
-    path = program("print(os.path.dirname(os.environ['RINGDANCE_JOB_FOLDER']))\n")
+    path = program("print(os.path.dirname(os.environ['RINGDANCE_JOB_DIRECTORY']))\n")
     with tempfile.TemporaryDirectory(prefix="rdt-") as place:  # a short path
         done = subprocess.run(
             here_hosts.without_temporary_files(place, *LINE, *THREE, "--no-check", "python", path),

@@ -47,9 +47,9 @@ def check_hosts(
     Raises:
         LaunchError: the job would fail; nothing was started, and the agents were closed.
     """
-    order = ready.order
+    order = ready.spec
     slots = {host.name: len(host.ranks) for host in ready.plan.hosts}
-    directories = [order.folder] if order.folder else []
+    directories = [order.output_directory] if order.output_directory else []
     try:
         wrong = preflight(slots, shell=order.shell, directories=directories, minutes=minutes)
         lines = [

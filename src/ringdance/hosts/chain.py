@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from ringdance.hosts.host_set import HostSet
-from ringdance.launch.hosts import HostFacts, meet
+from ringdance.launch.hosts import HostFacts, shared_networks
 
 
 def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -> list[list[str]]:
@@ -51,7 +51,7 @@ def chained(hosts: HostSet, names: Sequence[str], warn: Callable[[str], None]) -
 
 def addresses(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
     """Return the addresses at which each host may be reached, those on networks that all share first."""
-    networks = meet(facts)
+    networks = shared_networks(facts)
     found = {}
     for host, known in facts.items():
         shared = networks.interfaces.get(host, ())

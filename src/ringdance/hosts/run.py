@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.hosts.host_set import HostSet
-from ringdance.launch.directories import OWN_FOLDER, bases
+from ringdance.launch.directories import OWN_DIRECTORY, bases
 from ringdance.launch.output.stream import Lines
 
 TIMED_OUT, NOT_REACHED = 124, 255
@@ -72,7 +72,7 @@ class Run:
             script = shell_line(words, directory, self._hosts.agents[host].facts.executable)
             self._hosts.send(host, job)
             self._hosts.send(host, {"put": "command"}, script.encode())
-            self._hosts.send(host, {"spawn": 0, "command": f"exec /bin/sh {OWN_FOLDER}/command"})
+            self._hosts.send(host, {"spawn": 0, "command": f"exec /bin/sh {OWN_DIRECTORY}/command"})
 
     def wait(self, timeout: float | None, on_wait: Callable[[Sequence[str]], None]) -> dict[str, Result]:
         """Wait until the command has ended everywhere, end what is left of it, and return the results.

@@ -39,7 +39,7 @@ def run(
         np: number of ranks.
         hosts: ``"h1:4,h2:4"``; default: what a scheduler has given, else this machine.
         env: variables to set for the ranks.
-        output_filename: folder for each rank's output, as of ``ringdance run --output-filename``.
+        output_filename: directory for each rank's output, as of ``ringdance run --output-filename``.
         prefix: whether output lines carry their rank.
         start_timeout: seconds until all ranks must have started.
         verbose: tell what is done.
@@ -57,7 +57,7 @@ def run(
         exports=env or {},
         source=f"hosts={hosts}" if hosts else "",
         style=None if prefix else Style(""),
-        folder=os.fspath(output_filename) if output_filename else "",
+        output_directory=os.fspath(output_filename) if output_filename else "",
         start_timeout=start_timeout,
         verbose=verbose,
     )
@@ -88,7 +88,7 @@ def call(
         raise
     outcome = Job(plan, options, ready.remotes).run()
     if isinstance(outcome, Verdict):
-        raise LaunchError("\n" + render(outcome, plan.ranks, order.folder))
+        raise LaunchError("\n" + render(outcome, plan.ranks, order.output_directory))
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
     try:

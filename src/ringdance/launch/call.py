@@ -1,6 +1,6 @@
 """What a rank of :func:`ringdance.run` executes: ``python -m ringdance.launch.call``.
 
-The job's folder on this host holds ``call.pkl``: the caller's ``sys.path`` and the function with its
+The job's directory on this host holds ``call.pkl``: the caller's ``sys.path`` and the function with its
 arguments; the result goes to ``result.<rank>.pkl``. An exception leaves the interpreter as in any script.
 """
 
@@ -10,21 +10,21 @@ import os
 import pickle
 import sys
 
-from ringdance.launch.agent.rank import FOLDER
+from ringdance.launch.agent.rank import DIRECTORY
 
 
 def main() -> None:
-    """Run the call in the job's folder and store its result there."""
+    """Run the call in the job's directory and store its result there."""
     import cloudpickle
 
-    folder = os.environ[FOLDER]
-    with open(os.path.join(folder, "call.pkl"), "rb") as file:
+    directory = os.environ[DIRECTORY]
+    with open(os.path.join(directory, "call.pkl"), "rb") as file:
         path, call = pickle.load(file)
     # A function of an importable module travels by its name: import what the caller could import.
     sys.path[:] = path + [entry for entry in sys.path if entry not in path]
     function, args, kwargs = pickle.loads(call)
     result = function(*args, **kwargs)
-    target = os.path.join(folder, f"result.{os.environ['RINGDANCE_RANK']}.pkl")
+    target = os.path.join(directory, f"result.{os.environ['RINGDANCE_RANK']}.pkl")
     with open(target + ".part", "wb") as file:
         cloudpickle.dump(result, file)
     os.rename(target + ".part", target)

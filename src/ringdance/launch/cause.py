@@ -262,8 +262,8 @@ def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> 
 _WIDTH = 78
 
 
-def render(verdict: Verdict, ranks: int, folder: str = "") -> str:
-    """The frame that ends a failed job's output; `folder` is where the ranks' log files are."""
+def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
+    """The frame that ends a failed job's output; `directory` is where the ranks' log files are."""
     cause = verdict.cause
     lines = [" ringdance: the job failed ".center(_WIDTH, "=")]
     if cause.rank is None:
@@ -280,7 +280,7 @@ def render(verdict: Verdict, ranks: int, folder: str = "") -> str:
         lines.append(f"then rank {other.rank} on {other.host}, pid {other.pid}: {same}")
     if len(verdict.others) > shown:
         lines.append(f"then {len(verdict.others) - shown} more ranks")
-    if folder:
-        lines.append(f"full output of each rank: {folder}")
+    if directory:
+        lines.append(f"full output of each rank: {directory}")
     lines.append(f" exit code {verdict.code} ".center(_WIDTH, "="))
     return "\n".join(lines)

@@ -47,7 +47,7 @@ Under mpiexec or srun run the script directly: it needs no `ringdance run`.
 """
 
 
-Look = Callable[[PreparedJob, Callable[[str], None]], None]
+Check = Callable[[PreparedJob, Callable[[str], None]], None]
 """Is given what would be started, and how to say something; raises a LaunchError if it must not start."""
 
 
@@ -130,7 +130,7 @@ def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: Sequence[str], look: Look | None = None) -> int:
+def main(argv: Sequence[str], look: Check | None = None) -> int:
     """``ringdance run``: `argv` without the program and ``run``; returns the exit code.
 
     Args:
@@ -149,7 +149,7 @@ def run(
     order: JobSpec,
     arguments: argparse.Namespace,
     say: Callable[[str], None],
-    look: Look | None = None,
+    look: Check | None = None,
     show_map: bool = False,
 ) -> int:
     """Run a job as the options of ``ringdance run`` say, and return the exit code.
@@ -163,7 +163,7 @@ def run(
     """
 
     def checked(ready: PreparedJob, say: Callable[[str], None]) -> None:
-        if look and ready.plan.wide and not arguments.no_check:
+        if look and ready.plan.multi_host and not arguments.no_check:
             look(ready, say)
 
     if arguments.detach and not arguments.dry_run:
@@ -221,8 +221,8 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         clock=arguments.timestamps,
         colour=arguments.colour or (sys.stdout.isatty() and not os.environ.get("NO_COLOR")),
         fold=arguments.fold,
-        folder=arguments.output_filename or "",
+        output_directory=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
-        silence=arguments.host_timeout,
+        heartbeat_timeout=arguments.host_timeout,
         verbose=arguments.verbose,
     )

@@ -8,17 +8,17 @@ import sys
 from collections.abc import Iterable, Mapping
 
 _ROOM, _FILES = 1 << 20, 100  # what sockets and MPI's own files need at least
-_LONGEST = 59  # bytes of a folder's path that leave room for a socket's address in a job's folder there
+_LONGEST = 59  # bytes of a directory's path that leave room for a socket's address in a job's directory there
 
 
 def bases(environ: Mapping[str, str]) -> list[str]:
-    """Where a job's folder may be made, the best first: as `tempfile` has it, save the working directory."""
+    """Return where a job's directory may be made, the best first: as `tempfile`, without the cwd."""
     named = [environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
     return list(dict.fromkeys([*named, "/tmp", "/var/tmp"]))
 
 
 def usable(places: Iterable[str]) -> tuple[list[str], str]:
-    """Those of `places` in which a job's folder can be made, and in words why not in the others."""
+    """Those of `places` in which a job's directory can be made, and in words why not in the others."""
     wrong = {place: _unusable(place) for place in places}
     told = "; ".join(f"{place}: {why}" for place, why in wrong.items() if why)
     return [place for place, why in wrong.items() if not why], told
@@ -56,21 +56,21 @@ def free_port() -> tuple[socket.socket | None, int]:
     return sock, port
 
 
-def host_folder(base: str, job: str) -> str:
-    """A job's folder on this host. Hosts may share `base`, so their names are part of it.
+def host_directory(base: str, job: str) -> str:
+    """A job's directory on this host. Hosts may share `base`, so their names are part of it.
 
     The path leaves room in a socket's address (108 bytes; macOS 104) if `base` is :func:`usable`.
     """
     return os.path.join(base, f"ringdance-{job[:12]}-{os.uname().nodename[-20:]}")
 
 
-OWN_FOLDER = "{folder}"
-"""Stands for :func:`host_folder` of the host in what its agent is told."""
+OWN_DIRECTORY = "{directory}"
+"""Stands for :func:`host_directory` of the host in what its agent is told."""
 
 SHARED = "{shared}"
 """Stands in a variable's value for :func:`host_shared` of the host where a rank runs."""
 
 
 def host_shared(job: str) -> str:
-    """A job's folder in this host's shared memory; "" if there is none."""
-    return host_folder("/dev/shm", job) if os.access("/dev/shm", os.W_OK) else ""
+    """A job's directory in this host's shared memory; "" if there is none."""
+    return host_directory("/dev/shm", job) if os.access("/dev/shm", os.W_OK) else ""

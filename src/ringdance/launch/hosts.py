@@ -99,7 +99,7 @@ def _is_own_address(name: str) -> bool:
     return False
 
 
-def place(ranks: int, hosts: HostList) -> tuple[Host, ...]:
+def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
     """Put `ranks` ranks on hosts: all slots of a host before the next; hosts left empty are left out.
 
     Raises:
@@ -121,7 +121,7 @@ def place(ranks: int, hosts: HostList) -> tuple[Host, ...]:
     return tuple(placed)
 
 
-def rank_places(hosts: Sequence[Host]) -> list[dict[str, int]]:
+def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
     """Numbers of each rank, by rank: a rank's cross rank counts the hosts that have its local rank too."""
     size = sum(len(host.ranks) for host in hosts)
     found = []
@@ -161,7 +161,7 @@ class Networks:
         return any(":" in net for net in self.include)
 
 
-def meet(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networks:
+def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()) -> Networks:
     """Choose the networks that all hosts share: IPv4 ones, or IPv6 ones where there are none.
 
     Args:

@@ -15,13 +15,12 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agent import paths
-from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.directories import (
-    OWN_FOLDER,
+    OWN_DIRECTORY,
     SHARED,
     bases,
-    host_folder,
+    host_directory,
     host_shared,
     usable,
 )
@@ -31,6 +30,7 @@ from ringdance.launch.options import Options
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.plan import Plan
 from ringdance.launch.ranks import Rank, RankTable
+from ringdance.launch.remote.agents import Agents, RankLink
 from ringdance.launch.remote.connect import Remote, start_local, together
 from ringdance.launch.system import linux, machine
 from ringdance.launch.system.cleanup import Cleanup
@@ -142,14 +142,14 @@ class Job:
                 raise LaunchError(
                     f"no directory for temporary files ({wrong}). Set TMPDIR to one that can be written"
                 )
-            self._directory = host_folder(self._bases[0], self.id)
+            self._directory = host_directory(self._bases[0], self.id)
             if self._signals.wakes:
                 self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._on_signals)
             for note in self._plan.notes:
                 self._options.err(f"ringdance: {note}\n".encode())
             name = next((host.name for host in self._plan.hosts if host.local), "localhost")
             local = start_local(name, self._environment(), self._options.stdin, self._remotes)
-            self._agents = Agents(local, self._remotes, self._selector, self, self._options.silence)
+            self._agents = Agents(local, self._remotes, self._selector, self, self._options.heartbeat_timeout)
             self._ranks = RankTable(self._plan, self._options, self._agents)
             self._agents.begin(*self._orders(), self._options.files)
             self._deadline = time.monotonic() + self._options.start_timeout
@@ -163,7 +163,7 @@ class Job:
         """Return the environment of mpiexec and of the ranks here."""
         own = self._plan.environ(os.environ)
         session = session_environment(self._plan.mpi.family, self._directory, SHARED if self._shared else "")
-        place = paths.variables(os.getcwd()) if self._plan.differs else {}
+        place = paths.variables(os.getcwd()) if self._plan.paths_differ else {}
         # Open MPI does not start without HOME.
         return {"HOME": machine.home(), **own, **session, **place, linux.MARKER: self.id}
 
@@ -172,12 +172,12 @@ class Job:
         common: dict[str, Any] = {"job": self.id, "bases": self._bases, "environ": {}}
         common |= {"needed": [], "launcher": None}
         # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
-        local = {**common, "cwd": "/" if self._plan.differs else os.getcwd()}
-        session = session_environment(self._plan.mpi.family, OWN_FOLDER, SHARED)
+        local = {**common, "cwd": "/" if self._plan.paths_differ else os.getcwd()}
+        session = session_environment(self._plan.mpi.family, OWN_DIRECTORY, SHARED)
         remote = {
             **common,
             "cwd": self._plan.chdir or os.getcwd(),
-            "launcher": paths.launchers_place() if self._plan.differs else None,
+            "launcher": paths.launchers_place() if self._plan.paths_differ else None,
             "needed": self._options.needed,
             "environ": {**self._plan.forwarded(os.environ), **session},
         }
@@ -187,7 +187,7 @@ class Job:
         if self._agents.problems:
             raise LaunchError(together(self._agents.problems))
         if self._state is State.PREPARING:
-            if self._plan.wide:
+            if self._plan.multi_host:
                 hosts = machine_file(self._plan.hosts, self._plan.mpi.family)
                 self._agents.put(_SHIM, rsh_script(self._directory), 0o700)
                 self._agents.put(MACHINE_FILE.replace(RSH_SHIM, _SHIM), hosts)
@@ -195,7 +195,7 @@ class Job:
 
     def _launch(self) -> None:
         argv = self._plan.argv(self._bases, self.id, os.path.join(self._directory, _SHIM))
-        self._agents.launch(argv, not self._plan.wide, self._on_mpiexec_exit)
+        self._agents.launch(argv, not self._plan.multi_host, self._on_mpiexec_exit)
         self._handle(Event.READY)
 
     def _on_rsh(self, link: RankLink, name: str, command: str) -> None:
@@ -203,7 +203,7 @@ class Job:
         host = self._plan.host_of(name)
         # mpiexec gives its daemons its own settings, which name this host's directory. Daemons that shared
         # one would at times have the same process id, and so the same files: each takes its own host's.
-        command = command.replace(self._directory, OWN_FOLDER)
+        command = command.replace(self._directory, OWN_DIRECTORY)
         self._rsh_used = True
 
         def on_exit(_: int, code: int, when: float) -> None:
@@ -282,7 +282,7 @@ class Job:
 
     def _cause_is_awaited(self) -> bool:
         """Return whether another host may still report why ranks have failed."""
-        if self._outside or self._signal or not self._plan.wide:
+        if self._outside or self._signal or not self._plan.multi_host:
             return False
         if self._agents.pending:  # a silent host may be the cause
             return True

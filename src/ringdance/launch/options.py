@@ -19,28 +19,28 @@ class Options:
         screen: where the ranks' output goes.
         fold: whether equal lines of several ranks are shown once (not with JSON, nor in files).
         style: how lines are shown.
-        folder: directory of per-rank files, or None.
+        output_directory: for per-rank files, or None.
         start_timeout: seconds until all ranks must have started.
         verbose: whether steps, and all messages of mpiexec, are shown.
         stdin: file descriptor of rank 0's input; -1 for none.
         files: contents of files in the job's directory on every host, by name, for the ranks (call.py).
         needed: files that every host must have.
         results: takes the ranks' ``result.*.pkl`` from there if all complete, or None.
-        silence: seconds without a heartbeat after which a host is lost.
+        heartbeat_timeout: seconds without a heartbeat after which a host is lost.
         grace: seconds that ranks have to end after a signal to the launcher; a second signal ends them.
     """
 
     screen: Screen
     fold: bool = False
     style: Style = WITH_RANK
-    folder: Path | None = None
+    output_directory: Path | None = None
     start_timeout: float = 60.0
     verbose: bool = False
     stdin: int = -1
     files: Mapping[str, bytes] = field(default_factory=dict)
     needed: Sequence[str] = ()
     results: Results | None = None
-    silence: float = 6.0
+    heartbeat_timeout: float = 6.0
     grace: float = 0.8
 
     @property

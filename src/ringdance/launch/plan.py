@@ -14,7 +14,15 @@ from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command, rank_line
 from ringdance.launch.environment import ALL, forwarded, shown
-from ringdance.launch.hosts import LOCAL_NAMES, Host, HostFacts, Networks, addresses, meet, place
+from ringdance.launch.hosts import (
+    LOCAL_NAMES,
+    Host,
+    HostFacts,
+    Networks,
+    addresses,
+    assign_ranks,
+    shared_networks,
+)
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
 from ringdance.launch.system.linux import MARKER
@@ -84,12 +92,12 @@ class Plan:
     chdir: str = ""
 
     @property
-    def differs(self) -> bool:
+    def paths_differ(self) -> bool:
         """Whether interpreter or directory of the ranks differ between hosts."""
-        return self.wide and bool(self.python or self.chdir)
+        return self.multi_host and bool(self.python or self.chdir)
 
     @property
-    def wide(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether there are ranks on other hosts."""
         return not all(host.local for host in self.hosts)
 
@@ -97,11 +105,11 @@ class Plan:
         """The host that mpiexec calls so."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
-    def argv(self, bases: Sequence[str] = ("FOLDER",), job: str = "JOB", door: str = RSH_SHIM) -> list[str]:
+    def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
         """The whole command line; what is in it of the running job is known only once that exists."""
-        mpiexec = [word.replace(RSH_SHIM, door) for word in self.mpiexec]
+        mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
         places = os.pathsep.join(bases)
-        rank = rank_line(places, job) if self.differs else bare_command("agent.rank", places, job)
+        rank = rank_line(places, job) if self.paths_differ else bare_command("agent.rank", places, job)
         return [*mpiexec, *rank, *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
@@ -119,7 +127,7 @@ class Plan:
         for host in self.hosts:
             rows.append(
                 (
-                    host.name + (" (here)" if host.local and self.wide else ""),
+                    host.name + (" (here)" if host.local and self.multi_host else ""),
                     str(host.slots),
                     _span(host.ranks),
                     "?" if host.cores is None else str(host.cores),
@@ -130,16 +138,17 @@ class Plan:
         threads = "your OMP_NUM_THREADS" if self.threads is None else str(self.threads)
         lines = [f"ranks:       {self.ranks}", f"hosts:       from {self.source}"]
         lines += ["             " + line for line in table(rows)]
-        if self.wide:
+        if self.multi_host:
             lines += [f"reached by:  {self.method}"]
-            lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"] * self.differs
+            if self.paths_differ:
+                lines += [f"there:       {self.python or 'the same interpreter'}, in {self.chdir}"]
             lines += [f"network:     {', '.join(self.networks.include) or 'as MPI finds'}"]
         lines += [f"threads:     {threads} for each rank"]
         lines += [f"MPI:         {self.mpi.family} ({self.mpi.source})"]
         lines += [f"command:     {shlex.join(self.command)}"]
         lines += [f"environment: {name}={shown(name, value)}" for name, value in self.environment]
         lines += [f"without:     {name}" for name in self.removed]
-        if self.wide and own is not None:
+        if self.multi_host and own is not None:
             names = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
             lines += [f"forwarded:   {' '.join(names)} (--env {','.join(self.forward)})"]
         lines += [f"note:        {note}" for note in self.notes]
@@ -150,7 +159,7 @@ class Plan:
         """The same for programs."""
         found = dataclasses.asdict(self)
         found["environment"] = {name: shown(name, value) for name, value in self.environment}
-        if self.wide and own is not None:
+        if self.multi_host and own is not None:
             found["forwarded"] = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
         return json.dumps({**found, "line": self.argv()}, indent=2)
 
@@ -197,10 +206,10 @@ def build_plan(
     ranks, facts = spec.ranks or 0, facts or {}
     if ranks < 1:
         raise LaunchError(f"-np {ranks}: the number of ranks must be 1 or more")
-    placed = place(ranks, _machines(spec.hosts or [("localhost", ranks)], local))
-    wide = any(host.name not in local for host in placed)
+    placed = assign_ranks(ranks, _machines(spec.hosts or [("localhost", ranks)], local))
+    multi_host = any(host.name not in local for host in placed)
     known = {host.name: facts[host.name] for host in placed if host.name in facts}
-    networks = meet(known, spec.interfaces) if wide and known else Networks()
+    networks = shared_networks(known, spec.interfaces) if multi_host and known else Networks()
     if networks.ipv6 and mpi.family == "mpich":
         raise LaunchError(
             f"the hosts share IPv6 networks only ({', '.join(networks.include)}), and MPICH's mpiexec knows "
@@ -209,7 +218,8 @@ def build_plan(
     placed = tuple(_informed(host, known, networks, cores if host.name in local else None) for host in placed)
     exports = dict(spec.exports)
     threads = None
-    variables = _variables(environ, _master_address(placed[0], known, networks) if wide else "127.0.0.1")
+    master = _master_address(placed[0], known, networks) if multi_host else "127.0.0.1"
+    variables = _variables(environ, master)
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
     exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
@@ -221,7 +231,7 @@ def build_plan(
         mpi, placed, root, spec.binding, spec.mpi_args, networks, infiniband, bool(notes)
     )
     options, extra = mpiexec_options(request)
-    if wide and (names := _same_interfaces(placed)):
+    if multi_host and (names := _same_interfaces(placed)):
         extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return Plan(

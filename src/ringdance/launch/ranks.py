@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
-from ringdance.launch.hosts import rank_places
+from ringdance.launch.hosts import rank_numbers
 from ringdance.launch.options import Options
 from ringdance.launch.output.merge import LineMerger
 from ringdance.launch.output.stream import HELD_S, Stream, make_streams
 from ringdance.launch.plan import Plan
+from ringdance.launch.remote.agents import Agents, RankLink
 
 
 @dataclass
@@ -54,7 +54,7 @@ class RankTable:
 
     def __init__(self, plan: Plan, options: Options, agents: Agents) -> None:
         self._plan, self._options, self._agents = plan, options, agents
-        self._places = rank_places(plan.hosts)
+        self._places = rank_numbers(plan.hosts)
         self._first_host = next(host.name for host in plan.hosts if 0 in host.ranks)
         self._ranks: dict[int, Rank] = {}
         sinks = (options.out, options.err) if options.fold else ()
@@ -79,11 +79,12 @@ class RankTable:
                 options.screen.of(0, number),
                 options.screen.of(1, number),
             )
+            directory = options.output_directory
             streams = make_streams(
-                number, self._plan.ranks, host, (out, err), options.style, options.folder, options.fold
+                number, self._plan.ranks, host, (out, err), options.style, directory, options.fold
             )
         except OSError as error:
-            raise LaunchError(f"--output-filename {options.folder}: {error}") from None
+            raise LaunchError(f"--output-filename {directory}: {error}") from None
         self._ranks[number] = Rank(link, number, host, streams)
         # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
         reads = number == 0 and options.stdin >= 0

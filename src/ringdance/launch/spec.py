@@ -1,11 +1,11 @@
-"""What a person asks for, whichever way: ``ringdance run``, ``ringdance.run``, or another command line."""
+"""What a user asks for, and how it is prepared: by ``ringdance run`` or ``ringdance.run``."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.environment import ALL
-from ringdance.launch.hosts import facts_from, local_names, place
+from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.job import Job
 from ringdance.launch.mpi import find_mpi
 from ringdance.launch.options import Options
@@ -40,27 +40,26 @@ class CommandError(LaunchError):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job to be run from here, now.
+    """A job to be run from here.
 
     Attributes:
         command: program and its arguments.
         ranks: how many; None for all slots of `hosts`.
-        hosts: names and slots, or None: those that a scheduler has given, else this machine.
+        hosts: names and slots, or None: those that a scheduler has allocated, else this machine.
         source: where `hosts` come from, for people.
-        shell: how other hosts are reached, where no scheduler says.
+        shell: how to reach other hosts, unless a scheduler defines it.
         interfaces: names of the network interfaces to use; empty for those that lead to all hosts.
-        chdir: directory of the ranks on other hosts, "" for one that is called as the launcher's.
-        check: whether other hosts are asked before a plan is made; they always are before a start.
+        chdir: directory of the ranks on other hosts, "" for the path of the launcher's.
+        check: whether to ask other hosts before a plan is made; needed for a start.
         exports: variables to set for the ranks.
         forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
-        style: how the ranks' lines are shown; None: with their rank, and their host if there are several.
-        clock, colour: whether the time stands before each line, and whether ranks have colours, where no
-            style is given.
+        style: how lines of ranks are shown; None: with their rank, and their host if there are several.
+        clock, colour: whether lines begin with the time, and ranks have colours, if `style` is None.
         fold: whether equal lines of several ranks are shown once.
-        folder: for a copy of each rank's output, or "".
+        output_directory: for a copy of each rank's output, or "".
         start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
-        silence: seconds after which a host that says nothing is lost.
-        verbose: tell what is done.
+        heartbeat_timeout: seconds without a heartbeat after which a host is lost.
+        verbose: whether to show steps.
         binding: options of mpiexec in place of ours that bind ranks to no cores.
         mpi_args: more options of mpiexec.
     """
@@ -79,81 +78,74 @@ class JobSpec:
     clock: bool = False
     colour: bool = False
     fold: bool = False
-    folder: str = ""
+    output_directory: str = ""
     start_timeout: float = 60.0
-    silence: float = 6.0
+    heartbeat_timeout: float = 6.0
     verbose: bool = False
     binding: Sequence[str] | None = None
     mpi_args: Sequence[str] = ()
 
     def resolved(self) -> JobSpec:
-        """The same with its hosts and ranks decided: what a scheduler has given, where nothing is said.
+        """Fill in hosts and ranks from the scheduler's allocation, if there is one.
 
         Raises:
             LaunchError: neither hosts nor a number of ranks are known.
         """
-        order = self
-        given = detect(os.environ)
-        names = [name for name, _ in given.hosts] if given else []
-        # On a single machine more ranks than a scheduler has counted tasks are nobody else's business.
-        alone = order.ranks is not None and set(names) == local_names(names)
-        # Hosts that the user picks from a job's are reached as these, unless it is said how.
-        told = order.shell.port or order.shell.identity or order.shell.arguments
-        picked = {name for name, _ in order.hosts or ()} <= set(names)
-        if given and not alone and picked and (order.hosts is None or given.method == "ssh" or not told):
-            shell = replace(
-                order.shell,
-                method=given.method,
-                arguments=(*order.shell.arguments, *given.ssh_arguments),
-                start_timeout=given.start_timeout,
-            )
-            order = replace(
-                order,
-                hosts=order.hosts or given.hosts,
-                source=order.source or given.source,
-                shell=shell,
-            )
-        if order.ranks is None:
-            if not order.hosts:
-                raise LaunchError("how many ranks? Give -np N, for example: -np 2 python train.py")
-            order = replace(order, ranks=sum(slots for _, slots in order.hosts))
         if not self.start_timeout > 0:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
-        return order
+        spec, shell, found = self, self.shell, detect(os.environ)
+        names = [name for name, _ in found.hosts] if found else []
+        # Oversubscribing a single machine is allowed.
+        alone = self.ranks is not None and set(names) == local_names(names)
+        # Hosts that the user picks from the allocation are reached as it defines, unless options say how.
+        own_ssh = shell.port or shell.identity or shell.arguments
+        picked = {name for name, _ in self.hosts or ()} <= set(names)
+        if found and not alone and picked and (self.hosts is None or found.method == "ssh" or not own_ssh):
+            arguments = (*shell.arguments, *found.ssh_arguments)
+            shell = replace(
+                shell, method=found.method, arguments=arguments, start_timeout=found.start_timeout
+            )
+            hosts, source = self.hosts or found.hosts, self.source or found.source
+            spec = replace(self, hosts=hosts, source=source, shell=shell)
+        if spec.ranks is None:
+            if not spec.hosts:
+                raise LaunchError("specify -np N, for example: -np 2 python train.py")
+            spec = replace(spec, ranks=sum(slots for _, slots in spec.hosts))
+        return spec
 
     def prepare(
         self,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         connect: Callable[..., list[Remote]] = connect,
     ) -> PreparedJob:
         """Plan the job and start an agent on each other host; the command must have been resolved.
 
         Args:
-            say: is called with what is waited for.
+            log: is called with what is waited for.
             connect: starts the agents, as :func:`remote.connect.connect`.
 
         Raises:
             LaunchError: it cannot be done; nothing has been started.
         """
         check_machine()
-        order = self.resolved()
-        assert order.ranks is not None
-        hosts = order.hosts or [("localhost", order.ranks)]
+        spec = self.resolved()
+        assert spec.ranks is not None
+        hosts = spec.hosts or [("localhost", spec.ranks)]
         local = local_names(name for name, _ in hosts)
-        place(order.ranks, hosts)  # too few slots are told before anybody is asked
+        # What is wrong here is reported before other hosts are asked.
+        assign_ranks(spec.ranks, hosts)
+        mpi = find_mpi()
         others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
-        find_mpi()  # what is missing here is named before other hosts are asked
-        remotes = connect(others, order.shell, order.start_timeout, say) if others and order.check else []
-        facts = {remote.host: remote.facts for remote in remotes}
-        here = facts_from(machine.facts())
-        facts |= {name: here for name, _ in hosts if name in local}
-        exports = dict(order.exports)
-        if order.folder and _RECORDS not in os.environ:  # what a failing rank records belongs to its output
-            exports.setdefault(_RECORDS, os.path.abspath(order.folder))
+        remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
+        facts = dict.fromkeys(local, facts_from(machine.facts()))
+        facts |= {remote.host: remote.facts for remote in remotes}
+        exports = dict(spec.exports)
+        if spec.output_directory and _RECORDS not in os.environ:  # records of a failing rank are output too
+            exports.setdefault(_RECORDS, os.path.abspath(spec.output_directory))
         try:
             plan = build_plan(
-                replace(order, exports=exports),
-                mpi=find_mpi(),
+                replace(spec, exports=exports),
+                mpi=mpi,
                 cores=usable_cores(),
                 environ=os.environ,
                 facts=facts,
@@ -161,122 +153,116 @@ class JobSpec:
                 root=os.getuid() == 0,
             )
         except BaseException:
-            for remote in remotes:
-                remote.close()
+            PreparedJob.close_all(remotes)
             raise
-        wanted = {host.name for host in plan.hosts}
-        for remote in remotes:
-            if remote.host not in wanted:  # more slots than ranks
-                remote.close()
-        return PreparedJob(order, plan, [remote for remote in remotes if remote.host in wanted])
-
-    def make_folder(self) -> Path | None:
-        """The folder for the ranks' output, made if it is not there.
-
-        Raises:
-            LaunchError: it cannot be made.
-        """
-        if not self.folder:
-            return None
-        try:
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--output-filename {self.folder}: {error.strerror}") from None
-        return Path(self.folder)
+        used = {host.name for host in plan.hosts}  # not all, if there are more slots than ranks
+        PreparedJob.close_all(remote for remote in remotes if remote.host not in used)
+        return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])
 
 
 @dataclass
 class PreparedJob:
-    """An order with its plan, and with its agents waiting on the other hosts.
+    """A job with its plan, and with its agents waiting on the other hosts.
 
     Attributes:
-        order: hosts and ranks decided.
+        spec: with hosts and ranks.
         plan: what will be started.
         remotes: the agents.
     """
 
-    order: JobSpec
+    spec: JobSpec
     plan: Plan
     remotes: list[Remote]
 
     def close(self) -> None:
-        """Start nothing after all."""
-        for remote in self.remotes:
+        """End the agents; nothing is started."""
+        self.close_all(self.remotes)
+
+    @staticmethod
+    def close_all(remotes: Iterable[Remote]) -> None:
+        """End agents."""
+        for remote in remotes:
             remote.close()
 
     def options(
         self, out: Sink, err: Sink, terminals: Sequence[bool] = (False, False), **more: Any
     ) -> Options:
-        """How it is run; a sink that fails, but for want of a reader, is left out from then on."""
-        order = self.order
+        """Return how it is run; a sink that fails, except with BrokenPipeError, is not used any more.
+
+        Raises:
+            LaunchError: the directory for output cannot be made.
+        """
+        spec, directory = self.spec, None
+        if spec.output_directory:
+            directory = Path(spec.output_directory)
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"--output-filename {directory}: {error.strerror}") from None
 
         def warn(line: bytes) -> None:
             guarded_err(line)
 
         guarded_out = guarded("stdout", out, warn)
         guarded_err = guarded("stderr", err, guarded_out)
+        style = WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK
         return Options(
             screen=Screen((guarded_out, guarded_err), terminals),
-            style=order.style
-            or replace(
-                WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK,
-                clock=order.clock,
-                colour=int(order.colour),
-            ),
-            fold=order.fold,
-            folder=order.make_folder(),
-            start_timeout=order.start_timeout,
-            silence=order.silence,
-            verbose=order.verbose,
+            style=spec.style or replace(style, clock=spec.clock, colour=int(spec.colour)),
+            fold=spec.fold,
+            output_directory=directory,
+            start_timeout=spec.start_timeout,
+            heartbeat_timeout=spec.heartbeat_timeout,
+            verbose=spec.verbose,
             needed=_needed(self.plan.command)[bool(self.plan.python) :],
             **more,
         )
 
 
 def _needed(command: Sequence[str]) -> list[str]:
-    """Files of the command that every host must have."""
+    """Return files of the command that every host must have."""
     script = _script(command[1:]) if os.path.basename(command[0]).startswith("python") else None
     return [command[0], *([script] if script else [])]
 
 
-def run_in_terminal(ready: PreparedJob) -> int:
-    """Run it with the output on this process's stdout and stderr; the exit code.
+def run_in_terminal(prepared: PreparedJob) -> int:
+    """Run it with the output on this process's stdout and stderr; return the exit code.
 
     Raises:
         LaunchError: nothing was started.
     """
-    plan = ready.plan
-    if ready.order.verbose:
-        print(plan.describe(os.environ), file=sys.stderr)
+    if prepared.spec.verbose:
+        print(prepared.plan.describe(os.environ), file=sys.stderr)
     sys.stdout.flush()
     # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
     smart = os.environ.get("TERM", "dumb") != "dumb"
     terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
-    options = ready.options(write_all(1), write_all(2), terminals, stdin=stdin)
-    return show_outcome(Job(plan, options, ready.remotes).run(), ready, options.err)
+    options = prepared.options(write_all(1), write_all(2), terminals, stdin=stdin)
+    return show_outcome(Job(prepared.plan, options, prepared.remotes).run(), prepared, options.err)
 
 
-def show_outcome(outcome: Verdict | int, ready: PreparedJob, err: Sink) -> int:
-    """Show the verdict on a failed job, and return the exit code."""
+def show_outcome(outcome: Verdict | int, prepared: PreparedJob, err: Sink) -> int:
+    """Show the verdict on a failed job; return the exit code."""
     if isinstance(outcome, int):
         return outcome
-    err(render(outcome, ready.plan.ranks, ready.order.folder).encode(errors="surrogateescape") + b"\n")
+    text = render(outcome, prepared.plan.ranks, prepared.spec.output_directory)
+    err(text.encode(errors="surrogateescape") + b"\n")
     return outcome.code
 
 
 def as_program(name: str, action: Callable[[], int]) -> int:
-    """The exit code of a command line's `action`; what it raises is told in one line."""
+    """Return the exit code of a command line's `action`; print what it raises in one line."""
     try:
         return action()
-    except SystemExit as end:  # argparse has said what is wrong, or shown the help
+    except SystemExit as end:  # argparse has printed the error or the help
         return int(end.code or 0)
     except LaunchError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return getattr(error, "code", 2)
     except KeyboardInterrupt:  # before the job's own handling
         return 130
-    except BrokenPipeError:  # whoever read our output has gone, as in `ringdance run ... | head`
+    except BrokenPipeError:  # the reader of our output has ended, as in `ringdance run ... | head`
         # Else the interpreter complains when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
@@ -290,7 +276,7 @@ def check_machine() -> None:
 
 
 def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """``NAME=VALUE``, or ``NAME`` for the value it has in `environ`.
+    """Parse ``NAME=VALUE``, or ``NAME`` for its value in `environ`.
 
     Raises:
         CommandError: ``NAME`` alone that is not set, or no name.
@@ -307,7 +293,7 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """The command with its program's path; checked, so that mistakes are told once and before the start.
+    """Return the command with its program's path, checked before the start.
 
     Raises:
         CommandError: no command, not found (code 127), not executable, or a Python script that is missing.
@@ -315,7 +301,7 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     check_machine()
     command = list(command[1:] if command[:1] == ["--"] else command)
     if not command:
-        raise CommandError("what is to be run? For example: ringdance run -np 2 python train.py")
+        raise CommandError("missing COMMAND, for example: ringdance run -np 2 python train.py")
     program = command[0]
     if program in ("python", "python3"):
         path: str | None = sys.executable
@@ -334,7 +320,7 @@ def resolve_command(command: Sequence[str]) -> list[str]:
 
 
 def _script(arguments: Sequence[str]) -> str | None:
-    """The script among the arguments of a Python interpreter; None for -m, -c and standard input."""
+    """Return the script among a Python interpreter's arguments; None for -m, -c and standard input."""
     rest = iter(arguments)
     for word in rest:
         if word in ("-X", "-W", "--check-hash-based-pycs"):

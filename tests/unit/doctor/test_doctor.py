@@ -159,7 +159,7 @@ class _Ready:
 
     def __init__(self) -> None:
         self.closed = False
-        self.order = JobSpec(["x"], shell=RemoteShell(port=2222), folder="logs")
+        self.spec = JobSpec(["x"], shell=RemoteShell(port=2222), output_directory="logs")
         hosts = (Host("a", 4, (0, 1)), Host("b", 4, (2,)))
         self.plan = SimpleNamespace(hosts=hosts)
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import HostFacts, local_names, meet, place, rank_places
+from ringdance.launch.hosts import HostFacts, assign_ranks, local_names, rank_numbers, shared_networks
 
 
 def test_names_of_this_machine() -> None:
@@ -17,12 +17,12 @@ def test_names_of_this_machine() -> None:
 
 
 def test_ranks_fill_hosts_in_the_order_given() -> None:
-    placed = place(5, [("a", 2), ("b", 4), ("c", 1)])
+    placed = assign_ranks(5, [("a", 2), ("b", 4), ("c", 1)])
     assert [(host.name, host.ranks) for host in placed] == [("a", (0, 1)), ("b", (2, 3, 4))]
 
 
 def test_numbers_of_ranks_on_uneven_hosts() -> None:
-    found = rank_places(place(4, [("a", 2), ("b", 1), ("c", 1)]))
+    found = rank_numbers(assign_ranks(4, [("a", 2), ("b", 1), ("c", 1)]))
     assert [list(numbers.values()) for numbers in found] == [
         [0, 4, 0, 2, 0, 3],
         [1, 4, 1, 2, 0, 1],
@@ -39,7 +39,7 @@ DOCKER = ("docker0", "172.17.0.1", 16)
 
 
 def test_hosts_meet_on_the_network_by_which_they_are_reached() -> None:
-    found = meet(
+    found = shared_networks(
         {
             "a": facts(("eth0", "10.0.0.1", 24), ("ib0", "10.9.0.1", 16), DOCKER),
             "b": facts(("ens3", "10.0.0.2", 24), ("ib0", "10.9.0.2", 16), DOCKER, reached="10.0.0.2"),
@@ -54,29 +54,30 @@ def test_a_bridge_with_one_address_on_all_hosts_is_no_way_between_them() -> None
         "a": facts(("eth0", "10.1.1.5", 24), DOCKER),
         "b": facts(("eth0", "10.1.2.5", 24), DOCKER, reached="10.1.2.5"),
     }
-    found = meet(pods)
+    found = shared_networks(pods)
     assert (found.include, found.exclude) == ((), ("172.17.0.0/16",))
     both = {name: facts(("eth0", f"10.0.0.{n}", 8), DOCKER) for n, name in enumerate("ab", 1)}
-    assert meet(both).include == ("10.0.0.0/8",)
+    assert shared_networks(both).include == ("10.0.0.0/8",)
 
 
 def test_ipv6_where_there_is_nothing_else() -> None:
     docker = facts(DOCKER, ("eth0", "fd00::1", 64))
-    found = meet({"a": docker, "b": facts(DOCKER, ("ens3", "fd00::2", 64), ("ib0", "fd01::2", 64))})
+    other = facts(DOCKER, ("ens3", "fd00::2", 64), ("ib0", "fd01::2", 64))
+    found = shared_networks({"a": docker, "b": other})
     assert (found.include, found.ipv6) == (("fd00::/64",), True)
     assert found.interfaces == {"a": ("eth0",), "b": ("ens3",)}
     both = {
         name: facts(("eth0", f"10.0.0.{n}", 8), ("eth0", f"fd00::{n}", 64), reached=f"fd00::{n}")
         for n, name in enumerate("ab", 1)
     }
-    assert (meet(both).include, meet(both).ipv6) == (("10.0.0.0/8",), False)
+    assert (shared_networks(both).include, shared_networks(both).ipv6) == (("10.0.0.0/8",), False)
 
 
 def test_interfaces_that_the_user_names() -> None:
     both = {
         name: facts(("eth0", f"10.0.0.{n}", 8), ("ib0", f"10.9.0.{n}", 16)) for n, name in enumerate("ab", 1)
     }
-    assert meet(both, ["ib0"]).include == ("ib0",)
-    assert meet(both, ["ib0"]).interfaces == {"a": ("ib0",), "b": ("ib0",)}
+    assert shared_networks(both, ["ib0"]).include == ("ib0",)
+    assert shared_networks(both, ["ib0"]).interfaces == {"a": ("ib0",), "b": ("ib0",)}
     with pytest.raises(LaunchError, match="host b has no network interface ib0; it has eth0"):
-        meet({**both, "b": facts(("eth0", "10.0.0.2", 8))}, ["ib0"])
+        shared_networks({**both, "b": facts(("eth0", "10.0.0.2", 8))}, ["ib0"])

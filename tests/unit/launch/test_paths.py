@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ringdance.launch.agent import paths
-from ringdance.launch.agent.paths import package_folder
+from ringdance.launch.agent.paths import package_directory
 
 THERE = {"python": "/far/env/bin/python", "prefix": "/far/env", "package": "/far/src/ringdance"}
 
@@ -17,7 +17,7 @@ def test_paths_of_the_launchers_environment_become_those_of_this_one() -> None:
     given = {"PATH": "/far/env/bin:/bin:/far/environment", "PYTHONPATH": site, "A": "/far/env"}
     assert paths.translated(given, THERE) == {
         "PATH": f"{sys.prefix}/bin:/bin:/far/environment",
-        "PYTHONPATH": f"{package_folder()}/launch/site",
+        "PYTHONPATH": f"{package_directory()}/launch/site",
         "A": "/far/env",
     }
 

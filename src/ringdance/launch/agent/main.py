@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from ..directories import OWN_FOLDER, bases, free_port, host_folder, host_shared, usable
+from ..directories import OWN_DIRECTORY, bases, free_port, host_directory, host_shared, usable
 from ..messages import AGENT_SPEAKS, Frames, watch
 from ..system import linux
 from ..system.cleanup import Cleanup, make_directories
@@ -123,11 +123,11 @@ class _Agent:
             self._launcher.send({"pong": True})
             self._answered = now
         for message, payload in messages:
-            self._obey(message, payload)
+            self._handle_message(message, payload)
         if not alive:
             self._launcher.open = False
 
-    def _obey(self, message: dict[str, Any], payload: bytes) -> None:
+    def _handle_message(self, message: dict[str, Any], payload: bytes) -> None:
         if "ping" in message:
             self._launcher.send({"pong": message["ping"]})
         elif "to" in message:
@@ -170,7 +170,7 @@ class _Agent:
         places, wrong = usable([*message["bases"], *bases(os.environ)])
         if not places:
             return f"no directory for temporary files ({wrong}). {_SET}"
-        self._directory = host_folder(places[0], message["job"])
+        self._directory = host_directory(places[0], message["job"])
         shared = host_shared(message["job"])
         directories = [directory for directory in (self._directory, shared) if directory]
         self._cleanup = Cleanup(message["job"], directories, time.time(), os.getpid(), self._reap)
@@ -183,7 +183,7 @@ class _Agent:
         self._port = free_port()[0]
         # The launcher's settings win over those of this host's login.
         given = {
-            name: self._directory if text == OWN_FOLDER else text
+            name: self._directory if text == OWN_DIRECTORY else text
             for name, text in message["environ"].items()
         }
         place = message.get("launcher")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 BOOT = "import sys;sys.path.append(sys.argv[1]);from launch.{0} import main;main(sys.argv[2:])"
 
 
-def package_folder() -> str:
+def package_directory() -> str:
     """Where this package lies."""
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -24,7 +24,7 @@ def bare_command(module: str, *arguments: str) -> list[str]:
 
     Starts in some 20 ms instead of the time that all imports of the package and its ``.pth`` files take.
     """
-    return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_folder(), *arguments]
+    return [sys.executable, "-I", "-S", "-c", BOOT.format(module), package_directory(), *arguments]
 
 
 _FIND = (
@@ -51,7 +51,7 @@ def rank_line(places: str, job: str) -> list[str]:
 
 def launchers_place() -> dict[str, str]:
     """Where the launcher's interpreter, environment and package are, for the agents."""
-    return {"python": sys.executable, "prefix": sys.prefix, "package": package_folder()}
+    return {"python": sys.executable, "prefix": sys.prefix, "package": package_directory()}
 
 
 def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -61,7 +61,7 @@ def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, 
         cwd: the ranks' directory here.
         launcher: :func:`launchers_place` of another host, whose interpreter stands in the command.
     """
-    found = {_PYTHON: sys.executable, _PACKAGE: package_folder(), _CWD: cwd}
+    found = {_PYTHON: sys.executable, _PACKAGE: package_directory(), _CWD: cwd}
     return found | ({_REPLACED: launcher["python"]} if launcher else {})
 
 
@@ -75,7 +75,7 @@ def translated(environ: Mapping[str, str], launcher: Mapping[str, str]) -> dict[
 
 
 def _moved(path: str, launcher: Mapping[str, str]) -> str:
-    for old, new in ((launcher["package"], package_folder()), (launcher["prefix"], sys.prefix)):
+    for old, new in ((launcher["package"], package_directory()), (launcher["prefix"], sys.prefix)):
         if path == old or path.startswith(old + os.sep):
             return new + path[len(old) :]
     return path

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..directories import OWN_FOLDER
+from ..directories import OWN_DIRECTORY
 from ..messages import Frames, watch
 from ..system import linux
 from . import paths
@@ -55,7 +55,7 @@ class Programs:
         """
         argv = message.get("argv")
         if not argv:
-            command = message["command"].replace(OWN_FOLDER, directory)
+            command = message["command"].replace(OWN_DIRECTORY, directory)
             if self._launcher_paths:
                 command = paths.translated_command(command, self._launcher_paths)
             argv = ["/bin/sh", "-c", command]

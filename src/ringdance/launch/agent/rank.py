@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from ..directories import SHARED, bases, host_folder, host_shared
+from ..directories import SHARED, bases, host_directory, host_shared
 from ..messages import Channel
 from ..system import linux
 from . import paths
@@ -41,8 +41,8 @@ _VARIABLES = (
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
-FOLDER = "RINGDANCE_JOB_FOLDER"
-"""Environment variable of the rank: the job's folder on its host."""
+DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
+"""Environment variable of the rank: the job's directory on its host."""
 
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _TORCH = {
@@ -52,7 +52,7 @@ _TORCH = {
 """torchrun's names for the same, which torch.distributed, Accelerate, Transformers and Lightning read."""
 
 
-def place(environ: Mapping[str, str]) -> dict[str, int]:
+def rank_numbers(environ: Mapping[str, str]) -> dict[str, int]:
     """Where the launcher's variables put this process; keys as in :data:`PLACE`.
 
     The cross rank is right if ranks fill hosts evenly; the launcher, which knows the plan, sends its own.
@@ -91,7 +91,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
             os.environ[_TORCH[name]] = str(value)
     # It says that the variables above are there. Without it Lightning prefers Slurm's, which are the same for
     # all ranks that an agent starts, and then MPI, which knows no MASTER_ADDR.
-    os.environ["TORCHELASTIC_RUN_ID"] = os.path.basename(os.environ[FOLDER])
+    os.environ["TORCHELASTIC_RUN_ID"] = os.path.basename(os.environ[DIRECTORY])
     if port:
         os.environ.setdefault("MASTER_PORT", str(port))
     os.environ["HOROVOD_HOSTNAME"] = os.uname().nodename
@@ -119,7 +119,7 @@ class _Supervisor:
     def run(self, command: list[str]) -> int:
         """Run the rank to its end; its exit code as a shell tells it."""
         try:
-            where = place(os.environ)
+            where = rank_numbers(os.environ)
         except LookupError as error:
             sys.exit(f"ringdance: {error}")
         out, err = os.pipe(), os.pipe()
@@ -198,11 +198,11 @@ class _Supervisor:
                 watched.remove(self._front)
                 self._front_gone = True
                 self._kill()
-            if self._channel.sock.fileno() in readable and not self._obey():
+            if self._channel.sock.fileno() in readable and not self._handle_message():
                 self._kill()
                 return None
 
-    def _obey(self) -> bool:
+    def _handle_message(self) -> bool:
         messages, _, alive = self._channel.receive()
         for message in messages:
             self._pass_on(message["signal"])
@@ -227,7 +227,7 @@ def _connect(path: str) -> Channel:
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: where the job's folder may be, separated by colons; the job's name; then the command."""
+    """Run a rank; `arguments`: where the job's directory may be (with colons), its id, the command."""
     places, job, command = arguments[0], arguments[1], arguments[2:]
     linux.die_with_parent()
     if os.getppid() == 1:  # mpiexec died before we could ask to die with it
@@ -237,12 +237,12 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         sys.exit(f"ringdance: {error.filename} on {os.uname().nodename}: {error.strerror}")
     # Hosts need not have it in the same place: it is where this host's launcher or agent has made it.
-    folders = [host_folder(base, job) for base in (*places.split(os.pathsep), *bases(os.environ))]
-    os.environ[FOLDER] = next(filter(os.path.isdir, folders), folders[0])
-    # Open MPI hands its variables on from host to host, and this differs.
+    directories = [host_directory(base, job) for base in (*places.split(os.pathsep), *bases(os.environ))]
+    os.environ[DIRECTORY] = next(filter(os.path.isdir, directories), directories[0])
+    # Open MPI hands its variables on from host to host, and this paths_differ.
     for name in [name for name, value in os.environ.items() if value == SHARED]:
         os.environ[name] = host_shared(job)
-    path = os.path.join(os.environ[FOLDER], "s")
+    path = os.path.join(os.environ[DIRECTORY], "s")
     read, write = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:

@@ -1,4 +1,4 @@
-"""What an agent does beside a job: look for jobs, end one, measure folders, take and pass on files.
+"""What an agent does beside a job: look for jobs, end one, measure directories, take and pass on files.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ..copy.receive import Receiver
-from ..directories import bases, host_folder, host_shared
+from ..directories import bases, host_directory, host_shared
 from ..messages import Frames
 from ..system import linux
 from ..system.cleanup import Cleanup, job_of
@@ -70,8 +70,8 @@ def _kill(message: dict[str, Any]) -> dict[str, Any]:
     job = message["job"]
     known = jobs().get(job)
     places = dict.fromkeys([*message.get("bases", ()), *bases(os.environ)])
-    folders = [host_folder(base, job) for base in places] + [host_shared(job)]
-    there = [folder for folder in folders if folder and job_of(folder) == job]
+    directories = [host_directory(base, job) for base in places] + [host_shared(job)]
+    there = [directory for directory in directories if directory and job_of(directory) == job]
     if not known and not there:
         return {"processes": 0}
     clean = Cleanup(job, there, known["began"] if known else time.time()).run()
@@ -82,12 +82,12 @@ def _kill(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disk(message: dict[str, Any]) -> dict[str, Any]:
-    """Room of the file systems of folders, in bytes."""
-    return {"folders": {path: room(path) for path in message["folders"]}}
+    """Room of the file systems of directories, in bytes."""
+    return {"directories": {path: room(path) for path in message["directories"]}}
 
 
 def room(path: str) -> dict[str, Any]:
-    """``total``, ``free``, ``inodes_free`` of a folder's file system, or of its nearest parent's."""
+    """``total``, ``free``, ``inodes_free`` of a directory's file system, or of its nearest parent's."""
     there = nearest(path)
     found = os.statvfs(there)
     return {
@@ -100,7 +100,7 @@ def room(path: str) -> dict[str, Any]:
 
 
 def nearest(path: str) -> str:
-    """A folder, or the nearest of its parents that exists."""
+    """A directory, or the nearest of its parents that exists."""
     there = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)

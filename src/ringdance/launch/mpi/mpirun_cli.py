@@ -48,7 +48,7 @@ examples:
 """
 
 
-def main(argv: Sequence[str], look: cli.Look | None = None) -> int:
+def main(argv: Sequence[str], look: cli.Check | None = None) -> int:
     """Run ``ringdance mpirun`` and return its exit code.
 
     Args:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str], look: cli.Look | None = None) -> int:
     return as_program(_NAME, lambda: _main(list(argv), look))
 
 
-def _main(words: list[str], look: cli.Look | None) -> int:
+def _main(words: list[str], look: cli.Check | None) -> int:
     if words[:1] == ["--install-into"]:
         if len(words) != 2:
             raise CommandError("--install-into DIR: give one directory")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.agent.paths import bare_command, module_line, package_folder
+from ringdance.launch.agent.paths import bare_command, module_line, package_directory
 from ringdance.launch.hosts import HostFacts, facts_from
 from ringdance.launch.messages import AGENT_SPEAKS, Frames
 from ringdance.launch.remote.shell import RemoteShell
@@ -279,7 +279,7 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
             "Is the Python environment of that host somewhere else? Say where: --python PATH"
         )
     if "ModuleNotFoundError" in said and (python or "launch" in said):
-        where = "" if python else f" in {package_folder()}"
+        where = "" if python else f" in {package_directory()}"
         return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
     if program == "ssh" and code == 255:
         advice = next((advice for sign, advice in _ADVICE if sign in said), "try: ssh HOST true")

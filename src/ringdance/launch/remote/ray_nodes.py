@@ -20,7 +20,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.directories import bases, host_folder
+from ringdance.launch.directories import bases, host_directory
 from ringdance.launch.job import Job
 from ringdance.launch.output.stream import write_all
 from ringdance.launch.remote import tcp
@@ -88,7 +88,7 @@ class Node:
     ) -> list[int]:
         """Wait until ranks of this machine listen, and send them `setup`; return those that do not."""
         until, missing = time.monotonic() + seconds, list(ranks)
-        directories = [host_folder(base, job) for base in bases(os.environ)]
+        directories = [host_directory(base, job) for base in bases(os.environ)]
         while missing and time.monotonic() < until and not self._over.is_set():
             for path in (address(directory, missing[0]) for directory in directories):
                 try:

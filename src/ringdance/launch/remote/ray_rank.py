@@ -14,7 +14,7 @@ import traceback
 from multiprocessing.connection import Listener
 from typing import Any
 
-from ringdance.launch.agent.rank import FOLDER
+from ringdance.launch.agent.rank import DIRECTORY
 
 
 def address(directory: str, rank: int | str) -> str:
@@ -26,7 +26,7 @@ def main() -> None:
     """Serve calls until the actor closes the connection."""
     import cloudpickle
 
-    with Listener(address(os.environ[FOLDER], os.environ["RINGDANCE_RANK"]), "AF_UNIX") as listener:
+    with Listener(address(os.environ[DIRECTORY], os.environ["RINGDANCE_RANK"]), "AF_UNIX") as listener:
         connection = listener.accept()
     setup = connection.recv()
     os.environ.update(setup["environ"])

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from ..directories import host_folder
+from ..directories import host_directory
 from . import linux
 
 _SHM = "/dev/shm"
@@ -75,7 +75,7 @@ def job_of(directory: str) -> str:
     except OSError:
         return ""
     own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return job if own and directory == host_folder(os.path.dirname(directory), job) else ""
+    return job if own and directory == host_directory(os.path.dirname(directory), job) else ""
 
 
 def abandoned(base: str) -> list[str]:

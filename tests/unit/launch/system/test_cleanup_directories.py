@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdance.launch.directories import host_folder
+from ringdance.launch.directories import host_directory
 from ringdance.launch.system.cleanup import make_directories
 
 GUARD = """
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 def make(base: Path, job: str) -> None:
     """Make the directory of a job of this process."""
-    make_directories([host_folder(str(base), job)], job)
+    make_directories([host_directory(str(base), job)], job)
 
 
 def old(directory: Path) -> Path:
@@ -36,7 +36,7 @@ def old(directory: Path) -> Path:
 
 def test_what_a_dead_guard_has_left_goes_with_the_next_job(tmp_path: Path) -> None:
     package = Path(sys.modules["ringdance"].__file__ or "").parent
-    first = Path(host_folder(str(tmp_path), "a" * 32))
+    first = Path(host_directory(str(tmp_path), "a" * 32))
     line = [sys.executable, "-c", GUARD, str(package), str(first), "a" * 32]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
         assert guard.stdout
@@ -48,18 +48,18 @@ def test_what_a_dead_guard_has_left_goes_with_the_next_job(tmp_path: Path) -> No
         guard.kill()
     make(tmp_path, "c" * 32)
     assert not first.exists()
-    assert Path(host_folder(str(tmp_path), "b" * 32)).exists()  # this process lives
+    assert Path(host_directory(str(tmp_path), "b" * 32)).exists()  # this process lives
 
 
 def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
     """Only a directory with the marker is a job's; others with such a name are users' data."""
     names = ["ringdance-aaaaaaaaaaaa-otherhost", "ringdance-flight-x", "ringdance-my-thesis"]
-    others = [tmp_path / name for name in names] + [Path(host_folder(str(tmp_path), "a" * 32))]
+    others = [tmp_path / name for name in names] + [Path(host_directory(str(tmp_path), "a" * 32))]
     for directory in others:
         directory.mkdir()
         (directory / "results.csv").write_text("important")
         old(directory)
-    young = Path(host_folder(str(tmp_path), "d" * 32))
+    young = Path(host_directory(str(tmp_path), "d" * 32))
     young.mkdir()
     make(tmp_path, "e" * 32)
     assert all(directory.exists() for directory in [*others, young])

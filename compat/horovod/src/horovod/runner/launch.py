@@ -34,8 +34,8 @@ def _main() -> int:
 def _run(args: argparse.Namespace) -> int:
     order = order_of(args, resolve_command(args.command))
     ready = order.prepare(_say)
-    tell(args, ready.order, _say)
-    if ready.plan.wide:
+    tell(args, ready.spec, _say)
+    if ready.plan.multi_host:
         from ringdance.doctor.preflight import MINUTES, check_hosts
 
         # Warnings only: Horovod starts whatever it can reach, and has no option for going on all the same.

@@ -53,7 +53,7 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         interfaces=sorted(args.nics or ()),
         exports=exports,
         style=Style("[{rank}]<{stream}>:", clock=args.prefix_output_with_timestamp, closes=False),
-        folder=args.output_filename or "",
+        output_directory=args.output_filename or "",
         start_timeout=args.start_timeout,
         verbose=args.verbose,
         binding=None if args.binding_args is None else _words("--binding-args", args.binding_args),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ringdance.cluster import hostfile
 from ringdance.errors import LaunchError
-from ringdance.launch.hosts import place, rank_places
+from ringdance.launch.hosts import assign_ranks, rank_numbers
 
 __all__ = ["HostInfo", "SlotInfo", "get_host_assignments", "parse_host_files", "parse_hosts"]
 
@@ -80,9 +80,9 @@ def get_host_assignments(
     if total < min_num_proc:
         raise ValueError(f"{min_num_proc} processes were asked for, but the hosts have only {total} slots")
     size = total if max_num_proc is None else min(total, max_num_proc)
-    placed = place(size, [(host.hostname, host.slots) for host in hosts])
+    placed = assign_ranks(size, [(host.hostname, host.slots) for host in hosts])
     names = [host.name for host in placed for _ in host.ranks]
     return [
         SlotInfo(name, **{key.lower(): number for key, number in numbers.items()})
-        for name, numbers in zip(names, rank_places(placed), strict=True)
+        for name, numbers in zip(names, rank_numbers(placed), strict=True)
     ]
