@@ -1,0 +1,20 @@
+"""The table of a job's states."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringdance.launch.job import TRANSITIONS, Event, State
+
+
+@pytest.mark.parametrize("state", State)
+def test_each_state_leads_to_the_end_and_never_back(state: State) -> None:
+    order = list(State)
+    assert all(order.index(after) >= order.index(state) for after in TRANSITIONS[state].values())
+    while state is not State.DONE:
+        state = max(TRANSITIONS[state].values(), key=order.index)
+
+
+def test_a_failure_after_a_signal_or_while_cleaning_changes_nothing() -> None:
+    for state in (State.STOPPING, State.CLEANING_REMOTE, State.CLEANING_LOCAL):
+        assert Event.FAILURE not in TRANSITIONS[state]
