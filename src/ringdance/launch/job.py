@@ -15,6 +15,7 @@ from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agent import paths
+from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.directories import (
     OWN_DIRECTORY,
@@ -30,7 +31,6 @@ from ringdance.launch.options import Options
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.plan import Plan
 from ringdance.launch.ranks import Rank, RankTable
-from ringdance.launch.remote.agents import Agents, RankLink
 from ringdance.launch.remote.connect import Remote, start_local, together
 from ringdance.launch.system import linux, machine
 from ringdance.launch.system.cleanup import Cleanup

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringdance.errors import LaunchError
+from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.hosts import rank_numbers
 from ringdance.launch.options import Options
 from ringdance.launch.output.merge import LineMerger
 from ringdance.launch.output.stream import HELD_S, Stream, make_streams
 from ringdance.launch.plan import Plan
-from ringdance.launch.remote.agents import Agents, RankLink
 
 
 @dataclass
