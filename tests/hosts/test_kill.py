@@ -80,22 +80,22 @@ def kill_daemon(job: Job) -> str:
 
 def kill_agent(job: Job) -> str:
     os.kill(min(job.find("h2", "launch.agent.main")), signal.SIGKILL)
-    return "host h2 (ranks 2-3): it is gone"
+    return "host h2 (ranks 2-3): connection closed"
 
 
 def kill_host(job: Job) -> str:
     job.hosts.kill("h3")
-    return "host h3 (ranks 4-5): it is gone"
+    return "host h3 (ranks 4-5): connection closed"
 
 
 def power_off(job: Job) -> str:
     job.hosts.power_off("h3")
-    return "host h3 (ranks 4-5): it has not answered"
+    return "host h3 (ranks 4-5): no heartbeat"
 
 
 def unplug(job: Job) -> str:
     job.hosts.unplug("h2")
-    return "host h2 (ranks 2-3): it has not answered"
+    return "host h2 (ranks 2-3): no heartbeat"
 
 
 def interrupt(job: Job) -> str:

@@ -50,7 +50,7 @@ class Events(Protocol):
         """The agent on this host has cleaned up."""
 
     def on_local_lost(self, why: str) -> None:
-        """The agent on this host is gone."""
+        """The agent on this host has ended."""
 
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
         """A host is lost, or a program of the job that is no rank was killed there."""
@@ -68,7 +68,7 @@ class Events(Protocol):
         """mpiexec or a daemon of it has written something."""
 
     def on_note(self, text: str) -> None:
-        """An agent has something to tell those who want details."""
+        """An agent has a detail for --verbose."""
 
     def on_file(self, name: str, data: bytes, last: bool) -> None:
         """A part of a file that a rank has left in the job's directory on its host, or its end."""
@@ -149,7 +149,7 @@ class Agents:
 
     @property
     def problems(self) -> list[str]:
-        """What is in the way, a line for each host concerned."""
+        """Problems, a line for each host concerned."""
         found = {host: agent.problem for host, agent in self._all.items() if agent.problem}
         return [f"host {host}: {problem}" for host, problem in found.items()]
 

@@ -37,12 +37,12 @@ def run(
         args: its positional arguments, the same on all ranks.
         kwargs: its keyword arguments.
         np: number of ranks.
-        hosts: ``"h1:4,h2:4"``; default: what a scheduler has given, else this machine.
+        hosts: ``"h1:4,h2:4"``; default: what a scheduler has allocated, else this machine.
         env: variables to set for the ranks.
         output_filename: directory for each rank's output, as of ``ringdance run --output-filename``.
         prefix: whether output lines carry their rank.
         start_timeout: seconds until all ranks must have started.
-        verbose: tell what is done.
+        verbose: whether to show steps.
 
     Returns:
         What `fn` returned, by rank.
@@ -65,7 +65,7 @@ def run(
 
 
 def command_of_call(executable: str | None = None) -> list[str]:
-    """The command of an order for :func:`call`; `executable` is the Python to use, by default this one."""
+    """Return the command of a job for :func:`call`; `executable` is its Python, by default this one."""
     return [executable or sys.executable, "-m", "ringdance.launch.call"]
 
 
@@ -106,7 +106,7 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _sink(name: str) -> Sink:
-    """To ``sys.stdout`` or ``sys.stderr`` as they are now: a notebook's or a test's as well."""
+    """Write to ``sys.stdout`` or ``sys.stderr`` as they are now: a notebook's or a test's as well."""
 
     def write(data: bytes) -> None:
         stream = getattr(sys, name)

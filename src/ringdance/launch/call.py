@@ -1,4 +1,4 @@
-"""What a rank of :func:`ringdance.run` executes: ``python -m ringdance.launch.call``.
+"""Execute a call in a rank of :func:`ringdance.run`: ``python -m ringdance.launch.call``.
 
 The job's directory on this host holds ``call.pkl``: the caller's ``sys.path`` and the function with its
 arguments; the result goes to ``result.<rank>.pkl``. An exception leaves the interpreter as in any script.

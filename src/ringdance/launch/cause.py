@@ -1,4 +1,4 @@
-"""Why a job failed: the first failure, told from those that follow from it."""
+"""Why a job failed: the first failure among those that follow from it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 MARK = b"::ringdance-cause::"
-"""Marks the line on stderr in which a failing rank tells why, as JSON; see :func:`parse_mark`."""
+"""Marks the line on stderr in which a failing rank reports why, as JSON; see :func:`parse_mark`."""
 
-# Errors by which a rank tells of another's end; never the first failure if there is another.
+# Errors by which a rank reports another's end; never the first failure if there is another.
 _OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 # Of all threads that Python's faulthandler lists, the one in which the signal arose.
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
@@ -33,8 +33,8 @@ class Cause:
         pid: of the process.
         time: seconds since the epoch.
         kind: "exception", "exit" (ended early), "code", "peer" (by the MPI library), "signal", "ended" (by
-            mpiexec), "early", "vanished", "launcher", "daemon" (mpiexec's on another host ended), or, telling
-            of another rank's failure, "lost", "stall".
+            mpiexec), "early", "vanished", "launcher", "daemon" (mpiexec's on another host ended), or, about
+            another rank's failure, "lost", "stall".
         message: one line.
         traceback: several lines, or "".
         code: the job's exit code, for kind "launcher".
@@ -51,17 +51,17 @@ class Cause:
 
     @property
     def follows(self) -> bool:
-        """Whether it tells of another rank's failure."""
+        """Whether it reports another rank's failure."""
         error = self.message.partition(":")[0].rpartition(".")[2]
         return self.kind in ("lost", "stall") or error in _OF_OTHERS or _LOST_PEER in self.message
 
     @property
     def of_an_end(self) -> bool:
-        """Whether it tells that another rank has ended."""
+        """Whether it reports that another rank has ended."""
         return self.follows and ("RankLostError" in self.message or _LOST_PEER in self.message)
 
     def names(self, ended: Ended) -> bool:
-        """Whether it tells of that rank's end."""
+        """Whether it reports that rank's end."""
         who = f"rank {ended.rank} on host {ended.host} (pid {ended.pid})"  # transport.base.Identity
         return self.of_an_end and who in self.message.partition(" died while ")[0]
 
@@ -98,7 +98,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a failed job comes to: the cause, the exit code (never 0), and the failures that followed."""
+    """The verdict on a failed job: the cause, the exit code (never 0), and the failures that followed."""
 
     cause: Cause
     code: int
@@ -106,12 +106,12 @@ class Verdict:
 
     @property
     def follows(self) -> bool:
-        """Whether the cause tells that something else has ended, which may still be reported."""
+        """Whether the cause is that something else has ended, which may still be reported."""
         return self.cause.kind in ("ended", "peer", "early") or self.cause.of_an_end
 
 
 def parse_mark(line: bytes) -> Cause | None:
-    """The cause in a marked line; None if it is not one (then it is text like any other)."""
+    """Return the cause in a marked line; None if it is not one (then it is text like any other)."""
     try:
         found = json.loads(line.partition(MARK)[2])
         return Cause(
@@ -128,7 +128,7 @@ def parse_mark(line: bytes) -> Cause | None:
 
 
 def exit_code(code: int | None) -> int:
-    """As a shell tells it: 128 + signal; a process that vanished counts as killed."""
+    """Return the code as a shell has it: 128 + signal; a process that vanished counts as killed."""
     if code is None:
         return 128 + signal.SIGKILL
     return code if code >= 0 else 128 - code
@@ -143,7 +143,7 @@ def signal_name(number: int) -> str:
 
 
 def of_end(ended: Ended) -> Cause | None:
-    """The failure that a rank's end is, if it is one."""
+    """Return the failure that a rank's end is, or None."""
     if not ended.failed:
         return None
     last, traceback = ended.last_words.splitlines(), ended.last_words
@@ -167,7 +167,7 @@ def of_end(ended: Ended) -> Cause | None:
 
 
 def _reason(ended: Ended) -> str:
-    """What `sys.exit("reason")`, argparse and others write to stderr before they exit."""
+    """Return what `sys.exit("reason")`, argparse and others write to stderr before they exit."""
     line = ended.last_line
     return f"; its last line on stderr: {line[:_LONGEST_LINE]}" if line else ""
 
@@ -181,7 +181,7 @@ def judge(
     """Find the first failure.
 
     Args:
-        marks: what ranks told by marked lines.
+        marks: causes in marked lines of ranks.
         ended: how ranks ended, by rank; those still running are missing.
         outside: failures of mpiexec, agents or the launcher.
         mpiexec: its exit code, if it has ended: used where no rank's own is known.
@@ -215,8 +215,8 @@ def judge(
 
 
 def _weight(cause: Cause) -> int:
-    """Less is likelier to be the first failure; causes of equal weight go by time."""
-    if cause.kind == "launcher":  # ranks that lose mpiexec may be quicker to fail than its end is to be told
+    """Rank causes: less is likelier the first failure; equals go by time."""
+    if cause.kind == "launcher":  # ranks that lose mpiexec may be quicker to fail than its end is reported
         return -1
     if cause.kind == "vanished":  # so do all wrappers when mpiexec is killed
         return 1
@@ -228,7 +228,7 @@ def _weight(cause: Cause) -> int:
 
 
 def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause]:
-    """Ranks that ended with 0 before others failed, if nothing better explains that failure."""
+    """Return ranks that ended with 0 before others failed, if nothing better explains that failure."""
     if not found:
         return []
     until = min(cause.time for cause in found.values())
@@ -249,7 +249,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
 
 
 def _code(first: Cause, ended: Mapping[int, Ended], others: Sequence[Cause]) -> int:
-    """The exit code of the first failing rank that has one of its own, or 0."""
+    """Return the exit code of the first failing rank that has one of its own, or 0."""
     if first.rank is None or first.kind == "early":
         return first.code
     for cause in (first, *others):
@@ -263,7 +263,7 @@ _WIDTH = 78
 
 
 def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
-    """The frame that ends a failed job's output; `directory` is where the ranks' log files are."""
+    """Return the frame that ends a failed job's output; `directory` is where the ranks' log files are."""
     cause = verdict.cause
     lines = [" ringdance: the job failed ".center(_WIDTH, "=")]
     if cause.rank is None:

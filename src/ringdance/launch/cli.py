@@ -11,9 +11,9 @@ from dataclasses import replace
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
-from ringdance.launch.environment import forwarding
 from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import Parser, rank_count
+from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
 from ringdance.launch.spec import (
     JobSpec,
@@ -34,7 +34,7 @@ examples:
   ringdance run --hostfile hosts -np 6 python train.py            lines `h1 slots=4` or `h1:4`
   ringdance run -np 2 --detach python train.py                    then: ringdance status, attach, stop
 
-Without -H, --hostfile and -np the hosts are those that a scheduler has given: a Slurm or LSF job's, the
+Without -H, --hostfile and -np the hosts are those that a scheduler has allocated: a Slurm or LSF job's, the
 workers of an MPIJob or TrainJob, the hosts of a SageMaker job.
 
 `python` is the interpreter that ringdance is installed in. Each output line is shown as `[rank] text`,
@@ -48,7 +48,7 @@ Under mpiexec or srun run the script directly: it needs no `ringdance run`.
 
 
 Check = Callable[[PreparedJob, Callable[[str], None]], None]
-"""Is given what would be started, and how to say something; raises a LaunchError if it must not start."""
+"""Checks a prepared job, given a function that shows a line; raises a LaunchError if it must not start."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="print the plan and start no rank")
     add("--format", choices=("table", "json"), default="table", help="of the plan (default: table)")
     add("--json", action="store_const", const="json", dest="format", help=argparse.SUPPRESS)
-    add("--verbose", action="store_true", help="tell what is done, and show all that mpiexec says")
+    add("--verbose", action="store_true", help="show each step, and all messages of mpiexec")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return made
 
@@ -121,26 +121,26 @@ def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=6.0,
         metavar="S",
-        help="seconds after which a host that says nothing is lost (default 6)",
+        help="seconds without a heartbeat after which a host is lost (default 6)",
     )
     add(
         "--no-check",
         action="store_true",
-        help="look for nothing wrong on the hosts before the start; with --dry-run: ask no host anything",
+        help="do not check the hosts before the start; with --dry-run: do not connect to any",
     )
 
 
-def main(argv: Sequence[str], look: Check | None = None) -> int:
+def main(argv: Sequence[str], check: Check | None = None) -> int:
     """``ringdance run``: `argv` without the program and ``run``; returns the exit code.
 
     Args:
         argv: the words of the command line.
-        look: looks for what is wrong with several hosts, before anything starts there.
+        check: examines several hosts before anything starts there.
     """
 
     def action() -> int:
         arguments = parser().parse_args(list(argv))
-        return run(spec_of(arguments), arguments, _say, look)
+        return run(spec_of(arguments), arguments, _log, check)
 
     return as_program("ringdance run", action)
 
@@ -148,28 +148,28 @@ def main(argv: Sequence[str], look: Check | None = None) -> int:
 def run(
     order: JobSpec,
     arguments: argparse.Namespace,
-    say: Callable[[str], None],
-    look: Check | None = None,
+    log: Callable[[str], None],
+    check: Check | None = None,
     show_map: bool = False,
 ) -> int:
-    """Run a job as the options of ``ringdance run`` say, and return the exit code.
+    """Run a job as the options of ``ringdance run`` define, and return the exit code.
 
     Args:
         order: the job.
         arguments: parsed by :func:`parser`.
-        say: shows a line to the user.
-        look: as of :func:`main`.
+        log: shows a line to the user.
+        check: as of :func:`main`.
         show_map: whether to show where the ranks go.
     """
 
-    def checked(ready: PreparedJob, say: Callable[[str], None]) -> None:
-        if look and ready.plan.multi_host and not arguments.no_check:
-            look(ready, say)
+    def checked(ready: PreparedJob, log: Callable[[str], None]) -> None:
+        if check and ready.plan.multi_host and not arguments.no_check:
+            check(ready, log)
 
     if arguments.detach and not arguments.dry_run:
         # What is kept is not for this terminal.
-        return start_detached(replace(order, colour=arguments.colour), checked, say)
-    ready = order.prepare(say)
+        return start_detached(replace(order, colour=arguments.colour), checked, log)
+    ready = order.prepare(log)
     if arguments.dry_run:
         ready.close()
         plan = ready.plan
@@ -177,11 +177,11 @@ def run(
         return 0
     if show_map:  # without the values of variables, which do not belong into a log
         print(ready.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
-    checked(ready, say)
+    checked(ready, log)
     return run_in_terminal(ready)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"ringdance run: {text}", file=sys.stderr, flush=True)
 
 

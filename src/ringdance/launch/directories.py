@@ -17,11 +17,11 @@ def bases(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys([*named, "/tmp", "/var/tmp"]))
 
 
-def usable(places: Iterable[str]) -> tuple[list[str], str]:
-    """Those of `places` in which a job's directory can be made, and in words why not in the others."""
-    wrong = {place: _unusable(place) for place in places}
-    told = "; ".join(f"{place}: {why}" for place, why in wrong.items() if why)
-    return [place for place, why in wrong.items() if not why], told
+def usable(bases: Iterable[str]) -> tuple[list[str], str]:
+    """Return those in which a job's directory can be made, and in words why not in the others."""
+    wrong = {base: _unusable(base) for base in bases}
+    text = "; ".join(f"{base}: {why}" for base, why in wrong.items() if why)
+    return [base for base, why in wrong.items() if not why], text
 
 
 def _unusable(base: str) -> str:
@@ -39,9 +39,9 @@ def _unusable(base: str) -> str:
 
 
 def free_port() -> tuple[socket.socket | None, int]:
-    """A port of this host for MASTER_PORT, and what keeps it from others; 0 if there is none.
+    """Return a port of this host for MASTER_PORT, and what keeps it from others; 0 if there is none.
 
-    While the socket is bound with SO_REUSEADDR the kernel gives the port to nobody who takes any; a program
+    While the socket is bound with SO_REUSEADDR the kernel gives the port to no program that takes any; one
     that asks for it by number, with SO_REUSEADDR too as torch's TCPStore does, gets it.
     """
     try:
@@ -57,7 +57,7 @@ def free_port() -> tuple[socket.socket | None, int]:
 
 
 def host_directory(base: str, job: str) -> str:
-    """A job's directory on this host. Hosts may share `base`, so their names are part of it.
+    """Return a job's directory on this host. Hosts may share `base`, so their names are part of it.
 
     The path leaves room in a socket's address (108 bytes; macOS 104) if `base` is :func:`usable`.
     """
@@ -65,12 +65,12 @@ def host_directory(base: str, job: str) -> str:
 
 
 OWN_DIRECTORY = "{directory}"
-"""Stands for :func:`host_directory` of the host in what its agent is told."""
+"""Placeholder for :func:`host_directory` of the host in messages to its agent."""
 
 SHARED = "{shared}"
-"""Stands in a variable's value for :func:`host_shared` of the host where a rank runs."""
+"""Placeholder in a variable's value for :func:`host_shared` of the host where a rank runs."""
 
 
 def host_shared(job: str) -> str:
-    """A job's directory in this host's shared memory; "" if there is none."""
+    """Return a job's directory in this host's shared memory; "" if there is none."""
     return host_directory("/dev/shm", job) if os.access("/dev/shm", os.W_OK) else ""

@@ -1,4 +1,4 @@
-"""Which names are this machine, which rank goes to which host, and over which networks they meet."""
+"""Which names are this machine, which rank goes to which host, and which networks hosts share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host is.
+    """Facts about a host.
 
     Attributes:
         name: as it calls itself.
-        identity: tells it from others, whatever its names.
+        identity: of the machine, whatever its names.
         python, executable: version and path of the interpreter.
         version: of ringdance.
         cores: that the user's processes may use.
@@ -59,12 +59,12 @@ class Host:
 
     Attributes:
         name: as given by the user.
-        slots: places for ranks.
+        slots: maximum number of ranks.
         ranks: global ranks, in order of local rank.
         local: whether it is this machine.
-        cores: that its ranks may use, None if it was not asked.
+        cores: that its ranks may use, None if it is not known.
         devices: names of its GPUs.
-        interfaces: the network interfaces over which its ranks meet the others.
+        interfaces: its network interfaces in the networks that all hosts share.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Host:
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:
-    """Those of `names` that are this machine: its own name, short or long, or one of its addresses."""
+    """Return those of `names` that are this machine: its own name or one of its addresses."""
     own = os.uname().nodename
     known = {*LOCAL_NAMES, own, own.partition(".")[0]}
     return frozenset(name for name in names if name in known or _is_own_address(name))
@@ -122,7 +122,7 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
 
 
 def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
-    """Numbers of each rank, by rank: a rank's cross rank counts the hosts that have its local rank too."""
+    """Return the numbers of each rank; a cross rank counts the hosts that have the same local rank."""
     size = sum(len(host.ranks) for host in hosts)
     found = []
     for host in hosts:
@@ -143,7 +143,7 @@ def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
 
 @dataclass(frozen=True)
 class Networks:
-    """Over what the ranks of several hosts meet.
+    """Networks between several hosts.
 
     Attributes:
         include: networks ("10.0.0.0/24") or interfaces to use; empty for all.
@@ -166,7 +166,7 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
 
     Args:
         facts: of each host with ranks, by name.
-        wanted: names of the interfaces to use, if the user says.
+        wanted: names of the interfaces to use, if the user gives them.
 
     Raises:
         LaunchError: a host has none of the wanted interfaces.
@@ -208,7 +208,7 @@ def shared_networks(facts: Mapping[str, HostFacts], wanted: Collection[str] = ()
 
 
 def addresses(facts: HostFacts) -> dict[str, tuple[str, str]]:
-    """Interface and address by network; of several addresses the one by which the host was reached."""
+    """Return interface and address by network, preferring the address by which the host was reached."""
     found: dict[str, tuple[str, str]] = {}
     for interface, address, bits in facts.networks:
         net = str(ipaddress.ip_interface(f"{address}/{bits}").network)

@@ -9,8 +9,7 @@ import shlex
 import signal
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from enum import Enum, auto
+from collections.abc import Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
@@ -32,6 +31,7 @@ from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.plan import Plan
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, start_local, together
+from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
 from ringdance.launch.system import linux, machine
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals
@@ -42,64 +42,6 @@ _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it cou
 _CAUSE_S = 1.0  # another host may report the failure that others follow from
 _TERM_S = 0.2  # after SIGTERM ranks may save their work
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
-_REMOTE_CLEAN_S = 3.0
-_LOCAL_CLEAN_S = 6.0
-
-
-class State(Enum):
-    """Where a job is; each but the first is entered from an earlier one (:data:`TRANSITIONS`)."""
-
-    PREPARING = auto()  # agents make the job's directories
-    STARTING = auto()  # mpiexec runs, not all ranks do
-    RUNNING = auto()  # all ranks have started
-    FAILED = auto()  # something has failed; the other ranks have a moment to report what they see
-    ENDED = auto()  # all ranks have ended; mpiexec may still run
-    STOPPING = auto()  # ranks have got SIGTERM
-    CLEANING_REMOTE = auto()  # agents on other hosts end all processes and remove all files
-    CLEANING_LOCAL = auto()  # so does the one on this host
-    DONE = auto()
-
-
-class Event(Enum):
-    """What takes a job from one state to another."""
-
-    READY = auto()  # all agents are ready
-    STARTED = auto()  # all ranks have started
-    FAILURE = auto()  # of a rank, mpiexec or a host
-    OVER = auto()  # all ranks have ended
-    STOP = auto()  # the launcher got a signal
-    TIMEOUT = auto()  # the state's deadline has come
-    CLEAN = auto()  # the agents in question have cleaned up
-    LOST = auto()  # the agent on this host is gone
-
-
-_S, _E = State, Event
-TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
-    _S.PREPARING: {_E.READY: _S.STARTING, _E.FAILURE: _S.FAILED, _E.STOP: _S.STOPPING},
-    _S.STARTING: {
-        _E.STARTED: _S.RUNNING, _E.FAILURE: _S.FAILED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING,
-    },
-    _S.RUNNING: {_E.FAILURE: _S.FAILED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING},
-    _S.FAILED: {
-        _E.FAILURE: _S.FAILED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.STOPPING,
-    },
-    _S.ENDED: {
-        _E.FAILURE: _S.ENDED, _E.OVER: _S.ENDED, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE,
-    },
-    _S.STOPPING: {_E.OVER: _S.STOPPING, _E.STOP: _S.STOPPING, _E.TIMEOUT: _S.CLEANING_REMOTE},
-    _S.CLEANING_REMOTE: {_E.CLEAN: _S.CLEANING_LOCAL, _E.TIMEOUT: _S.CLEANING_LOCAL},
-    _S.CLEANING_LOCAL: {_E.CLEAN: _S.DONE},
-    _S.DONE: {},
-}  # fmt: skip
-"""The next state by state and event; other events change nothing. LOST leads from any state to DONE.
-
-An event that does not change the state may still bring its deadline forward.
-"""
-
-_LIMITS = {_S.RUNNING: math.inf, _S.CLEANING_REMOTE: _REMOTE_CLEAN_S, _S.CLEANING_LOCAL: _LOCAL_CLEAN_S}
-"""Seconds that a state begins with; in others an event sets the deadline, or leaves an earlier one."""
-_CLEANING = (_S.CLEANING_REMOTE, _S.CLEANING_LOCAL, _S.DONE)
-_ENDING = (_S.STOPPING, *_CLEANING)
 
 
 class Job:
@@ -177,7 +119,7 @@ class Job:
         remote = {
             **common,
             "cwd": self._plan.chdir or os.getcwd(),
-            "launcher": paths.launchers_place() if self._plan.paths_differ else None,
+            "launcher": paths.launcher_paths() if self._plan.paths_differ else None,
             "needed": self._options.needed,
             "environ": {**self._plan.forwarded(os.environ), **session},
         }
@@ -239,16 +181,16 @@ class Job:
         if state is None:
             return
         at, changed = time.monotonic() + seconds, state is not self._state
-        fresh = event is Event.TIMEOUT or (changed and state in _LIMITS)
+        fresh = event is Event.TIMEOUT or (changed and state in LIMITS)
         self._deadline = at if fresh else min(at, self._deadline)
         self._state = state
-        if changed and state in _LIMITS:
-            self._deadline = time.monotonic() + _LIMITS[state]
+        if changed and state in LIMITS:
+            self._deadline = time.monotonic() + LIMITS[state]
         if changed:
             self._enter(state)
 
     def _enter(self, state: State) -> None:
-        self._banner.quiet = state in _ENDING
+        self._banner.quiet = state in ENDING
         if state is State.STOPPING:
             self._ranks.signal(int(signal.SIGTERM))
             if self._ranks.idle:
@@ -272,7 +214,7 @@ class Job:
             )
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
             self._waited, self._deadline = True, now + _SEE_S
-        elif state not in _CLEANING and not self._ranks.completed and self._cause_is_awaited():
+        elif state not in CLEANING and not self._ranks.completed and self._cause_is_awaited():
             self._deadline = now + 0.05
         elif state is State.CLEANING_LOCAL:
             self._deadline = math.inf
@@ -301,7 +243,7 @@ class Job:
     def on_progress(self) -> None:
         """Results and output may be large: the deadline is for agents that send nothing."""
         if self._state in (State.CLEANING_REMOTE, State.CLEANING_LOCAL):
-            self._deadline = time.monotonic() + _LIMITS[self._state]
+            self._deadline = time.monotonic() + LIMITS[self._state]
 
     def _on_signals(self) -> None:
         for number in self._signals.take():
@@ -347,7 +289,7 @@ class Job:
             self._on_rank_exit(rank, None, time.time())
 
     def _on_rank_exit(self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
-        by_launcher = self._state in _ENDING
+        by_launcher = self._state in ENDING
         rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec)
         self._say(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
@@ -373,7 +315,7 @@ class Job:
             self._options.err(b"ringdance: mpiexec could not start its daemons; retrying once\n")
             self._launch()
             return
-        if code < 0 and self._state not in _ENDING:
+        if code < 0 and self._state not in ENDING:
             name = signal_name(-code)
             self._fail(f"mpiexec (pid {pid}) was killed by {name} (signal {-code})", 128 - code)
         if self._ranks.over:
@@ -383,7 +325,7 @@ class Job:
 
     def _on_daemon_exit(self, host: Host, code: int, when: float) -> None:
         # Open MPI's own does so only after its ranks, or in consequence of a failure that came before.
-        running = self._ranks.connected and not self._ranks.completed and self._state not in _ENDING
+        running = self._ranks.connected and not self._ranks.completed and self._state not in ENDING
         if code and running and self._plan.mpi.family == "openmpi":
             before = self._ranks.ended_by_mpiexec(host.ranks)  # by this daemon
             why = f"mpiexec's daemon (prted) ended with code {code} while ranks ran. Was it killed?"
@@ -392,7 +334,7 @@ class Job:
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
         self._say(f"host {host}: {message}")
         named = next((_named(found) for found in self._plan.hosts if found.name == host), host)
-        if self._state in _CLEANING:
+        if self._state in CLEANING:
             if lost and self._results_wanted:
                 self._fail(f"{named}: {message}, before all that its ranks returned had come")
             if lost and self._agents.remotes_gone:
@@ -416,7 +358,7 @@ class Job:
         self._handle(Event.CLEAN)
 
     def on_local_lost(self, why: str) -> None:
-        if self._state not in _CLEANING:
+        if self._state not in CLEANING:
             self._fail(f"the job's agent on this host was killed ({why})", 128 + signal.SIGKILL)
         self._agents.give_up_remotes()
         self._handle(Event.LOST)

@@ -43,7 +43,7 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, message: dict[str, Any]) -> bool:
-        """False if the other side is gone."""
+        """Send; return False if the peer has closed."""
         try:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -51,15 +51,15 @@ class Channel:
         return True
 
     def send_with(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        """The same, with open file descriptors for the other process.
+        """Send with open file descriptors for the other process.
 
         Raises:
-            OSError: the other side is gone.
+            OSError: the peer has closed.
         """
         socket.send_fds(self.sock, [json.dumps(message).encode() + b"\n"], descriptors)
 
     def receive(self) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """What one read brings: messages, descriptors, and whether the other side is still there."""
+        """Read once; return messages, descriptors, and whether the peer is still there."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 65536, 8)
         except (BlockingIOError, InterruptedError):
@@ -75,7 +75,7 @@ class Frames:
 
     Args:
         read, write: descriptors, made non-blocking; they may be the same.
-        after: what comes before this text is not ours (a login shell's greeting): kept in :attr:`said`.
+        after: text before the first message (a login shell prints a greeting): kept in :attr:`preamble`.
     """
 
     _HEAD = struct.Struct("!II")  # bytes of text and of payload
@@ -85,7 +85,7 @@ class Frames:
 
     def __init__(self, read: int, write: int, after: bytes = b"") -> None:
         self.read_fd, self.write_fd, self._after = read, write, after
-        self.said = b""
+        self.preamble = b""
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._held = bytearray()
@@ -100,11 +100,11 @@ class Frames:
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait until the other side takes them: then call :meth:`flush`."""
+        """Bytes that wait until the peer takes them: then call :meth:`flush`."""
         return self._unsent
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
-        """False if the other side is gone. A payload of any size; a large one is not copied."""
+        """Send; return False if the peer has closed. A payload of any size; a large one is not copied."""
         text, view = json.dumps(message).encode(), memoryview(payload)
         with self._lock:
             while len(view) > self._CHUNK:
@@ -120,7 +120,7 @@ class Frames:
         self._unsent += len(data)
 
     def flush(self) -> bool:
-        """Send what can be sent now; False if the other side is gone."""
+        """Send what can be sent now; return False if the peer has closed."""
         with self._lock:
             if self._outbox and self.shared:
                 fcntl.lockf(self.shared[0], fcntl.LOCK_EX, 1, self.shared[1])
@@ -143,7 +143,7 @@ class Frames:
 
     @classmethod
     def pack(cls, message: dict[str, Any]) -> bytes:
-        """The bytes of a message without a payload."""
+        """Return the bytes of a message without a payload."""
         return cls._packed(json.dumps(message).encode(), memoryview(b""))
 
     @classmethod
@@ -152,10 +152,10 @@ class Frames:
         return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 
     def receive(self) -> tuple[list[tuple[dict[str, Any], bytes]], bool]:
-        """What one read brings: messages with their payloads, and whether the other side is still there.
+        """Read once; return messages with their payloads, and whether the peer is still there.
 
         Raises:
-            ValueError: what came is no message.
+            ValueError: it is not a message.
         """
         try:
             data = os.read(self.read_fd, 1 << 18)
@@ -166,8 +166,8 @@ class Frames:
         self._held += data
         found, at = [], 0
         if self._after:
-            said, mark, rest = self._held.partition(self._after)
-            self.said = bytes(said[-4096:])
+            preamble, mark, rest = self._held.partition(self._after)
+            self.preamble = bytes(preamble[-4096:])
             if not mark:
                 return [], bool(data)
             self._held, self._after = rest, b""

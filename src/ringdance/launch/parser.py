@@ -37,8 +37,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def rank_count(text: str) -> int:
-    """The number in `-n 2`; also in `-np2`, which argparse takes for `-n p2`."""
+    """Return the number in `-n 2`; also in `-np2`, which argparse takes for `-n p2`."""
     try:
         return int(text.removeprefix("p"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no number of ranks") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None

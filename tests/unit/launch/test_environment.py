@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch.environment import forwarded, forwarding, is_secret, shown_text
 from ringdance.launch.mpi.mpirun import parse
+from ringdance.launch.remote.environment import forwarded, forwarding, is_secret, shown_text
 from ringdance.submit.kubernetes.job import JobRequest
 from ringdance.submit.sagemaker.request import mpi_options
 

@@ -72,7 +72,7 @@ def test_what_a_login_shell_says_first_is_no_message() -> None:
     os.write(theirs.write_fd, b"re::\n")
     theirs.send({"a": 1})
     assert ours.receive() == ([({"a": 1}, b"")], True)
-    assert ours.said == b"Welcome!\nToday's motd"
+    assert ours.preamble == b"Welcome!\nToday's motd"
 
 
 def test_the_end_and_rubbish_are_seen() -> None:

@@ -24,7 +24,7 @@ class Heartbeats:
         self._lock, self._connections, self._next = lock, connections, 0.0
 
     def send(self) -> float | None:
-        """Ping if it is time; return the seconds until the next time, None if there is nobody to ping."""
+        """Ping if it is time; return the seconds until the next time, None if there are no agents."""
         now = time.monotonic()
         if self._connections and now >= self._next:
             self._next = now + _PING_S
@@ -41,7 +41,7 @@ class Heartbeats:
         return max(0.0, self._next - now) if self._connections else None
 
     def close(self) -> None:
-        """Close the connections: where the launcher is gone too, the other agents end."""
+        """Close the connections: if the launcher has ended too, the other agents end."""
         for connection in self._connections:
             os.close(connection)
         self._connections = ()

@@ -1,4 +1,4 @@
-"""Keeps the network away from the sockets on which mpiexec listens, where no other host is part of the job.
+"""Keep the network away from the sockets on which mpiexec listens, if no other host is part of the job.
 
 Neither Open MPI's mpiexec nor Hydra has an option for it: both bind to all addresses. Standard library only.
 """
@@ -17,7 +17,7 @@ def restrict(pid: int) -> None:
     """Bind the listening TCP sockets of a child process to the loopback device, those on 127.0.0.1 aside.
 
     Raises:
-        OSError: the kernel (before Linux 5.7) or a sandbox does not allow it; not if the process is gone.
+        OSError: the kernel (before Linux 5.7) or a sandbox does not allow it; not if the process has ended.
     """
     for sock in listening_sockets(pid):
         # Only root may change the device once it is set.
@@ -26,12 +26,12 @@ def restrict(pid: int) -> None:
 
 
 def device_of(sock: socket.socket) -> str:
-    """The network device to which a socket is bound, "" for all."""
+    """Return the network device to which a socket is bound, "" for all."""
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\0").decode()
 
 
 def listening_sockets(pid: int) -> Iterator[socket.socket]:
-    """The TCP sockets on which another process listens, each open until the next is asked for.
+    """Yield the TCP sockets on which another process listens, each open until the next.
 
     Raises:
         OSError: as for :func:`restrict`.
@@ -64,7 +64,7 @@ def listening_sockets(pid: int) -> Iterator[socket.socket]:
 
 
 def _take(process: int, descriptor: int) -> int:
-    """A descriptor of our own for what is open in another process."""
+    """Return a descriptor of our own for what is open in another process."""
     import ctypes
 
     ours = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0))

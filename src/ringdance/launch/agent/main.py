@@ -75,11 +75,11 @@ class _Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        """Serve until the job is over or the launcher is gone; then nothing of the job is left here."""
+        """Serve until the job is over or the launcher has ended; then nothing of the job is left here."""
         self._selector.register(0, selectors.EVENT_READ, self._from_launcher)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
         if not self._local:
-            from ..system import machine  # the launcher asks its own host itself
+            from ..system import machine  # the launcher knows its own host
 
             self._launcher.send({"facts": machine.facts()})
         try:
@@ -151,26 +151,26 @@ class _Agent:
 
     def _do(self, message: dict[str, Any], payload: bytes) -> None:
         if self._tasks is None:
-            from .tasks import Chores  # a job's start does not wait for its imports
+            from .tasks import Tasks  # a job's start does not wait for its imports
 
-            self._tasks = Chores(self._launcher, self._selector)
+            self._tasks = Tasks(self._launcher, self._selector)
         self._tasks.take(message, payload)
 
     def _prepare(self, message: dict[str, Any]) -> str:
-        """Make the job's directories and listen; return what is in the way, or ""."""
+        """Make the job's directories and listen; return the problem, or ""."""
         cwd, self._timeout = message["cwd"], message["heartbeat_timeout"]
         if not os.path.isdir(cwd):
             return (
                 f"there is no directory {cwd}. Start from a directory that all hosts have, on a shared "
-                "file system, or copied; or say which one ranks have there: --chdir DIR"
+                "file system, or copied; or give the ranks' directory there: --chdir DIR"
             )
         for path in message["needed"]:
             if not os.path.exists(os.path.join(cwd, path)):
                 return f"there is no {os.path.join(cwd, path)}; all hosts need it at the same place"
-        places, wrong = usable([*message["bases"], *bases(os.environ)])
-        if not places:
+        usable_bases, wrong = usable([*message["bases"], *bases(os.environ)])
+        if not usable_bases:
             return f"no directory for temporary files ({wrong}). {_SET}"
-        self._directory = host_directory(places[0], message["job"])
+        self._directory = host_directory(usable_bases[0], message["job"])
         shared = host_shared(message["job"])
         directories = [directory for directory in (self._directory, shared) if directory]
         self._cleanup = Cleanup(message["job"], directories, time.time(), os.getpid(), self._reap)
@@ -186,10 +186,10 @@ class _Agent:
             name: self._directory if text == OWN_DIRECTORY else text
             for name, text in message["environ"].items()
         }
-        place = message.get("launcher")
-        if place:
-            given = paths.translated(given, place) | paths.variables(cwd, place)
-        self._programs.prepare({**os.environ, **given, linux.MARKER: message["job"]}, cwd, place)
+        launcher = message.get("launcher")
+        if launcher:
+            given = paths.translated(given, launcher) | paths.variables(cwd, launcher)
+        self._programs.prepare({**os.environ, **given, linux.MARKER: message["job"]}, cwd, launcher)
         return ""
 
     def _put(self, name: str, data: bytes, mode: int) -> None:
@@ -247,7 +247,7 @@ class _Agent:
             self._launcher.flush()
             if self._launcher.unsent < unsent:
                 until = time.monotonic() + _DRAIN_S
-            elif self._local:  # its end would be seen: whoever reads the output is slow
+            elif self._local:  # a launcher that ends is detected: the reader of the output is slow
                 continue
             elif time.monotonic() > until and (self._timeout is None or self._launcher_is_silent()):
                 return False
@@ -265,4 +265,4 @@ def main(arguments: list[str]) -> None:
     os.write(1, AGENT_SPEAKS)
     sys.stdout = sys.stderr
     _Agent([int(word) for word in arguments]).run()
-    os._exit(0)  # a look at another process may still be waiting (cleanup.py)
+    os._exit(0)  # a scan of another process may still be blocked (cleanup.py)

@@ -1,4 +1,4 @@
-"""Hosts whose Python environment, or whose directory for the ranks, is not where the launcher's is.
+"""Command lines of our processes, also on hosts with other paths than the launcher's.
 
 mpiexec starts one command line on all hosts. Where they differ, that is a shell's line with variables, which
 each host's agent sets. Standard library only.
@@ -15,12 +15,12 @@ BOOT = "import sys;sys.path.append(sys.argv[1]);from launch.{0} import main;main
 
 
 def package_directory() -> str:
-    """Where this package lies."""
+    """Return the directory of this package."""
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def bare_command(module: str, *arguments: str) -> list[str]:
-    """Command line that runs ``launch.<module>.main`` without ``site``, the package or PYTHON* settings.
+    """Return a command line for ``launch.<module>.main`` without ``site``, the package or PYTHON* settings.
 
     Starts in some 20 ms instead of the time that all imports of the package and its ``.pth`` files take.
     """
@@ -39,27 +39,27 @@ _PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"
 
 
 def module_line(python: str, module: str) -> list[str]:
-    """Command line that runs ``launch.<module>.main`` by another host's `python`, which finds the package."""
+    """Return a command line that runs ``launch.<module>.main`` by another host's `python`."""
     return [python, "-I", "-c", _FIND.format(module)]
 
 
-def rank_line(places: str, job: str) -> list[str]:
-    """Command line of the wrapper of a rank, for all hosts; see :func:`bare_command`."""
+def rank_line(bases: str, job: str) -> list[str]:
+    """Return the command line of a rank's wrapper, for all hosts; see :func:`bare_command`."""
     line = f'exec "${_PYTHON}" -I -S -c "$0" "${_PACKAGE}" "$@"'
-    return ["/bin/sh", "-c", line, BOOT.format("agent.rank"), places, job]
+    return ["/bin/sh", "-c", line, BOOT.format("agent.rank"), bases, job]
 
 
-def launchers_place() -> dict[str, str]:
-    """Where the launcher's interpreter, environment and package are, for the agents."""
+def launcher_paths() -> dict[str, str]:
+    """Return where the launcher's interpreter, environment and package are, for the agents."""
     return {"python": sys.executable, "prefix": sys.prefix, "package": package_directory()}
 
 
 def variables(cwd: str, launcher: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the wrappers of this host's ranks must know.
+    """Return variables for the wrappers of this host's ranks.
 
     Args:
         cwd: the ranks' directory here.
-        launcher: :func:`launchers_place` of another host, whose interpreter stands in the command.
+        launcher: :func:`launcher_paths` of another host, whose interpreter stands in the command.
     """
     found = {_PYTHON: sys.executable, _PACKAGE: package_directory(), _CWD: cwd}
     return found | ({_REPLACED: launcher["python"]} if launcher else {})

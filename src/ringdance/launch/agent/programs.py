@@ -18,7 +18,7 @@ from .loopback import restrict
 
 _DAEMON = "mpiexec's daemon"
 _DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
-_RESTRICT_S = 0.01  # between two looks for new sockets of mpiexec, until its first rank runs
+_RESTRICT_S = 0.01  # between two scans for new sockets of mpiexec, until its first rank runs
 
 
 class Programs:

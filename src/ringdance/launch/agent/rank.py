@@ -1,12 +1,11 @@
-"""The wrapper that mpiexec starts for each rank: it runs the user's command and reports how it ended.
+"""The wrapper that mpiexec starts for each rank: run the user's command and report how it ended.
 
-It finds its host's socket by the job's name: the launcher's own, or that of its agent on this host
-(agent.py), which passes on what is said. Two processes: the front, which mpiexec knows and may SIGKILL at any
-moment (Hydra does so as soon as a rank aborts), and the supervisor, which outlives it long enough to end the
-rank and to report. The rank's stdout and stderr are pipes whose reading ends are handed over that socket,
-so the launcher knows who wrote what under every MPI library. Standard library only; some 30 ms.
+It finds the socket of its host's agent (main.py) by the job's id. There are two processes: the front, which
+mpiexec knows and may SIGKILL at any moment (Hydra does so as soon as a rank aborts), and the supervisor, which
+outlives it long enough to end the rank and to report. The rank's stdout and stderr are pipes whose reading
+ends are sent over that socket, so output has a rank under every MPI library. Standard library only; 30 ms.
 
-Supervisor to launcher: ``{"rank", "size", ..., "host", "port"}`` with stdout and stderr to read, then
+Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, then
 ``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
 seconds since the epoch, "by_mpiexec": did mpiexec end it}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
@@ -53,7 +52,7 @@ _TORCH = {
 
 
 def rank_numbers(environ: Mapping[str, str]) -> dict[str, int]:
-    """Where the launcher's variables put this process; keys as in :data:`PLACE`.
+    """Return the numbers of this process by the launcher's variables; keys as in :data:`PLACE`.
 
     The cross rank is right if ranks fill hosts evenly; the launcher, which knows the plan, sends its own.
 
@@ -89,7 +88,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
         if name in _TORCH:
             os.environ[_TORCH[name]] = str(value)
-    # It says that the variables above are there. Without it Lightning prefers Slurm's, which are the same for
+    # It marks the variables above as set. Without it Lightning prefers Slurm's, which are the same for
     # all ranks that an agent starts, and then MPI, which knows no MASTER_ADDR.
     os.environ["TORCHELASTIC_RUN_ID"] = os.path.basename(os.environ[DIRECTORY])
     if port:
@@ -107,7 +106,7 @@ class _Supervisor:
 
     Args:
         channel: to the launcher.
-        front: reading end of a pipe that closes when the front is gone.
+        front: reading end of a pipe that closes when the front ends.
     """
 
     def __init__(self, channel: Channel, front: int) -> None:
@@ -117,7 +116,7 @@ class _Supervisor:
         self._front_gone = self._told_to_end = False
 
     def run(self, command: list[str]) -> int:
-        """Run the rank to its end; its exit code as a shell tells it."""
+        """Run the rank to its end; return its exit code as a shell has it."""
         try:
             where = rank_numbers(os.environ)
         except LookupError as error:
@@ -143,7 +142,7 @@ class _Supervisor:
         self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec})
         if not self._front_gone:
             # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
-            # code: give them a moment to say what they saw.
+            # code: give them a moment to report what they saw.
             select.select([self._channel.sock.fileno(), self._front], [], [], _BEFORE_OTHERS_S)
         return code if code >= 0 else 128 - code
 
@@ -181,7 +180,7 @@ class _Supervisor:
             pass
 
     def _wait(self) -> int | None:
-        """Wait for the rank and pass signals on; its exit code, or -signal; None if the launcher is gone."""
+        """Wait for the rank, passing signals on; return its exit code or -signal, None without an agent."""
         watched = [self._channel.sock.fileno(), self._wake, self._front]
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
@@ -228,7 +227,7 @@ def _connect(path: str) -> Channel:
 
 def main(arguments: list[str]) -> None:
     """Run a rank; `arguments`: where the job's directory may be (with colons), its id, the command."""
-    places, job, command = arguments[0], arguments[1], arguments[2:]
+    named, job, command = arguments[0], arguments[1], arguments[2:]
     linux.die_with_parent()
     if os.getppid() == 1:  # mpiexec died before we could ask to die with it
         os._exit(1)
@@ -236,8 +235,8 @@ def main(arguments: list[str]) -> None:
         command = paths.enter(os.environ, command)
     except OSError as error:
         sys.exit(f"ringdance: {error.filename} on {os.uname().nodename}: {error.strerror}")
-    # Hosts need not have it in the same place: it is where this host's launcher or agent has made it.
-    directories = [host_directory(base, job) for base in (*places.split(os.pathsep), *bases(os.environ))]
+    # Its path may differ between hosts: it is where this host's agent has made it.
+    directories = [host_directory(base, job) for base in (*named.split(os.pathsep), *bases(os.environ))]
     os.environ[DIRECTORY] = next(filter(os.path.isdir, directories), directories[0])
     # Open MPI hands its variables on from host to host, and this paths_differ.
     for name in [name for name, value in os.environ.items() if value == SHARED]:

@@ -133,7 +133,7 @@ class Ranks:
         try:
             connection.channel.send_with(message, [stdin])
         except OSError:
-            pass  # that it is gone will be seen by reading
+            pass  # reading detects its end
         os.close(stdin)
 
     def write_stdin(self, number: int, data: bytes) -> None:
@@ -153,7 +153,7 @@ class Ranks:
             rest = rest[os.write(connection.stdin, rest) :]
         except BlockingIOError:
             pass
-        except OSError:  # nobody reads it any more
+        except OSError:  # the rank has closed it
             rest = rest[:0]
         watch(self._selector, connection.stdin, 0, None)
         if rest:

@@ -1,4 +1,4 @@
-"""What an agent does beside a job: look for jobs, end one, measure directories, take and pass on files.
+"""Tasks of an agent beside a job: list jobs, end one, measure directories, receive and pass on files.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
@@ -21,8 +21,8 @@ from ..system.cleanup import Cleanup, job_of
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
 
 
-class Chores:
-    """Does what messages ask for.
+class Tasks:
+    """Do what messages ask for.
 
     Args:
         launcher: where answers go.
@@ -34,20 +34,20 @@ class Chores:
         self._receiver = Receiver(launcher, selector)
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
-        """Obey a message."""
+        """Do a task."""
         name = message["task"]
         if name == "copy":
             self._receiver.take(message, payload)
             return
         try:
-            answer = _DEEDS[name](message)
+            answer = _TASKS[name](message)
         except (OSError, KeyError) as error:
             answer = {"problem": f"{type(error).__name__}: {error}"}
         self._launcher.send({"answer": name, "problem": "", **answer})
 
 
 def jobs() -> dict[str, dict[str, Any]]:
-    """This user's jobs on this host, by id: ``ranks``, ``processes``, ``began`` (seconds since the epoch)."""
+    """Return this user's jobs on this host, by id: ``ranks``, ``processes``, ``began`` (seconds since the epoch)."""
     found: dict[str, dict[str, Any]] = {}
     for pid, marked in linux.marked_processes().items():
         job = found.setdefault(marked.job, {"ranks": [], "processes": 0, "began": time.time()})
@@ -66,23 +66,23 @@ def _jobs(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kill(message: dict[str, Any]) -> dict[str, Any]:
-    """End all processes of a job here and remove its files; says how many there were."""
+    """End all processes of a job here and remove its files; return how many there were."""
     job = message["job"]
     known = jobs().get(job)
-    places = dict.fromkeys([*message.get("bases", ()), *bases(os.environ)])
-    directories = [host_directory(base, job) for base in places] + [host_shared(job)]
+    named = dict.fromkeys([*message.get("bases", ()), *bases(os.environ)])
+    directories = [host_directory(base, job) for base in named] + [host_shared(job)]
     there = [directory for directory in directories if directory and job_of(directory) == job]
     if not known and not there:
         return {"processes": 0}
     clean = Cleanup(job, there, known["began"] if known else time.time()).run()
     return {
         "processes": known["processes"] if known else 0,
-        "problem": "" if clean else "some of its processes do not end (they wait for a disk or a device?)",
+        "problem": "" if clean else "some of its processes do not end (stuck in uninterruptible I/O?)",
     }
 
 
 def _disk(message: dict[str, Any]) -> dict[str, Any]:
-    """Room of the file systems of directories, in bytes."""
+    """Return the room of the file systems of directories, in bytes."""
     return {"directories": {path: room(path) for path in message["directories"]}}
 
 
@@ -100,11 +100,11 @@ def room(path: str) -> dict[str, Any]:
 
 
 def nearest(path: str) -> str:
-    """A directory, or the nearest of its parents that exists."""
+    """Return a directory, or the nearest of its parents that exists."""
     there = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)
     return there
 
 
-_DEEDS = {"jobs": _jobs, "kill": _kill, "disk": _disk}
+_TASKS = {"jobs": _jobs, "kill": _kill, "disk": _disk}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ringdance.cluster.hostfile import HostList, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
-from ringdance.launch.environment import shown_text
+from ringdance.launch.remote.environment import shown_text
 
 _SPELLINGS = {
     "n": "np {}", "c": "np {}", "npernode": "N {}", "pernode": "N 1", "host": "H {}",

@@ -1,4 +1,4 @@
-"""Other hosts, seen from the launcher: an agent is started on each, and all that is wrong is told at once."""
+"""Start an agent on each host, and report all problems at once."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Problem(Exception):
 
 
 def connect(
-    hosts: Iterable[str], shell: RemoteShell, timeout: float, say: Callable[[str], None] = lambda text: None
+    hosts: Iterable[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> list[Remote]:
     """Start an agent on each of `hosts`, all at once.
 
@@ -95,13 +95,13 @@ def connect(
         hosts: their names.
         shell: how to get there.
         timeout: seconds for a host to answer.
-        say: told, now and then, which hosts are still waited for.
+        log: is called now and then with the hosts that are still waited for.
 
     Raises:
         LaunchError: a host cannot be used; names each with what is wrong. No agent is left.
     """
     hosts = list(hosts)
-    found, problems = attempt(hosts, shell, timeout, say)
+    found, problems = attempt(hosts, shell, timeout, log)
     if problems:
         for remote in found.values():
             remote.close()
@@ -110,9 +110,9 @@ def connect(
 
 
 def attempt(
-    hosts: Sequence[str], shell: RemoteShell, timeout: float, say: Callable[[str], None] = lambda text: None
+    hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, str]]:
-    """The same, also if some cannot be used: the agents, and what is wrong where; arguments as above."""
+    """Start agents as :func:`connect`; return those that answer, and the problems of the others."""
     found: dict[str, Remote] = {}
     problems: dict[str, str] = {}
     until = time.monotonic() + max(timeout, shell.start_timeout)
@@ -134,14 +134,14 @@ def attempt(
     threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
-    _join(threads, hosts, found, problems, until, say)
+    _join(threads, hosts, found, problems, until, log)
     # In the order given: of two names of one machine the later is the wrong one.
     problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
     return found, problems
 
 
 def together(problems: Sequence[str]) -> str:
-    """All that is wrong as one message."""
+    """Return all problems as one message."""
     return "\n  ".join(["Cannot start:", *problems]) if problems[1:] else problems[0]
 
 
@@ -151,7 +151,7 @@ def _join(
     found: Mapping[str, Remote],
     problems: Mapping[str, str],
     until: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     for thread in threads:
         while thread.is_alive():
@@ -159,7 +159,7 @@ def _join(
             missing = [host for host in hosts if host not in found and host not in problems]
             if thread.is_alive() and missing:
                 left = max(0.0, until - time.monotonic())
-                say(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
+                log(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
 
 
 def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
@@ -261,46 +261,46 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
 
 
 def _heard(remote: Remote) -> str:
-    words = remote.last_words() or remote.frames.said.decode(errors="replace").strip()
+    words = remote.last_words() or remote.frames.preamble.decode(errors="replace").strip()
     return f"({words})" if words else ""
 
 
 def _why(remote: Remote, program: str, python: str) -> _Problem:
-    """What the end of an ssh that brought no agent means."""
+    """Explain the end of an ssh that reached no agent."""
     try:
         code = remote.wait(5.0)
     except subprocess.TimeoutExpired:
         code = -1
-    said = remote.last_words()
+    error = remote.last_words()
     here = python or machine.facts()["executable"]
     if code in (126, 127):
         return _Problem(
-            f"there is no {here} ({said}). "
+            f"there is no {here} ({error}). "
             "Is the Python environment of that host somewhere else? Say where: --python PATH"
         )
-    if "ModuleNotFoundError" in said and (python or "launch" in said):
+    if "ModuleNotFoundError" in error and (python or "launch" in error):
         where = "" if python else f" in {package_directory()}"
         return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
     if program == "ssh" and code == 255:
-        advice = next((advice for sign, advice in _ADVICE if sign in said), "try: ssh HOST true")
+        advice = next((advice for sign, advice in _ADVICE if sign in error), "try: ssh HOST true")
         return _Problem(
-            f"ssh cannot connect: {said or 'it does not say why'} ({advice.replace('HOST', remote.host)})",
-            temporary="Permission denied" not in said and "verification failed" not in said,
+            f"ssh cannot connect: {error or 'no message'} ({advice.replace('HOST', remote.host)})",
+            temporary="Permission denied" not in error and "verification failed" not in error,
         )
-    return _Problem(f"{program} ended with exit code {code}: {said}", temporary=True)
+    return _Problem(f"{program} ended with exit code {code}: {error}", temporary=True)
 
 
 _ADVICE = (
-    ("Permission denied", "it must let you in without a password: ssh-copy-id HOST"),
+    ("Permission denied", "it must accept you without a password: ssh-copy-id HOST"),
     ("verification failed", "its key has changed or is unknown: ssh-keygen -R HOST, if that is right"),
-    ("Could not resolve", "check the name; this machine knows no address for it"),
+    ("Could not resolve", "check the name; this machine has no address for it"),
     ("Connection refused", "no sshd listens there; another port? -p PORT"),
     ("timed out", "is it up, and is its ssh port open?"),
 )
 
 
 def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:
-    """Hosts that answer but cannot be used together with this one and the others, with the reason."""
+    """Return hosts that cannot be used together with this one and the others, with the reason."""
     here = facts_from(machine.facts())
     problems: dict[str, str] = {}
     seen = {here.identity: "this machine"}

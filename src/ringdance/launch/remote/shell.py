@@ -1,4 +1,4 @@
-"""How other hosts are reached: its options, and command lines in which no shell finds more than words."""
+"""How other hosts are reached: options, and command lines that are quoted for the shell there."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ringdance.errors import LaunchError
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """How other hosts are reached.
+    """How to reach other hosts.
 
     Attributes:
         method: "ssh", or "srun" for the hosts of a Slurm allocation.
-        port: of ssh; 0 for what ssh's own settings say.
+        port: of ssh; 0 for ssh's own setting.
         identity: file with the key for ssh, or "".
         arguments: more arguments of ssh; they win over ours.
         start_timeout: seconds in which hosts may still be starting (pods of a job).
@@ -37,10 +37,10 @@ class RemoteShell:
     python: str = ""
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
-        """The command line that runs `program` on `host`.
+        """Return the command line that runs `program` on `host`.
 
         Raises:
-            LaunchError: that is no host's name.
+            LaunchError: it is not a host's name.
         """
         if not NAME.fullmatch(host):
             raise LaunchError(f"{host!r} is not the name of a host: letters, digits, dots and dashes")
@@ -56,7 +56,7 @@ class RemoteShell:
         line = ["ssh", "-x", "-T", *self.arguments]
         line += ["-p", str(self.port)] if self.port else []
         line += ["-i", self.identity] if self.identity else []
-        # Never a question, never a changed key; the first -o of a name holds, so the user's come first.
+        # No prompts, no changed keys; the first -o of a name holds, so the user's come first.
         for option in (
             "BatchMode=yes",
             "StrictHostKeyChecking=accept-new",
@@ -69,7 +69,7 @@ class RemoteShell:
 
 # A parser, or a group in one: argparse has no public name for what they have in common.
 def add_ssh_options(parser: Any) -> None:
-    """The options that say how ssh reaches hosts; `remote_shell_of` reads them.
+    """Add the options of ssh; `remote_shell_of` reads them.
 
     Args:
         parser: an ``argparse.ArgumentParser``, or one of its groups.
@@ -82,7 +82,7 @@ def add_ssh_options(parser: Any) -> None:
 
 
 def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RemoteShell:
-    """What the options of `add_ssh_options` say.
+    """Return what the options of `add_ssh_options` define.
 
     Args:
         arguments: what argparse found.

@@ -1,4 +1,4 @@
-"""A TCP connection between two hosts of a job, each of which proves to the other that it knows a token.
+"""TCP connections between hosts of a job, authenticated on both sides by a shared token.
 
 The token comes over ssh and never goes over the connection itself. Standard library only: it runs in agents.
 """
@@ -15,7 +15,7 @@ _ANSWER_S, _CONNECT_S, _SILENCE_MS = 5.0, 3.0, 20_000
 
 
 def listen() -> socket.socket:
-    """A listening socket on a port of the system's choice, for IPv4 and, where there is IPv6, for both."""
+    """Return a listening socket on any free port, for IPv4 and, where there is IPv6, for both."""
     try:
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     except (OSError, ValueError):
@@ -23,27 +23,27 @@ def listen() -> socket.socket:
 
 
 def connect(addresses: Sequence[str], port: int, token: bytes) -> socket.socket:
-    """A connection to whoever listens with the same token, at the first address that answers.
+    """Connect to the listener with the same token, at the first address that answers.
 
     Raises:
         OSError: none does.
     """
-    said = []
+    failures = []
     for address in addresses:
         try:
             sock = socket.create_connection((address, port), _CONNECT_S)
         except OSError as error:
-            said.append(f"{address}: {error.strerror or error}")
+            failures.append(f"{address}: {error.strerror or error}")
             continue
         if _prove(sock, token):
             return _ready(sock)
         sock.close()
-        said.append(f"{address}: somebody else answers there")
-    raise OSError("; ".join(said) or "it has no address")
+        failures.append(f"{address}: another program answers there")
+    raise OSError("; ".join(failures) or "it has no address")
 
 
 def accept(listener: socket.socket, token: bytes) -> socket.socket | None:
-    """The connection that waits at a listener, or None: it was somebody without the token."""
+    """Accept a connection; return None if the peer does not know the token."""
     try:
         sock, _ = listener.accept()
     except OSError:
@@ -52,7 +52,7 @@ def accept(listener: socket.socket, token: bytes) -> socket.socket | None:
 
 
 def answer(sock: socket.socket, token: bytes) -> socket.socket | None:
-    """The same connection, or None, and it is closed: whoever has connected does not know the token."""
+    """Authenticate an accepted connection; close it and return None if the peer does not know the token."""
     sock.settimeout(_ANSWER_S)
     try:
         theirs = _exactly(sock)
@@ -95,7 +95,7 @@ def _exactly(sock: socket.socket) -> bytes:
 
 
 def _ready(sock: socket.socket) -> socket.socket:
-    """Non-blocking, and noticing that the other host is gone."""
+    """Make it non-blocking, with keepalives that detect a lost host."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.environment import is_secret
+from ringdance.launch.remote.environment import is_secret
 from ringdance.launch.spec import parse_exports
 from ringdance.submit.options import check_options, option, pairs
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.errors import ArgumentError, LaunchError
-from ringdance.launch.environment import shown, shown_text
+from ringdance.launch.remote.environment import shown, shown_text
 from ringdance.launch.spec import parse_exports
 from ringdance.submit.options import add_options, from_arguments, pairs
 from ringdance.submit.sagemaker.estimator import Estimator

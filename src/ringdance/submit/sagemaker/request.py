@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ringdance.errors import ArgumentError
-from ringdance.launch.environment import shown_text
+from ringdance.launch.remote.environment import shown_text
 
 if TYPE_CHECKING:
     from ringdance.submit.sagemaker.estimator import Estimator

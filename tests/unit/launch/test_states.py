@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringdance.launch.job import TRANSITIONS, Event, State
+from ringdance.launch.states import TRANSITIONS, Event, State
 
 
 @pytest.mark.parametrize("state", State)

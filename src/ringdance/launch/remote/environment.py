@@ -1,4 +1,4 @@
-"""What of the launcher's environment goes to other hosts, and what of any environment may be shown."""
+"""Which variables go to other hosts, and which values may be shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringdance.errors import LaunchError
 ALL = ("all",)
 NONE = ("none",)
 
-# Belongs to a machine, a login or a place in a job, and is not for other hosts.
+# Belongs to a machine, a login or a rank, and is not for other hosts.
 _STAYS = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|MAIL|SHELL|TERM.*|LS_COLORS|DISPLAY|WAYLAND_.*|HOSTNAME|TMPDIR"
     r"|SSH_.*|XDG_.*|DBUS_.*|.*CUDA_VISIBLE_DEVICES|.*ROCR_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"
@@ -44,12 +44,12 @@ def forwarding(text: str) -> tuple[str, ...]:
 
 
 def forwarded(own: Mapping[str, str], names: Sequence[str] = ALL) -> dict[str, str]:
-    """Those variables of the launcher's `own` that ranks on other hosts get too.
+    """Return the variables of the launcher's `own` that ranks on other hosts get.
 
     Args:
         own: the launcher's environment.
         names: as of :func:`forwarding`. Settings of Ringdance and MPI go in any case; what belongs to a
-            machine, a login or a place in a job only if it is named.
+            machine, a login or a rank only if it is named.
     """
     if tuple(names) == ALL:
         return {name: value for name, value in own.items() if not _STAYS.fullmatch(name)}
@@ -68,10 +68,10 @@ def is_secret(name: str, value: str = "") -> bool:
 
 
 def shown(name: str, value: str) -> str:
-    """The value, for people to read or for a file; without what may be secret."""
+    """Return the value, or a placeholder if it may be secret."""
     return "(not shown)" if is_secret(name, value) else value
 
 
 def shown_text(text: str) -> str:
-    """A text, such as a command line, with ``NAME=VALUE`` in it; without the values that may be secret."""
+    """Return a text, such as a command line, without values of ``NAME=VALUE`` that may be secret."""
     return _SET_IN_TEXT.sub(lambda found: f"{found[1]}={shown(found[1], found[2])}", text)
