@@ -1,7 +1,7 @@
 """The wrapper that mpiexec starts for each rank: run the user's command and report how it ended.
 
-It finds the socket of its host's agent (main.py) by the job's id. There are two processes: the front, which
-mpiexec knows and may SIGKILL at any moment (Hydra does so as soon as a rank aborts), and the supervisor, which
+It finds the socket of its host's agent (main.py) by the job's id. Two processes: the front, which mpiexec
+knows and may SIGKILL at any moment (Hydra does so as soon as a rank aborts), and the supervisor, which
 outlives it long enough to end the rank and to report. The rank's stdout and stderr are pipes whose reading
 ends are sent over that socket, so output has a rank under every MPI library. Standard library only; 30 ms.
 

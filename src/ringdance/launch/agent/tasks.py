@@ -47,7 +47,7 @@ class Tasks:
 
 
 def jobs() -> dict[str, dict[str, Any]]:
-    """Return this user's jobs on this host, by id: ``ranks``, ``processes``, ``began`` (seconds since the epoch)."""
+    """Return this user's jobs on this host, by id: ``ranks``, ``processes``, ``began`` (a time)."""
     found: dict[str, dict[str, Any]] = {}
     for pid, marked in linux.marked_processes().items():
         job = found.setdefault(marked.job, {"ranks": [], "processes": 0, "began": time.time()})
