@@ -50,7 +50,7 @@ def run(
     Raises:
         LaunchError: the ranks could not be started, or one failed: with the first failing rank's traceback.
     """
-    order = JobSpec(
+    spec = JobSpec(
         command_of_call(),
         ranks=np,
         hosts=parse_hosts(hosts) if hosts else None,
@@ -61,7 +61,7 @@ def run(
         start_timeout=start_timeout,
         verbose=verbose,
     )
-    return call(order, fn, args, kwargs)
+    return call(spec, fn, args, kwargs)
 
 
 def command_of_call(executable: str | None = None) -> list[str]:
@@ -70,25 +70,25 @@ def command_of_call(executable: str | None = None) -> list[str]:
 
 
 def call(
-    order: JobSpec, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    spec: JobSpec, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on the ranks of `order`; what it returned, by rank.
+    """Call ``fn(*args, **kwargs)`` on the ranks of `spec`; return what it returned, by rank.
 
     Raises:
         LaunchError: as of :func:`run`.
     """
-    ready = order.prepare()
-    plan = ready.plan
+    prepared = spec.prepare()
+    plan = prepared.plan
     try:
         files = {"call.pkl": _pack(fn, args, kwargs)}
         results = Results()
-        options = ready.options(out=_sink("stdout"), err=_sink("stderr"), files=files, results=results)
+        options = prepared.options(out=_sink("stdout"), err=_sink("stderr"), files=files, results=results)
     except BaseException:
-        ready.close()
+        prepared.close()
         raise
-    outcome = Job(plan, options, ready.remotes).run()
+    outcome = Job(plan, options, prepared.remotes).run()
     if isinstance(outcome, Verdict):
-        raise LaunchError("\n" + render(outcome, plan.ranks, order.output_directory))
+        raise LaunchError("\n" + render(outcome, plan.ranks, spec.output_directory))
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
     try:

@@ -146,7 +146,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 
 
 def run(
-    order: JobSpec,
+    spec: JobSpec,
     arguments: argparse.Namespace,
     log: Callable[[str], None],
     check: Check | None = None,
@@ -155,30 +155,30 @@ def run(
     """Run a job as the options of ``ringdance run`` define, and return the exit code.
 
     Args:
-        order: the job.
+        spec: the job.
         arguments: parsed by :func:`parser`.
         log: shows a line to the user.
         check: as of :func:`main`.
         show_map: whether to show where the ranks go.
     """
 
-    def checked(ready: PreparedJob, log: Callable[[str], None]) -> None:
-        if check and ready.plan.multi_host and not arguments.no_check:
-            check(ready, log)
+    def checked(prepared: PreparedJob, log: Callable[[str], None]) -> None:
+        if check and prepared.plan.multi_host and not arguments.no_check:
+            check(prepared, log)
 
     if arguments.detach and not arguments.dry_run:
         # What is kept is not for this terminal.
-        return start_detached(replace(order, colour=arguments.colour), checked, log)
-    ready = order.prepare(log)
+        return start_detached(replace(spec, colour=arguments.colour), checked, log)
+    prepared = spec.prepare(log)
     if arguments.dry_run:
-        ready.close()
-        plan = ready.plan
+        prepared.close()
+        plan = prepared.plan
         print(plan.to_json(os.environ) if arguments.format == "json" else plan.describe(os.environ))
         return 0
     if show_map:  # without the values of variables, which do not belong into a log
-        print(ready.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
-    checked(ready, log)
-    return run_in_terminal(ready)
+        print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
+    checked(prepared, log)
+    return run_in_terminal(prepared)
 
 
 def _log(text: str) -> None:

@@ -105,9 +105,9 @@ class Job:
         """Return the environment of mpiexec and of the ranks here."""
         own = self._plan.environ(os.environ)
         session = session_environment(self._plan.mpi.family, self._directory, SHARED if self._shared else "")
-        place = paths.variables(os.getcwd()) if self._plan.paths_differ else {}
+        wrapper = paths.variables(os.getcwd()) if self._plan.paths_differ else {}
         # Open MPI does not start without HOME.
-        return {"HOME": machine.home(), **own, **session, **place, linux.MARKER: self.id}
+        return {"HOME": machine.home(), **own, **session, **wrapper, linux.MARKER: self.id}
 
     def _orders(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what agents must know: the one here, and those on other hosts, which insert directories."""
@@ -180,12 +180,12 @@ class Job:
         state = State.DONE if event is Event.LOST else TRANSITIONS[self._state].get(event)
         if state is None:
             return
-        at, changed = time.monotonic() + seconds, state is not self._state
-        fresh = event is Event.TIMEOUT or (changed and state in LIMITS)
-        self._deadline = at if fresh else min(at, self._deadline)
-        self._state = state
+        now, changed = time.monotonic(), state is not self._state
         if changed and state in LIMITS:
-            self._deadline = time.monotonic() + LIMITS[state]
+            self._deadline = now + LIMITS[state]
+        else:
+            self._deadline = min(now + seconds, math.inf if event is Event.TIMEOUT else self._deadline)
+        self._state = state
         if changed:
             self._enter(state)
 
@@ -234,11 +234,11 @@ class Job:
         self._cause_until = self._cause_until or time.monotonic() + _CAUSE_S
         return time.monotonic() < self._cause_until
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self._options.verbose:
             self._options.err(f"ringdance: {text}\n".encode())
 
-    on_note = _say
+    on_note = _log
 
     def on_progress(self) -> None:
         """Results and output may be large: the deadline is for agents that send nothing."""
@@ -269,7 +269,7 @@ class Job:
                 self._fail(f"{self._plan.mpi.mpiexec} {wrong}")
         elif rank and "pid" in message:
             rank.pid = message["pid"]
-            self._say(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
+            self._log(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
             if self._ranks.started:
                 self._handle(Event.STARTED)
         elif rank and "stopped" in message:
@@ -291,7 +291,7 @@ class Job:
     def _on_rank_exit(self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
         by_launcher = self._state in ENDING
         rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec)
-        self._say(f"rank {rank.rank} ended: {code}")
+        self._log(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
             self._handle(Event.FAILURE, _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
         if self._ranks.over:
@@ -308,7 +308,7 @@ class Job:
 
     def _on_mpiexec_exit(self, pid: int, code: int, when: float) -> None:
         self._mpiexec_code = code
-        self._say(f"mpiexec (pid {pid}) ended: {code}")
+        self._log(f"mpiexec (pid {pid}) ended: {code}")
         starting = self._state is State.STARTING and not self._outside and not self._ranks.connected
         if starting and code > 0 and self._rsh_used and not self._retried:
             self._retried = True
@@ -332,7 +332,7 @@ class Job:
             self._fail(f"{_named(host)}: {why}", 1, "daemon", min([when, *before]))
 
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        self._say(f"host {host}: {message}")
+        self._log(f"host {host}: {message}")
         named = next((_named(found) for found in self._plan.hosts if found.name == host), host)
         if self._state in CLEANING:
             if lost and self._results_wanted:
@@ -399,7 +399,10 @@ class Job:
 
     def _close(self, local: Remote | None) -> None:
         """Close everything, for a notebook may run many jobs; clean up here if the agent has not."""
-        if local:
+        if not local:
+            for remote in self._remotes:
+                remote.close()
+        else:
             self._agents.close()
             if not self._agents.clean:
                 directories = [path for path in (self._directory, self._shared) if path]

@@ -250,13 +250,13 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
     passed = [stdin, lock, *(remote.frames.write_fd for remote in remotes)]
-    if stdin == 0:  # a descriptor that the agent's own stdin does not replace
-        passed[0] = os.dup(0)
+    if stdin >= 0:
+        passed[0] = os.dup(stdin)  # 0 is the agent's own
     try:
         command = bare_command("agent.main", *map(str, passed))
         return _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
     finally:
-        if passed[0] != stdin:
+        if stdin >= 0:
             os.close(passed[0])
 
 
