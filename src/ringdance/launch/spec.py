@@ -117,12 +117,14 @@ class JobSpec:
         self,
         log: Callable[[str], None] = lambda text: None,
         connect: Callable[..., list[Remote]] = connect,
+        local: Collection[str] | None = None,
     ) -> PreparedJob:
         """Plan the job and start an agent on each other host; the command must have been resolved.
 
         Args:
             log: is called with what is waited for.
             connect: starts the agents, as :func:`remote.connect.connect`.
+            local: which names are this machine; by default found out by their addresses.
 
         Raises:
             LaunchError: it cannot be done; nothing has been started.
@@ -131,7 +133,7 @@ class JobSpec:
         spec = self.resolved()
         assert spec.ranks is not None
         hosts = spec.hosts or [("localhost", spec.ranks)]
-        local = local_names(name for name, _ in hosts)
+        local = local_names(name for name, _ in hosts) if local is None else local
         # What is wrong here is reported before other hosts are asked.
         assign_ranks(spec.ranks, hosts)
         mpi = find_mpi()

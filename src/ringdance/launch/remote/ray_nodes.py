@@ -64,7 +64,8 @@ class Node:
         ranks = sum(slots for _, slots in hosts)
         spec = JobSpec(_COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout)
         try:
-            ready = spec.prepare(connect=lambda names, *_: _connect(names, peers, ip))
+            local = frozenset([os.uname().nodename])
+            ready = spec.prepare(connect=lambda names, *_: _connect(names, peers, ip), local=local)
             options = ready.options(write_all(1), write_all(2))
             self._outcome = Job(ready.plan, options, ready.remotes, job).run()
         finally:

@@ -100,6 +100,11 @@ def _locked(directory: str) -> bool:
     return False
 
 
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class Cleanup:
     """Clean up after one job.
 
@@ -127,6 +132,7 @@ class Cleanup:
         self._before: set[int] = set()  # inodes of files that were there before the job
         self._seen: set[int] = set()  # inodes, while the job ran
         self._watching = False
+        self._backup = 0  # pid
 
     def run(self, failed: bool = True) -> bool:
         """Kill and remove; return whether nothing is left. Takes some tens of milliseconds, at most 4 s.
@@ -143,6 +149,8 @@ class Cleanup:
         self._remove_shared()
         if failed:
             _remove_dead_managers(self._began)
+        if self._backup:
+            _kill(self._backup)
         return not left
 
     def note(self, pid: int) -> None:
@@ -193,7 +201,8 @@ class Cleanup:
     def fork_backup(self) -> None:
         """Fork a process that cleans up if this one is killed, and ends with the cleanup itself."""
         read, write = os.pipe()
-        if os.fork():
+        self._backup = os.fork()
+        if self._backup:
             os.close(read)  # `write` is closed by this process's end, and by that alone
             return
         os.close(write)
@@ -211,7 +220,7 @@ class Cleanup:
         """Kill until none is found twice in a row: a process may fork while the table is being read."""
         began, quiet, left = time.monotonic(), 0, set[int]()
         while quiet < 2 and time.monotonic() - began < _LIMIT_S:
-            left = linux.job_processes(self._job, self._root)
+            left = linux.job_processes(self._job, self._root) - {self._backup}
             self._mapped |= _used_by(left - self._inspected, _INSPECT_S)[0]
             self._inspected |= left
             self._pids |= left
@@ -221,8 +230,7 @@ class Cleanup:
                 victims = left
                 self._directories += _manager_directories(victims)
             for pid in victims:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                _kill(pid)
             quiet = 0 if left else quiet + 1
             time.sleep(0.01)
             self._reap()
