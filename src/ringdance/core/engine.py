@@ -192,8 +192,6 @@ class Engine:
             if callers or progress_engine.asleep:
                 progress_engine.caller_left()
 
-    # -- process sets --------------------------------------------------------------------------
-
     def add_process_set(self, ranks: Iterable[int]) -> int:
         """Make a set and return its id; all ranks must call it, with the same members.
 
@@ -296,7 +294,7 @@ class Engine:
             self.stop(f"{self.identity} {reason}")
             self._wake()
         try:
-            # Also after an agreed stop: the engine thread may still be freeing communicators.
+            # After an agreed stop too: the engine thread may still be freeing communicators.
             self._progress_engine.wait(self._stop_work, timeout)
         except TimeoutError:
             missing = self._peers.missing()
@@ -390,7 +388,7 @@ class Engine:
         return ShutDownError(f"{reason}; nothing more can be submitted.")
 
     def disown(self) -> None:
-        """In a forked child: answer rank and size, refuse collectives, leave the parent's memory alone."""
+        """In a forked child: answer rank and size, refuse collectives."""
         if self.size == 1:
             return  # needs no peers
         self.broken = NotInitializedError(
