@@ -231,15 +231,13 @@ def DistributedOptimizer(
     pairs, given = names_of(optimizer, named_parameters)
     if backward_passes_per_step <= 0:
         raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
-    if num_groups:
-        warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
     parameters = [parameter for _, parameter in pairs]
     scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together
     total = sum(len(group["params"]) for group in optimizer.param_groups)
     options = Options(
         [name for name, _ in pairs], parameters, total, given, operation, compression, process_set,
-        gradient_predivide_factor, _index_groups(groups, parameters), sparse_as_dense, reduce_in_backward,
+        gradient_predivide_factor, _index_groups(num_groups, groups, parameters), sparse_as_dense,
+        reduce_in_backward,
     )
     if operation is ReduceOp.ADASUM and len(engine.members(set_id(process_set))) > 1:
         if process_set is not global_process_set:
@@ -250,8 +248,11 @@ def DistributedOptimizer(
     return result
 
 
-def _index_groups(groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
+def _index_groups(num_groups: int, groups: Any, parameters: list[Tensor]) -> list[tuple[int, ...]]:
     """Return ``groups`` as indices; raise ArgumentError for what is no number and no lists of parameters."""
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups=<number>.", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
     listed = groups if isinstance(groups, (list, tuple)) else ()
     if groups == 0 or any(
         isinstance(group, Tensor) or not all(isinstance(one, Tensor) for one in group) for group in listed

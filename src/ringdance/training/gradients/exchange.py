@@ -4,7 +4,6 @@ A binding calls ``GradientExchange`` for each gradient (``on_gradient``) and at 
 pass (``on_backward_end``), and gives access to the gradients as NumPy views (``GradientSource``).
 
 Note [Exchange of gradients]
-
 All ranks synchronize at the end of every ``passes``-th backward pass: they exchange what any of them has
 computed, and only then does the pass return. Whatever the script does next (clipping, unscaling, reading
 norms) sees reduced gradients, on all ranks alike. A rank that ends no such pass in a step takes part in
@@ -59,8 +58,6 @@ Array = np.ndarray[Any, Any]
 # Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros
 # that a joined rank contributes, and their maxima show whether all ranks are in one step.
 STEPS = 251
-
-
 # Number of exchanges with the same parameter names and ranks: makes their names unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
@@ -154,8 +151,6 @@ class GradientExchange:
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
 
-    # What the binding calls.
-
     def start_again(self) -> None:
         """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
         self._forget()
@@ -241,7 +236,7 @@ class GradientExchange:
 
     def finish_exchange(self) -> None:
         """Exchange before the gradients are used, unless that was done since the last pass."""
-        if self.state.exchanged_at != self.state.passes:
+        if not self.finished:
             self._exchange()
 
     def on_step_end(self) -> None:
@@ -253,8 +248,6 @@ class GradientExchange:
     def finished(self) -> bool:
         """Whether the gradients are reduced, as far as computed."""
         return self.state.exchanged_at == self.state.passes
-
-    # The exchange.
 
     def _exchange(self) -> None:
         self._rejoin()
@@ -292,7 +285,9 @@ class GradientExchange:
             if bucket.work is None and bucket.expected and self._complete(bucket, kinds):
                 bucket.work = self._send(bucket, bucket.expected, zeros)
         self._wait_for_mask(sent, memory)
-        self._check_step(memory[count] - 1, STEPS - memory[count + 1])
+        latest, earliest = memory[count] - 1, STEPS - memory[count + 1]
+        if latest != earliest:
+            raise self._different_steps(f"the ranks are in {earliest} to {latest} (modulo {STEPS})")
         union = bytes(memory[:count])
         self._reduce(union, zeros)
         self._exchanged(union)
@@ -368,8 +363,6 @@ class GradientExchange:
             set_id=self.set_id,
         )
 
-    # What can go wrong.
-
     def _abandon(self) -> None:
         """Wait after an error for requests in flight, which use the gradients' memory; reset."""
         for bucket in self.buckets:
@@ -396,10 +389,6 @@ class GradientExchange:
                 f"{self.names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
                 f"parameters, between the same two steps. {error or ''}".rstrip()
             ) from error
-
-    def _check_step(self, latest: int, earliest: int) -> None:
-        if latest != earliest:
-            raise self._different_steps(f"the ranks are in {earliest} to {latest} (modulo {STEPS})")
 
     def _different_steps(self, others: str) -> MismatchError:
         return MismatchError(
