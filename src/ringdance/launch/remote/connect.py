@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -254,7 +256,10 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
         passed[0] = os.dup(stdin)  # 0 is the agent's own
     try:
         command = bare_command("agent.main", *map(str, passed))
-        return _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
+        remote = _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
+        with contextlib.suppress(OSError, AttributeError):  # output in larger chunks, where that is possible
+            fcntl.fcntl(remote.frames.read_fd, fcntl.F_SETPIPE_SZ, 1 << 20)
+        return remote
     finally:
         if stdin >= 0:
             os.close(passed[0])
