@@ -27,6 +27,8 @@ def test_without_hooks_of_accumulation(name: str, monkeypatch: pytest.MonkeyPatc
             monkeypatch.delattr(kind, name)
     with pytest.raises(ArgumentError, match=f"accumulates gradients.*{name}.*one pass in each step"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=2)
+    with pytest.raises(ArgumentError, match="accumulates gradients"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2))
     hvd.DistributedOptimizer(keras.optimizers.SGD())
 
 

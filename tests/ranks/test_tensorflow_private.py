@@ -76,6 +76,13 @@ def test_without_the_view_of_a_tensor() -> None:
     assert np.shares_memory(_private.numpy_of(tensor), _private.numpy_of(tensor))
 
 
+def test_without_the_moments_of_batch_normalization(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd.SyncBatchNormalization()
+    monkeypatch.delattr(tf.keras.layers.BatchNormalization, "_moments")
+    with pytest.raises(NotImplementedError, match="this version of Keras"):
+        hvd.SyncBatchNormalization()
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -101,10 +101,11 @@ def class_options(base: type) -> dict[str, Any]:
 
 def pass_options(optimizer: Any, passes: int, average: bool) -> dict[str, Any]:
     """Let Keras accumulate over ``passes``; return the options for a sum instead of its mean."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if passes > 1 or inner.gradient_accumulation_steps:
+        _private.check_accumulation(inner)
     if passes == 1:
         return {}
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    _private.check_accumulation(inner)
     if inner.gradient_accumulation_steps not in (None, passes):
         raise ArgumentError(
             f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="

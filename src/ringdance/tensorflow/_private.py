@@ -1,7 +1,8 @@
 """Private names of TensorFlow that the binding uses: why, and what happens without each.
 
 Seen in TensorFlow 2.16 to 2.21. Each is looked up when this module is imported; where one is missing, the way
-without it is taken, which the tests try too. Keras's are in ``ringdance.keras._private``.
+without it is taken, which the tests try too. Those of Keras's optimizers
+are in ``ringdance.keras._private``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["RECORDS", "in_xla_context", "numpy_of", "record"]
+__all__ = ["RECORDS", "check_moments", "in_xla_context", "numpy_of", "record"]
 
 
 def _find(module: str, name: str, default: Any = None) -> Any:
@@ -42,7 +43,18 @@ in_xla_context: Callable[[Any], bool] = _find(
 )
 
 
+# keras.layers.BatchNormalization._moments: overridden, Keras calls it in training. Without it
+# SyncBatchNormalization is refused, as its statistics would be those of one rank.
+def check_moments(layer: type) -> None:
+    """Raise NotImplementedError if this Keras computes moments in an unknown way."""
+    if not hasattr(layer, "_moments"):
+        raise NotImplementedError("SyncBatchNormalization does not support this version of Keras.")
+
+
 # EagerTensor._numpy: its memory as an array. Without it numpy() copies.
 def numpy_of(tensor: Any) -> Any:
     """Return an eager tensor's values, without a copy where they are in the host's memory."""
-    return getattr(tensor, "_numpy", tensor.numpy)()
+    try:
+        return tensor._numpy()
+    except AttributeError:
+        return tensor.numpy()

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from ringdance import session
 from ringdance.errors import ArgumentError
+from ringdance.tensorflow._private import check_moments
 from ringdance.tensorflow.operations import allreduce
 from ringdance.training.exports import Sum
 
@@ -34,6 +35,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused is not False:
             raise ArgumentError("SyncBatchNormalization cannot be fused: leave fused away, or fused=False.")
+        check_moments(keras.layers.BatchNormalization)
         super().__init__(**kwargs)
         self.fused = False  # Keras 2 would choose; Keras 3 has no such thing
 

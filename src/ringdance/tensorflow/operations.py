@@ -70,7 +70,9 @@ def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+    if isinstance(value, tf.IndexedSlices) or (isinstance(value, tf.Tensor) and tf.executing_eagerly()):
+        return value
+    return tf.convert_to_tensor(value)  # in a graph this also captures tensors from outside
 
 
 @plain
