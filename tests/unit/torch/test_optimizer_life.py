@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ringdance.torch as hvd
 from ringdance.core.engine import Engine
 from ringdance.errors import MismatchError
-from ringdance.torch import _private
+from ringdance.torch import _private, batch_norm
 
 torch.manual_seed(0)
 _NETS = nn.Linear(3, 4), nn.Linear(4, 2)
@@ -357,6 +357,23 @@ def test_sparse_entries_without_private_names(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(_private, "hasattr", lambda *_: False, raising=False)
     indices, entries = _private.sparse_entries(tensor)
     assert (indices.tolist(), entries.tolist()) == ([[0, 2]], [2.0, 4.0])
+
+
+def test_batch_norms_without_their_private_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BatchNorm1d and torch's SyncBatchNorm are converted; others stay what they are."""
+    monkeypatch.setattr(batch_norm, "BatchNorm", nn.BatchNorm1d)
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.BatchNorm2d(2))
+    kinds = [type(one) for one in hvd.SyncBatchNorm.convert_sync_batchnorm(net)]
+    assert kinds == [hvd.SyncBatchNorm, hvd.SyncBatchNorm, nn.BatchNorm2d]
+
+
+def test_sharded_parameters_without_their_mark() -> None:
+    """FSDP of the first kind marks parameters by a private attribute; without it they count as plain ones."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter._fsdp_flattened = True  # type: ignore[attr-defined]
+    assert _private.divided_by(parameter) == "FullyShardedDataParallel"
+    del parameter._fsdp_flattened  # type: ignore[attr-defined]
+    assert _private.divided_by(parameter) is None
 
 
 def test_steps_without_private_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
