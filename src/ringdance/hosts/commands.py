@@ -201,13 +201,13 @@ def disk(arguments: argparse.Namespace, hosts: HostSet) -> int:
     """Show the size of directories' file systems, and what is free."""
     hosts.connect(arguments.connect_timeout)
     directories = arguments.directories or [os.getcwd(), "/tmp", "/dev/shm"]
-    found = _ask(hosts, {"task": "disk", "folders": directories})
+    found = _ask(hosts, {"task": "disk", "directories": directories})
     if arguments.format == "json":
-        print(json.dumps({host: answer["folders"] for host, answer in found.items()}, indent=2))
+        print(json.dumps({host: answer["directories"] for host, answer in found.items()}, indent=2))
     else:
         rows = [("host", "directory", "size", "free", "used", "")]
         for host, answer in found.items():
-            rows += [(host, path, *_room(room)) for path, room in answer["folders"].items()]
+            rows += [(host, path, *_room(room)) for path, room in answer["directories"].items()]
         print("\n".join(table(rows)))
     return _print_problems(hosts.problems)
 

