@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import selectors
-import shlex
 import signal
 import time
 import uuid
@@ -13,26 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.agent import paths
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
-from ringdance.launch.directories import (
-    OWN_DIRECTORY,
-    SHARED,
-    bases,
-    host_directory,
-    host_shared,
-    usable,
-)
+from ringdance.launch.directories import OWN_DIRECTORY, bases, host_directory, host_shared, usable
 from ringdance.launch.hosts import Host
-from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file, session_environment
+from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
 from ringdance.launch.options import Options
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.plan import Plan
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, start_local, together
+from ringdance.launch.remote.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
-from ringdance.launch.system import linux, machine
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals
 
@@ -90,40 +81,18 @@ class Job:
             for note in self._plan.notes:
                 self._options.err(f"ringdance: {note}\n".encode())
             name = next((host.name for host in self._plan.hosts if host.local), "localhost")
-            local = start_local(name, self._environment(), self._options.stdin, self._remotes)
+            environ = local_environment(self._plan, self.id, self._directory)
+            local = start_local(name, environ, self._options.stdin, self._remotes)
             self._agents = Agents(local, self._remotes, self._selector, self, self._options.heartbeat_timeout)
             self._ranks = RankTable(self._plan, self._options, self._agents)
-            self._agents.begin(*self._orders(), self._options.files)
+            messages = job_messages(self._plan, self.id, self._bases, self._options.needed)
+            self._agents.begin(*messages, self._options.files)
             self._deadline = time.monotonic() + self._options.start_timeout
             while self._state is not State.DONE:
                 self._step()
             return self._result()
         finally:
             self._close(local)
-
-    def _environment(self) -> dict[str, str]:
-        """Return the environment of mpiexec and of the ranks here."""
-        own = self._plan.environ(os.environ)
-        session = session_environment(self._plan.mpi.family, self._directory, SHARED if self._shared else "")
-        wrapper = paths.variables(os.getcwd()) if self._plan.paths_differ else {}
-        # Open MPI does not start without HOME.
-        return {"HOME": machine.home(), **own, **session, **wrapper, linux.MARKER: self.id}
-
-    def _orders(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what agents must know: the one here, and those on other hosts, which insert directories."""
-        common: dict[str, Any] = {"job": self.id, "bases": self._bases, "environ": {}}
-        common |= {"needed": [], "launcher": None}
-        # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
-        local = {**common, "cwd": "/" if self._plan.paths_differ else os.getcwd()}
-        session = session_environment(self._plan.mpi.family, OWN_DIRECTORY, SHARED)
-        remote = {
-            **common,
-            "cwd": self._plan.chdir or os.getcwd(),
-            "launcher": paths.launcher_paths() if self._plan.paths_differ else None,
-            "needed": self._options.needed,
-            "environ": {**self._plan.forwarded(os.environ), **session},
-        }
-        return local, remote
 
     def on_ready(self) -> None:
         if self._agents.problems:
@@ -416,12 +385,6 @@ class Job:
 
 _SHIM = "ssh"
 """The file in the job's directory that mpiexec runs as ssh; session_environment has the name too."""
-
-
-def rsh_script(directory: str) -> str:
-    """Return a script that mpiexec runs as ssh (agent/rsh.py)."""
-    command = paths.bare_command("agent.rsh", os.path.join(directory, "s"))
-    return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
 
 
 def _named(host: Host) -> str:

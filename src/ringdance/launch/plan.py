@@ -215,14 +215,7 @@ def build_plan(
     options, extra = mpiexec_options(request)
     if multi_host and (names := _same_interfaces(placed)):
         extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
-    exports = dict(spec.exports)
-    threads = None
-    variables = _variables(environ, master)
-    path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
-    exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
-    if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
-        threads = max(1, min((host.cores or cores) // len(host.ranks) for host in placed))
-        variables["OMP_NUM_THREADS"] = str(threads)
+    exports, variables, threads = _variables(spec, environ, placed, cores, master)
     variables |= {name: value for name, value in extra.items() if name not in environ}
     return Plan(
         ranks=sum(len(host.ranks) for host in placed),
@@ -262,14 +255,21 @@ def _place(
     return tuple(_informed(host, known, networks, own.get(host.name)) for host in placed), known, networks
 
 
-def _variables(environ: Mapping[str, str], master: str) -> dict[str, str]:
-    """Return variables for all ranks, where the launcher has none."""
-    found = {"PYTHONUNBUFFERED": "1"}
+def _variables(
+    spec: JobSpec, environ: Mapping[str, str], hosts: Sequence[Host], cores: int, master: str
+) -> tuple[dict[str, str], dict[str, str], int | None]:
+    """Return the user's variables for all ranks, ours, and the threads of a rank if the user sets none."""
+    exports, found, threads = dict(spec.exports), {"PYTHONUNBUFFERED": "1"}, None
     if "PYTHONFAULTHANDLER" not in environ:  # a fatal signal shows the line of the script
         found["PYTHONFAULTHANDLER"] = "1"
     if MARKER in environ or "MASTER_ADDR" not in environ:  # that of an outer job is not for this one
         found["MASTER_ADDR"] = master
-    return found
+    path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
+    exports["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
+    if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in exports:
+        threads = max(1, min((host.cores or cores) // len(host.ranks) for host in hosts))
+        found["OMP_NUM_THREADS"] = str(threads)
+    return exports, found, threads
 
 
 def _removed(environ: Mapping[str, str]) -> list[str]:

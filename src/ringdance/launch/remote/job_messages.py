@@ -1,0 +1,60 @@
+"""What agents must know to prepare a job: the message "job" of agent/main.py."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from ringdance.launch.agent import paths
+from ringdance.launch.directories import OWN_DIRECTORY, SHARED, host_shared
+from ringdance.launch.mpi.options import session_environment
+from ringdance.launch.plan import Plan
+from ringdance.launch.system import linux, machine
+
+
+def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:
+    """Return the environment of mpiexec and of the ranks on this host.
+
+    Args:
+        plan: of the job.
+        job: its id.
+        directory: its directory here.
+    """
+    own = plan.environ(os.environ)
+    session = session_environment(plan.mpi.family, directory, SHARED if host_shared(job) else "")
+    wrapper = paths.variables(os.getcwd()) if plan.paths_differ else {}
+    # Open MPI does not start without HOME.
+    return {"HOME": machine.home(), **own, **session, **wrapper, linux.MARKER: job}
+
+
+def job_messages(
+    plan: Plan, job: str, bases: Sequence[str], needed: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the message for this host, whose environment is set, and that for the others.
+
+    Args:
+        plan: of the job.
+        job: its id.
+        bases: where its directory may be made, the best first.
+        needed: files that other hosts must have.
+    """
+    common: dict[str, Any] = {"job": job, "bases": bases, "environ": {}, "needed": [], "launcher": None}
+    # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
+    local = {**common, "cwd": "/" if plan.paths_differ else os.getcwd()}
+    session = session_environment(plan.mpi.family, OWN_DIRECTORY, SHARED)
+    remote = {
+        **common,
+        "cwd": plan.chdir or os.getcwd(),
+        "launcher": paths.launcher_paths() if plan.paths_differ else None,
+        "needed": needed,
+        "environ": {**plan.forwarded(os.environ), **session},
+    }
+    return local, remote
+
+
+def rsh_script(directory: str) -> str:
+    """Return a script that mpiexec runs as ssh (agent/rsh.py); `directory` is the job's."""
+    command = paths.bare_command("agent.rsh", os.path.join(directory, "s"))
+    return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
