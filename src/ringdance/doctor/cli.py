@@ -48,7 +48,10 @@ def parser() -> argparse.ArgumentParser:
     add_ssh_options(made)
     add = made.add_argument
     add("--slots", type=int, default=0, metavar="N", help="ranks planned on each host")
-    add("--folder", action="append", default=[], metavar="DIR", help="for logs or checkpoints; repeatable")
+    add(
+        "--folder", dest="directories", action="append", default=[], metavar="DIR",
+        help="for logs or checkpoints; repeatable",
+    )  # fmt: skip
     add("--check", action="append", default=[], metavar="NAME", help="this check only; repeatable")
     add("--quick", action="store_true", help="import no framework, start no ranks, measure no links")
     add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
@@ -84,7 +87,7 @@ def _main(arguments: argparse.Namespace) -> int:
     slots = _slots(arguments)
     usage = Usage(
         slots={host: count for host, count in slots.items() if count},
-        directories=tuple(map(os.path.abspath, arguments.folder)),
+        directories=tuple(map(os.path.abspath, arguments.directories)),
         hosts=tuple(slots) if arguments.hosts or arguments.hostfile else (),
         cwd=os.getcwd(),
     )

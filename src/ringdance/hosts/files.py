@@ -17,7 +17,7 @@ class Entry(NamedTuple):
 
     Attributes:
         path: relative to the destination; "" for the destination itself.
-        kind: "file", "folder" or "link".
+        kind: "file", "directory" or "link".
         size: of a file, in bytes.
         mode: permission bits.
         changed: time of modification, ns since the epoch.
@@ -91,7 +91,7 @@ def collect(source: str, destination: str, checksum: bool = False) -> Source:
 
 def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iterator[Entry]:
     found = os.stat(top)
-    yield Entry(below, "folder", 0, stat.S_IMODE(found.st_mode) & 0o777, found.st_mtime_ns, "", top)
+    yield Entry(below, "directory", 0, stat.S_IMODE(found.st_mode) & 0o777, found.st_mtime_ns, "", top)
     for entry in sorted(os.scandir(top), key=lambda entry: entry.name):
         path = f"{below}/{entry.name}" if below else entry.name
         if entry.is_symlink():

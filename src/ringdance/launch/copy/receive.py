@@ -91,7 +91,7 @@ class Receiver:
         have: list[int] = []
         for path, kind, size, mode, changed, text in json.loads(payload):
             own = self._own_path(path)
-            if kind == "folder":
+            if kind == "directory":
                 os.makedirs(own, exist_ok=True)
                 os.chmod(own, mode | 0o700)
                 self._directories.append((own, mode, changed))

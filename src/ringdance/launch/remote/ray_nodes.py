@@ -149,7 +149,7 @@ def _connect(hosts: Sequence[str], peers: Mapping[str, Any], ip: str) -> list[Re
             token = secrets.token_bytes(32)
             started = peers[host].start_agent.remote(ip, listener.getsockname()[1], token)
             sock = None
-            while sock is None:  # somebody else may have connected
+            while sock is None:  # another process may have connected
                 try:
                     sock = tcp.answer(listener.accept()[0], token)
                 except TimeoutError:
