@@ -23,6 +23,9 @@ from ringdance.transport.window import Window
 __all__ = ["MIN_BLOCK_BYTES", "SharedMemoryExchange"]
 
 MIN_BLOCK_BYTES = 256  # of a chunk for each member: 16 elements of any dtype
+# Of an all-reduce's chunk for each member, at most. Two members are 7% faster with chunks of 384 KiB than of
+# 768 KiB, which leave the L2 cache; from four on, fewer synchronization points win.
+_MAX_BLOCK_BYTES = 192 << 10
 Blocks = Sequence[Sequence[Segment]]
 _BYTE = np.dtype(np.uint8)
 
@@ -104,7 +107,8 @@ class SharedMemoryExchange(Exchange):
         own, deliver = window.index, how.deliver
         # Up to a thousand segments are handled here in a step, so the usual cases are written out.
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
-        plan = chunks(sizes, self._chunk // how.dtype.itemsize, window.members)
+        limit = min(self._chunk, _MAX_BLOCK_BYTES * window.members)
+        plan = chunks(sizes, limit // how.dtype.itemsize, window.members)
         buffers = self._buffers(how.dtype)
         self._copy_in(plan[0], buffers[own], inputs, how)
         last = None
