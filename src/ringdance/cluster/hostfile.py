@@ -22,15 +22,20 @@ def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return list(found.items())
 
 
-def parse_hosts(text: str) -> list[tuple[str, int]]:
+def parse_hosts(text: str, slots: int | None = None) -> list[tuple[str, int]]:
     """Parse ``"h1:2,h2:4"`` as names and slots; an IPv6 address may stand in brackets.
+
+    Args:
+        text: entries with commas between them.
+        slots: of a host for which none are given; None: that is an error.
 
     Raises:
         LaunchError: an entry has no slot count or a bad one.
     """
     hosts = []
     for entry in map(str.strip, text.split(",")):
-        found = _host(entry, "")
+        bare = slots is not None and NAME.fullmatch(entry)
+        found = (entry, slots or 0) if bare else _host(entry, "")
         if found is None:
             raise LaunchError(f"-H {text}: {entry!r} is not HOST:SLOTS, for example localhost:4")
         hosts.append(found)

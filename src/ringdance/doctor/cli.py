@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from ringdance.cluster.hostfile import NAME, merge, parse_hostfile, parse_hosts
+from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.doctor import report, saved
 from ringdance.doctor.check import SEVERITIES, Usage
 from ringdance.doctor.checks import CHECKS
@@ -19,6 +19,7 @@ from ringdance.doctor.probe import PROBES, QUICK
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
+from ringdance.launch.spec import as_program
 
 _EPILOG = """\
 examples:
@@ -65,15 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance doctor``; `argv` is without the program and ``doctor``. Return the exit code."""
-    arguments = parser().parse_args(list(argv))
-    try:
-        return _main(arguments)
-    except LaunchError as error:
-        print(f"ringdance doctor: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `ringdance doctor | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return as_program("ringdance doctor", lambda: _main(parser().parse_args(list(argv))))
 
 
 def _main(arguments: argparse.Namespace) -> int:
@@ -122,12 +115,9 @@ def _slots(arguments: argparse.Namespace) -> dict[str, int]:
     """
     if arguments.hostfile:
         return dict(parse_hostfile(arguments.hostfile))
-    if not arguments.hosts:
-        return {os.uname().nodename: arguments.slots}
-    found: list[tuple[str, int]] = []
-    for entry in map(str.strip, arguments.hosts.split(",")):
-        found += [(entry, arguments.slots)] if NAME.fullmatch(entry) else parse_hosts(entry)
-    return dict(merge(found))
+    if arguments.hosts:
+        return dict(parse_hosts(arguments.hosts, arguments.slots))
+    return {os.uname().nodename: arguments.slots}
 
 
 def _probes(names: Sequence[str], quick: bool) -> tuple[list[str], bool]:

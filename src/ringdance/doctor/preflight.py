@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringdance.launch.spec import PreparedJob
 
 MINUTES = 10.0
+_PROBES_S = 30.0
 # Left out: the launcher itself takes care of it.
 _HANDLED = frozenset({"mpiexec-in-path", "proxies", "inside-a-job", "slurm-mpi", "ssh-permissions"})
 # Warnings only: the launcher needs none of it (hosts may have names that only ssh resolves, output is written
@@ -59,9 +60,7 @@ def check_hosts(
             if result.severity == ERROR
         ]
         if lines and required:
-            raise LaunchError(
-                "cannot start:\n  " + "\n  ".join(lines) + "\n(--no-check starts nevertheless)"
-            )
+            raise LaunchError("cannot start:\n  " + "\n  ".join(lines) + "\n(--no-check starts nevertheless)")
     except BaseException:
         ready.close()
         raise
@@ -82,7 +81,6 @@ def preflight(
     shell: RemoteShell | None = None,
     directories: Iterable[str] = (),
     minutes: float = MINUTES,
-    seconds: float = 30.0,
 ) -> list[Result]:
     """Return what is wrong with the hosts of a job, errors first.
 
@@ -91,7 +89,6 @@ def preflight(
         shell: how other hosts are reached (default: ssh).
         directories: for logs and checkpoints; each should be writable on all hosts.
         minutes: for which an earlier result without errors holds; 0 checks anew.
-        seconds: limit for the probes.
     """
     shell = shell or RemoteShell()
     usage = Usage(dict(slots), tuple(map(os.path.abspath, directories)), tuple(slots), os.getcwd())
@@ -99,7 +96,7 @@ def preflight(
     known = _read(cache, minutes) if cache else None
     if known is not None:
         return known
-    _, results = inspect(tuple(slots), usage, QUICK, seconds, shell)
+    _, results = inspect(tuple(slots), usage, QUICK, _PROBES_S, shell)
     wrong = [
         replace(result, severity=WARNING)
         if result.severity == ERROR and result.check in _WARNINGS

@@ -7,12 +7,12 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringdance.cluster.detect import detect
-from ringdance.cluster.hostfile import NAME, HostList, merge, parse_hostfile, parse_hosts
+from ringdance.cluster.hostfile import HostList, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
 from ringdance.launch.remote.connect import Remote, attempt
@@ -162,7 +162,7 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
     shell = remote_shell_of(arguments, _KEEP_ALIVE)
     hosts: HostList
     if arguments.hosts:
-        hosts = names_or_slots(arguments.hosts)
+        hosts = parse_hosts(arguments.hosts, slots=0)
     elif arguments.hostfile:
         hosts = parse_hostfile(arguments.hostfile)
     elif given := detect(os.environ):
@@ -176,15 +176,3 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
     # All names of this machine are one host.
     slots = dict(merge((first if name in local else name, count) for name, count in hosts))
     return HostSet(slots, replace(shell, local=frozenset(local)))
-
-
-def names_or_slots(text: str) -> Sequence[tuple[str, int]]:
-    """Parse ``"h1,h2:4"``: slots may be left out, and are 0 then.
-
-    Raises:
-        LaunchError: an entry has another form.
-    """
-    found: list[tuple[str, int]] = []
-    for entry in map(str.strip, text.split(",")):
-        found += [(entry, 0)] if NAME.fullmatch(entry) else parse_hosts(entry)
-    return merge(found)

@@ -68,9 +68,7 @@ class Machine:
     python: str = sys.executable
     prefix: Sequence[str] = ()
 
-    def facts(
-        self, probes: Iterable[str], usage: Usage = NOTHING, seconds: float = 100.0
-    ) -> dict[str, Any]:
+    def facts(self, probes: Iterable[str], usage: Usage = NOTHING, seconds: float = 100.0) -> dict[str, Any]:
         """What the probes find there."""
         words = [*self.prefix, self.python, "-m", "ringdance.doctor.probe"]
         if self.shell:

@@ -63,14 +63,6 @@ def test_horovod_beside_ours(tmp_path: Path) -> None:
     expect("horovod-beside", Machine(env={"PYTHONPATH": str(tmp_path)}), "overwrite each other's files")
 
 
-@breaks("installed-twice")
-def test_a_library_in_two_places(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    distribution(one, "numpy", "1.0")
-    distribution(two, "numpy", "2.0")
-    expect("installed-twice", Machine(env={"PYTHONPATH": f"{one}:{two}"}), "numpy is installed")
-
-
 @breaks("shadowed-modules")
 @pytest.mark.parametrize("name", ["torch.py", "random.py", "numpy/__init__.py"])
 def test_a_file_named_like_a_library(tmp_path: Path, name: str) -> None:

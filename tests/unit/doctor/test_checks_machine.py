@@ -155,12 +155,6 @@ def test_a_busy_machine() -> None:
     assert "load 500.0 on" in wrong("machine-busy", facts)[0].text
 
 
-@breaks("stolen-time")
-def test_stolen_time(tmp_path: Path) -> None:
-    machine = Machine(shell=replaced(tmp_path, "/proc/stat", "cpu 100 0 100 600 0 0 0 200 0 0\n"))
-    expect("stolen-time", machine, "20.0% of the cores' time")
-
-
 @breaks("instruction-sets")
 def test_a_processor_without_avx2(tmp_path: Path) -> None:
     if os.uname().machine != "x86_64":
@@ -175,9 +169,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "good").mkdir()
     usage = Usage(directories=(str(tmp_path / "file" / "logs"),))
     good = Usage(directories=(str(tmp_path / "good" / "new"),))
-    expect(
-        "folder-writable", Machine(), "cannot be written: Not a directory", usage=usage, sound_usage=good
-    )
+    expect("folder-writable", Machine(), "cannot be written: Not a directory", usage=usage, sound_usage=good)
 
 
 @breaks("folder-writable")

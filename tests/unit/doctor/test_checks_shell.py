@@ -24,7 +24,6 @@ VARIABLES = [
     ("unknown-settings", {"HOROVOD_FUSION_TRESHOLD": "2"}, "did you mean HOROVOD_FUSION_THRESHOLD"),
     ("setting-values", {"RINGDANCE_CYCLE_TIME": "soon"}, "RINGDANCE_CYCLE_TIME='soon'"),
     ("debug-switches", {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "TRACE"}, "NCCL_DEBUG=TRACE"),
-    ("nccl-switched-off", {"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE=1 keeps"),
     ("duplicate-openmp", {"KMP_DUPLICATE_LIB_OK": "TRUE"}, "two OpenMP libraries"),
     ("tf-config", {"TF_CONFIG": '{"cluster": {}}'}, 'TF_CONFIG={"cluster": {}} is set'),
     ("visible-devices", {"CUDA_VISIBLE_DEVICES": "777"}, "CUDA_VISIBLE_DEVICES=777, but"),

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from ringdance.cluster.hostfile import parse_hosts
 from ringdance.doctor import link
 from ringdance.errors import LaunchError
 from ringdance.hosts import files, keys
 from ringdance.hosts.chain import addresses
-from ringdance.hosts.host_set import names_or_slots
 from ringdance.hosts.progress import CopyProgress
 from ringdance.hosts.run import Result, exit_code, grouped, shell_line
 from ringdance.launch.copy.received_file import DONE, ReceivedFile, partials_in
@@ -266,7 +266,7 @@ def test_groups_and_exit_codes() -> None:
 
 
 def test_hosts_with_and_without_slots() -> None:
-    assert names_or_slots("a, b:2,[fe80::1]:3,10.0.0.1") == [
+    assert parse_hosts("a, b:2,[fe80::1]:3,10.0.0.1", 0) == [
         ("a", 0),
         ("b", 2),
         ("fe80::1", 3),
@@ -274,7 +274,7 @@ def test_hosts_with_and_without_slots() -> None:
     ]
     for text in ("-oProxyCommand=x", "a;b", "a,,b", "a b"):
         with pytest.raises(LaunchError):
-            names_or_slots(text)
+            parse_hosts(text, 0)
 
 
 def test_this_machine_needs_no_ssh() -> None:

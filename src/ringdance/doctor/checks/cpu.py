@@ -33,8 +33,7 @@ def _cores_allowed(host: Host) -> Iterator[Finding]:
         yield Finding(
             f"the cgroup's quota is {usable} of {affinity} cores; libraries that ignore it start "
             f"{affinity} threads and are throttled",
-            "request more (docker run --cpus, resources.limits.cpu), or: "
-            f"export OMP_NUM_THREADS={usable}",
+            f"request more (docker run --cpus, resources.limits.cpu), or: export OMP_NUM_THREADS={usable}",
         )
 
 
@@ -78,11 +77,6 @@ CHECKS = (
           limit("load {cpu[load]:.1f} on {cpu[cores]} cores",
                 lambda host: host["cpu"]["load"] > 0.5 * host["cpu"]["cores"] + 0.5,
                 "find out what computes here, and wait for it or end it: top -o %CPU")),
-    Check("stolen-time", "cpu", WARNING, "time that other virtual machines have taken from this one's cores",
-          limit("{cpu[steal]:.1%} of the cores' time went to other virtual machines",
-                lambda host: host["cpu"]["steal"] > 0.05,
-                "use a dedicated or another instance type; burstable ones (t2, t3) are throttled when "
-                "their credits are used up")),
     Check("instruction-sets", "cpu", WARNING,
           "AVX2, AVX-512, AMX: without AVX2 frameworks are slow, or end with 'Illegal instruction'",
           limit("{cpu[model]}: {cpu[sets]!l}",

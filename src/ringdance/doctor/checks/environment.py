@@ -13,7 +13,6 @@ _SLOWING = (
     "PYTHONPROFILEIMPORTTIME",
 )  # fmt: skip
 _ON = "(?!(0|no|off|false|info|warn|version|detail_off)$).+"
-_NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 
 
 def _unknown_settings(host: Host) -> Iterator[Finding]:
@@ -69,8 +68,6 @@ CHECKS = (
     Check("debug-switches", "environment", WARNING,
           "variables for debugging that were left on and slow everything down",
           variables(dict.fromkeys(_SLOWING, _ON), " slows training down")),
-    Check("nccl-switched-off", "environment", WARNING, "variables that keep NCCL from its fast transports",
-          variables(dict.fromkeys(_NCCL, "(?!0$).+"), " keeps NCCL from a faster transport")),
     Check("duplicate-openmp", "environment", WARNING,
           "KMP_DUPLICATE_LIB_OK, which hides that two OpenMP libraries are loaded: wrong results and "
           "crashes",

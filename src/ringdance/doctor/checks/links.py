@@ -41,7 +41,7 @@ def _bandwidth(hosts: Hosts) -> Iterator[Finding]:
         yield Finding(
             f"{_gigabits(speed)} between {one} and {other}"
             + (f"; the median of all hosts is {_gigabits(median)}" if median > 2 * speed else ""),
-            "check the link, its cable and its traffic: ethtool, sar -n DEV 1 on " f"{one} and {other}",
+            f"check the link, its cable and its traffic: ethtool, sar -n DEV 1 on {one} and {other}",
             hosts=(one, other),
         )
     if not slow:

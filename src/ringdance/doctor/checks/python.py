@@ -45,14 +45,6 @@ def _horovod(host: Host) -> Finding | None:
     )
 
 
-def _installed_twice(host: Host) -> Iterator[Finding]:
-    for name, places in host["python"]["twice"].items():
-        yield Finding(
-            f"{name} is installed {len(places)} times: {several(places)}",
-            f"pip uninstall {name} until `pip show {name}` finds none, then install it once",
-        )
-
-
 def _shadows(host: Host) -> Iterator[Finding]:
     for path in host["python"]["shadows"]:
         name = path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2]
@@ -90,9 +82,6 @@ CHECKS = (
     Check("horovod-beside", "python", ERROR,
           "the distributions horovod and ringdance-horovod side by side: both own the directory horovod/",
           _horovod),
-    Check("installed-twice", "python", WARNING,
-          "a library in two places of sys.path with two versions: which one is imported depends on the "
-          "order", _installed_twice),
     Check("shadowed-modules", "python", ERROR,
           "files of the working directory or of PYTHONPATH that are imported in place of libraries: "
           "torch.py, random.py", _shadows),

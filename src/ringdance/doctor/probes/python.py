@@ -30,17 +30,11 @@ _EASILY_SHADOWED = (
 def collect(usage: Usage) -> dict[str, Any]:
     """Version and location of the interpreter; versions of distributions; what shadows them."""
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    installed = {name: found for name in DISTRIBUTIONS if (found := _installed(name))}
     return {
         "version": platform.python_version(),
         "executable": sys.executable,
         "ringdance": ringdance.__version__,
-        "versions": {name: next(iter(found.values())) for name, found in installed.items()},
-        "twice": {
-            name: [f"{version} in {place}" for place, version in found.items()]
-            for name, found in installed.items()
-            if len(set(found.values())) > 1
-        },
+        "versions": {name: found for name in DISTRIBUTIONS if (found := _version(name))},
         "shadows": _shadows([usage.cwd or os.getcwd(), *path]),
         "missing_path": [entry for entry in path if not os.path.exists(entry)],
         "user_site": _user_site(),
@@ -50,13 +44,12 @@ def collect(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _installed(name: str) -> dict[str, str]:
-    """Return the versions of a distribution by the directory of sys.path that holds it, in its order."""
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions(name=name):
-        place = os.path.realpath(str(distribution.locate_file("")))
-        found.setdefault(place, distribution.version or "unknown")
-    return found
+def _version(name: str) -> str:
+    """Return the version of an installed distribution, "" if there is none."""
+    try:
+        return importlib.metadata.version(name) or "unknown"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _shadows(directories: list[str]) -> list[str]:
@@ -91,4 +84,3 @@ def _user_site() -> list[str]:
         if hides and finder.find_spec(name, [entry for entry in sys.path if entry != directory]):
             found.append(name)
     return found
-

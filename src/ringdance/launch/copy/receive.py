@@ -19,18 +19,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import shutil
 import socket
 import time
 from typing import Any
 
-from ..messages import Frames
+from ..messages import Frames, watch
 from ..remote.tcp import accept, connect, listen
 from ..system.machine import in_home
 from .received_file import DONE, ReceivedFile, partials_in
 
-_FULL = 8 << 20  # bytes that wait for the next host, beyond which no more are read
 _REPORT_S = 0.2
 _Link = tuple[socket.socket, Frames]
 
@@ -53,7 +53,6 @@ class Receiver:
         self._listener: socket.socket | None = None
         self._before: _Link | None = None
         self._after: _Link | None = None
-        self._paused: list[tuple[int, Any]] = []  # not read while the next host is behind
         self._got, self._reported = 0, 0.0
 
     def take(self, message: dict[str, Any], payload: bytes) -> None:
@@ -129,7 +128,7 @@ class Receiver:
 
     def _stop_listening(self) -> None:
         if self._listener:
-            self._unwatch(self._listener.fileno())
+            watch(self._selector, self._listener.fileno(), 0, None)
             self._listener.close()
             self._listener = None
 
@@ -151,45 +150,17 @@ class Receiver:
             self._send("cut")
 
     def _pass_on(self, message: dict[str, Any], payload: bytes) -> None:
-        if self._after:
-            self._after[1].send({"file": message["file"], "at": message["at"]}, payload)
-            self._flush()
-
-    def _flush(self) -> None:
-        """Write what the next host takes; read nothing more while it is far behind."""
-        assert self._after
-        sock, frames = self._after
-        frames.flush()
+        """Send a chunk to the next host; wait until it has taken it, so that nothing more is read."""
+        if not self._after:
+            return
+        frames = self._after[1]
+        frames.send({"file": message["file"], "at": message["at"]}, payload)
+        while frames.unsent and frames.open:
+            select.select([], [frames.write_fd], [])
+            frames.flush()
         if not frames.open:
             self._close_after()
             self._send("lost")
-            return
-        if not frames.unsent:
-            self._unwatch(sock.fileno())
-        elif not self._watched(sock.fileno()):
-            self._selector.register(sock, selectors.EVENT_WRITE, self._flush)
-        if frames.unsent > _FULL:
-            self._pause()
-        elif frames.unsent < _FULL // 2:
-            self._resume()
-
-    def _watched(self, descriptor: int) -> selectors.SelectorKey | None:
-        return self._selector.get_map().get(descriptor)
-
-    def _unwatch(self, descriptor: int) -> None:
-        if self._watched(descriptor):
-            self._selector.unregister(descriptor)
-
-    def _pause(self) -> None:
-        for descriptor in (self._launcher.read_fd, *([self._before[0].fileno()] if self._before else [])):
-            if key := self._watched(descriptor):
-                self._selector.unregister(descriptor)
-                self._paused.append((descriptor, key.data))
-
-    def _resume(self) -> None:
-        paused, self._paused = self._paused, []
-        for descriptor, action in paused:
-            self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     # --- chunks --------------------------------------------------------------------------------
 
@@ -252,7 +223,6 @@ class Receiver:
         for target in self._targets:
             target.close()
         self._targets, self._directories, self._partials = [], [], {}
-        self._resume()
         self._close_before()
         self._close_after()
         self._stop_listening()
@@ -260,16 +230,13 @@ class Receiver:
     def _close_before(self) -> None:
         if self._before:
             sock, self._before = self._before[0], None
-            self._paused = [entry for entry in self._paused if entry[0] != sock.fileno()]
-            self._unwatch(sock.fileno())
+            watch(self._selector, sock.fileno(), 0, None)
             sock.close()
 
     def _close_after(self) -> None:
         if self._after:
-            sock, self._after = self._after[0], None
-            self._unwatch(sock.fileno())
-            sock.close()
-        self._resume()
+            self._after[0].close()
+            self._after = None
 
 
 def _link(text: str, path: str) -> None:

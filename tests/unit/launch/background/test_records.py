@@ -103,13 +103,14 @@ HOMELESS = """
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.system.machine import in_home
-from ringdance.doctor.preflight import preflight
+from ringdance.doctor import preflight
 for action in (lambda: records.create("0" * 32, ["true"], {}), lambda: in_home("~/data")):
     try:
         print("made", action())
     except (LaunchError, FileNotFoundError) as error:
         print(error)
-preflight({"localhost": 1}, seconds=0.1)
+preflight._PROBES_S = 0.1
+preflight.preflight({"localhost": 1})
 """
 
 
