@@ -123,9 +123,7 @@ class Agents:
             fd = agent.remote.frames.read_fd
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
 
-    def begin(
-        self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]
-    ) -> None:
+    def begin(self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Send what the job is, and files for its directories.
 
         Args:
@@ -249,9 +247,7 @@ class Agents:
         for agent in self._remote:
             late = agent.there and agent.ready and now - agent.remote.heard > self._heartbeat_timeout
             if late and not self._paused and self._silent(agent):
-                self._lose(
-                    agent, f"no heartbeat for {self._heartbeat_timeout:g} s (host or network down)"
-                )
+                self._lose(agent, f"no heartbeat for {self._heartbeat_timeout:g} s (host or network down)")
         for agent in self._all.values():
             if agent.remote.frames.unsent:
                 agent.remote.frames.flush()

@@ -13,6 +13,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.output.results import Results
+from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Sink, Style
 from ringdance.launch.spec import JobSpec
 
@@ -81,12 +82,12 @@ def call(
     plan = prepared.plan
     try:
         files = {"call.pkl": _pack(fn, args, kwargs)}
-        results = Results()
-        options = prepared.options(out=_sink("stdout"), err=_sink("stderr"), files=files, results=results)
+        screen, results = Screen((_sink("stdout"), _sink("stderr"))), Results()
+        job = Job(prepared, screen, files=files, results=results)
     except BaseException:
         prepared.close()
         raise
-    outcome = Job(plan, options, prepared.remotes).run()
+    outcome = job.run()
     if isinstance(outcome, Verdict):
         raise LaunchError("\n" + render(outcome, plan.ranks, spec.output_directory))
     if outcome:

@@ -8,8 +8,8 @@ import selectors
 import signal
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
@@ -17,15 +17,18 @@ from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.directories import OWN_DIRECTORY, bases, host_directory, host_shared, usable
 from ringdance.launch.hosts import Host
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
-from ringdance.launch.options import Options
+from ringdance.launch.output.results import Results
+from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
-from ringdance.launch.plan import Plan
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, start_local, together
 from ringdance.launch.remote.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals
+
+if TYPE_CHECKING:
+    from ringdance.launch.spec import PreparedJob
 
 _SEE_S = 1.0  # after the first failure the other ranks may report what they see
 # (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's)
@@ -36,26 +39,47 @@ _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 
 
 class Job:
-    """Run a plan once.
+    """Run a prepared job once.
 
     Args:
-        plan: what is to be started.
-        options: how.
-        remotes: an agent on each host of the plan that is not this machine; ended with the job.
+        prepared: what is to be started, and the agents on other hosts, which end with the job.
+        screen: where the ranks' output goes.
         id: of the job, 32 hexadecimal digits; by default a new one.
+        stdin: file descriptor of rank 0's input; -1 for none.
+        files: contents of files in the job's directory on every host, by name, for the ranks (call.py).
+        results: takes the ranks' ``result.*.pkl`` from there if all complete, or None.
+        grace: seconds that ranks have to end after a signal to the launcher; a second signal ends them.
 
-    Raises (from :meth:`run`):
-        LaunchError: the job could not be started at all.
+    Raises (also from :meth:`run`):
+        LaunchError: the job could not be started at all; the directory for output cannot be made.
     """
 
-    def __init__(self, plan: Plan, options: Options, remotes: Sequence[Remote] = (), id: str = "") -> None:
-        self._plan, self._options, self._remotes = plan, options, remotes
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        screen: Screen,
+        *,
+        id: str = "",
+        stdin: int = -1,
+        files: Mapping[str, bytes] | None = None,
+        results: Results | None = None,
+        grace: float = 0.8,
+    ) -> None:
+        directory = prepared.spec.output_directory
+        try:
+            if directory:
+                os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"--output-filename {directory}: {error.strerror}") from None
+        self._prepared, self._screen, self._err = prepared, screen, screen.of(1)
+        self._spec, self._plan, self._remotes = prepared.spec, prepared.plan, prepared.remotes
         self.id = id or uuid.uuid4().hex
+        self._stdin, self._files, self._results, self._grace = stdin, files or {}, results, grace
         self._began = time.time()
         self._state, self._deadline = State.PREPARING, math.inf
         self._selector = selectors.DefaultSelector()
         self._signals = Signals()
-        self._banner = MpiexecOutput(options.err)
+        self._banner = MpiexecOutput(self._err)
         self._outside: list[Cause] = []  # failures that are no rank's
         self._mpiexec_code: int | None = None
         self._signal = 0
@@ -79,15 +103,15 @@ class Job:
             if self._signals.wakes:
                 self._selector.register(self._signals.wakes, selectors.EVENT_READ, self._on_signals)
             for note in self._plan.notes:
-                self._options.err(f"ringdance: {note}\n".encode())
+                self._err(f"ringdance: {note}\n".encode())
             name = next((host.name for host in self._plan.hosts if host.local), "localhost")
             environ = local_environment(self._plan, self.id, self._directory)
-            local = start_local(name, environ, self._options.stdin, self._remotes)
-            self._agents = Agents(local, self._remotes, self._selector, self, self._options.heartbeat_timeout)
-            self._ranks = RankTable(self._plan, self._options, self._agents)
-            messages = job_messages(self._plan, self.id, self._bases, self._options.needed)
-            self._agents.begin(*messages, self._options.files)
-            self._deadline = time.monotonic() + self._options.start_timeout
+            local = start_local(name, environ, self._stdin, self._remotes)
+            self._agents = Agents(local, self._remotes, self._selector, self, self._spec.heartbeat_timeout)
+            self._ranks = RankTable(self._prepared, self._screen, self._stdin, self._agents)
+            messages = job_messages(self._plan, self.id, self._bases, self._prepared.needed)
+            self._agents.begin(*messages, self._files)
+            self._deadline = time.monotonic() + self._spec.start_timeout
             while self._state is not State.DONE:
                 self._step()
             return self._result()
@@ -168,8 +192,8 @@ class Job:
             self._agents.clean_remotes(not self._ranks.completed)
         elif state is State.CLEANING_LOCAL:
             self._agents.give_up_remotes()
-            if self._options.results and self._results_wanted:
-                self._options.results.keep(self._directory)
+            if self._results and self._results_wanted:
+                self._results.keep(self._directory)
             self._agents.clean_local(not self._ranks.completed)
 
     def _expire(self) -> None:
@@ -179,7 +203,7 @@ class Job:
             self._deadline = math.inf
             self._fail(
                 f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
-                f"{self._options.start_timeout:g} s (--start-timeout)"
+                f"{self._spec.start_timeout:g} s (--start-timeout)"
             )
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
             self._waited, self._deadline = True, now + _SEE_S
@@ -204,8 +228,8 @@ class Job:
         return time.monotonic() < self._cause_until
 
     def _log(self, text: str) -> None:
-        if self._options.verbose:
-            self._options.err(f"ringdance: {text}\n".encode())
+        if self._spec.verbose:
+            self._err(f"ringdance: {text}\n".encode())
 
     on_note = _log
 
@@ -224,7 +248,7 @@ class Job:
                 self._ranks.signal(number)
             else:
                 again, self._signal = self._signal, self._signal or number
-                self._handle(Event.STOP, 0.0 if again else self._options.grace)
+                self._handle(Event.STOP, 0.0 if again else self._grace)
 
     # --- ranks ---------------------------------------------------------------------------------
 
@@ -245,7 +269,7 @@ class Job:
             who = f"rank {rank.rank} on {rank.host} (pid {rank.pid})"
             hint = f"the others wait for it. `kill -CONT {rank.pid}` there continues it"
             name = signal_name(message["stopped"])
-            self._options.err(f"ringdance: {who} was stopped by {name}: {hint}\n".encode())
+            self._err(f"ringdance: {who} was stopped by {name}: {hint}\n".encode())
         elif rank and "ended" in message:
             self._on_rank_exit(rank, message["ended"], message["time"], message["by_mpiexec"])
 
@@ -272,8 +296,8 @@ class Job:
 
     def on_output(self, data: bytes) -> None:
         self._banner.feed(data)
-        if self._options.verbose:
-            self._options.err(data)
+        if self._spec.verbose:
+            self._err(data)
 
     def _on_mpiexec_exit(self, pid: int, code: int, when: float) -> None:
         self._mpiexec_code = code
@@ -281,7 +305,7 @@ class Job:
         starting = self._state is State.STARTING and not self._outside and not self._ranks.connected
         if starting and code > 0 and self._rsh_used and not self._retried:
             self._retried = True
-            self._options.err(b"ringdance: mpiexec could not start its daemons; retrying once\n")
+            self._err(b"ringdance: mpiexec could not start its daemons; retrying once\n")
             self._launch()
             return
         if code < 0 and self._state not in ENDING:
@@ -333,21 +357,21 @@ class Job:
         self._handle(Event.LOST)
 
     def on_file(self, name: str, data: bytes, last: bool) -> None:
-        if self._options.results and self._results_wanted:
+        if self._results and self._results_wanted:
             try:
-                self._options.results.take(self._directory, name, data, last)
+                self._results.take(self._directory, name, data, last)
             except LaunchError as error:
                 self._fail(str(error))
 
     @property
     def _results_wanted(self) -> bool:
         well = self._ranks.completed and not self._outside and not self._signal
-        return well and self._options.results is not None
+        return well and self._results is not None
 
     def _result(self) -> Verdict | int:
         """Show the rest of the output, then judge: all processes are gone."""
         self._ranks.end_streams()
-        self._options.screen.freeze()
+        self._screen.freeze()
         self._banner.end()
         code = self._mpiexec_code
         verdict, completed = self._ranks.judge(self._outside, code)
@@ -361,7 +385,7 @@ class Job:
             verdict, _ = self._ranks.judge(self._outside, code)
         self._ranks.show_held(verdict)
         self._ranks.flush_merged(everything=True)
-        unfinished = self._options.results is not None and not self._options.results.kept
+        unfinished = self._results is not None and not self._results.kept
         if self._signal and (verdict or unfinished):
             return 128 + self._signal
         return verdict or 0

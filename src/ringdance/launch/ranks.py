@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.hosts import rank_numbers
-from ringdance.launch.options import Options
 from ringdance.launch.output.merge import LineMerger
+from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import HELD_S, Stream, make_streams
-from ringdance.launch.plan import Plan
+
+if TYPE_CHECKING:
+    from ringdance.launch.spec import PreparedJob
 
 
 @dataclass
@@ -47,18 +49,20 @@ class RankTable:
     """All ranks of a job, by number once they have connected.
 
     Args:
-        plan: which ranks are expected, and where.
-        options: where their output goes.
+        prepared: which ranks are expected and where, and how their output is shown.
+        screen: where their output goes.
+        stdin: file descriptor of rank 0's input; -1 for none.
         agents: the agents on all hosts.
     """
 
-    def __init__(self, plan: Plan, options: Options, agents: Agents) -> None:
-        self._plan, self._options, self._agents = plan, options, agents
-        self._places = rank_numbers(plan.hosts)
-        self._first_host = next(host.name for host in plan.hosts if 0 in host.ranks)
+    def __init__(self, prepared: PreparedJob, screen: Screen, stdin: int, agents: Agents) -> None:
+        self._plan, self._spec, self._style = prepared.plan, prepared.spec, prepared.style
+        self._screen, self._stdin, self._agents = screen, stdin, agents
+        self._places = rank_numbers(self._plan.hosts)
+        self._first_host = next(host.name for host in self._plan.hosts if 0 in host.ranks)
         self._ranks: dict[int, Rank] = {}
-        sinks = (options.out, options.err) if options.fold else ()
-        self._folds = [LineMerger(sink, plan.ranks) for sink in sinks]
+        sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
+        self._folds = [LineMerger(sink, self._plan.ranks) for sink in sinks]
 
     def add(self, link: RankLink, hello: Mapping[str, Any]) -> str:
         """Let a rank start; return what is wrong with it instead, or "".
@@ -70,28 +74,26 @@ class RankTable:
         Raises:
             LaunchError: its files cannot be made.
         """
-        number, options, host = int(hello["rank"]), self._options, str(hello["host"])
+        number, host = int(hello["rank"]), str(hello["host"])
         wrong = self._misplaced(number, int(hello["size"]), link)
         if wrong:
             return wrong
+        sinks = [fold.sink_of(number) for fold in self._folds]
+        out, err = sinks or (self._screen.of(which, number) for which in (0, 1))
+        directory = self._spec.output_directory
         try:
-            out, err = [fold.sink_of(number) for fold in self._folds] or (
-                options.screen.of(0, number),
-                options.screen.of(1, number),
-            )
-            directory = options.output_directory
             streams = make_streams(
-                number, self._plan.ranks, host, (out, err), options.style, directory, options.fold
+                number, self._plan.ranks, host, (out, err), self._style, directory, self._spec.fold
             )
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error}") from None
         self._ranks[number] = Rank(link, number, host, streams)
         # mpiexec's own forwarding of stdin is not used: Open MPI's does not pass on its end to every program.
-        reads = number == 0 and options.stdin >= 0
+        reads = number == 0 and self._stdin >= 0
         port = self._agents.port(self._first_host)
         link.send({"go": self._places[number], "port": port, "stdin": reads})
         if reads and not self._agents.is_local(link):
-            self._agents.feed(link, options.stdin)
+            self._agents.feed(link, self._stdin)
         return ""
 
     def _misplaced(self, number: int, size: int, link: RankLink) -> str:
@@ -216,9 +218,7 @@ class RankTable:
             err = rank.streams[1]
             marks += err.marks
             if rank.ended:
-                ended[rank.rank] = replace(
-                    rank.ended, last_words=err.last_words(), last_line=err.last_line()
-                )
+                ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
         return judge(marks, ended, outside, mpiexec), sum(not end.failed for end in ended.values())
 
     def show_held(self, verdict: Verdict | None) -> None:

@@ -7,8 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
@@ -17,9 +15,8 @@ from ringdance.launch.cause import Verdict, render
 from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.job import Job
 from ringdance.launch.mpi import find_mpi
-from ringdance.launch.options import Options
 from ringdance.launch.output.screen import Screen
-from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Sink, Style, guarded, write_all
+from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style, write_all
 from ringdance.launch.plan import Plan, build_plan
 from ringdance.launch.remote.connect import Remote, connect
 from ringdance.launch.remote.environment import ALL
@@ -186,45 +183,19 @@ class PreparedJob:
         for remote in remotes:
             remote.close()
 
-    def options(
-        self, out: Sink, err: Sink, terminals: Sequence[bool] = (False, False), **more: Any
-    ) -> Options:
-        """Return how it is run; a sink that fails, except with BrokenPipeError, is not used any more.
-
-        Raises:
-            LaunchError: the directory for output cannot be made.
-        """
-        spec, directory = self.spec, None
-        if spec.output_directory:
-            directory = Path(spec.output_directory)
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise LaunchError(f"--output-filename {directory}: {error.strerror}") from None
-
-        def warn(line: bytes) -> None:
-            guarded_err(line)
-
-        guarded_out = guarded("stdout", out, warn)
-        guarded_err = guarded("stderr", err, guarded_out)
+    @property
+    def style(self) -> Style:
+        """How lines of ranks are shown."""
         style = WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK
-        return Options(
-            screen=Screen((guarded_out, guarded_err), terminals),
-            style=spec.style or replace(style, clock=spec.clock, colour=int(spec.colour)),
-            fold=spec.fold,
-            output_directory=directory,
-            start_timeout=spec.start_timeout,
-            heartbeat_timeout=spec.heartbeat_timeout,
-            verbose=spec.verbose,
-            needed=_needed(self.plan.command)[bool(self.plan.python) :],
-            **more,
-        )
+        return self.spec.style or replace(style, clock=self.spec.clock, colour=int(self.spec.colour))
 
-
-def _needed(command: Sequence[str]) -> list[str]:
-    """Return files of the command that every host must have."""
-    script = _script(command[1:]) if os.path.basename(command[0]).startswith("python") else None
-    return [command[0], *([script] if script else [])]
+    @property
+    def needed(self) -> list[str]:
+        """Files that every host must have."""
+        program, *arguments = self.plan.command
+        script = _script(arguments) if os.path.basename(program).startswith("python") else None
+        own = [] if self.plan.python and program == sys.executable else [program]
+        return [*own, *([script] if script else [])]
 
 
 def run_in_terminal(prepared: PreparedJob) -> int:
@@ -240,16 +211,16 @@ def run_in_terminal(prepared: PreparedJob) -> int:
     stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
     smart = os.environ.get("TERM", "dumb") != "dumb"
     terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
-    options = prepared.options(write_all(1), write_all(2), terminals, stdin=stdin)
-    return show_outcome(Job(prepared.plan, options, prepared.remotes).run(), prepared, options.err)
+    screen = Screen((write_all(1), write_all(2)), terminals)
+    return show_outcome(Job(prepared, screen, stdin=stdin).run(), prepared, screen)
 
 
-def show_outcome(outcome: Verdict | int, prepared: PreparedJob, err: Sink) -> int:
+def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) -> int:
     """Show the verdict on a failed job; return the exit code."""
     if isinstance(outcome, int):
         return outcome
     text = render(outcome, prepared.plan.ranks, prepared.spec.output_directory)
-    err(text.encode(errors="surrogateescape") + b"\n")
+    screen.of(1)(text.encode(errors="surrogateescape") + b"\n")
     return outcome.code
 
 

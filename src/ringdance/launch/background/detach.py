@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ringdance.launch.background import records
 from ringdance.launch.job import Job
+from ringdance.launch.output.screen import Screen
 from ringdance.launch.spec import JobSpec, PreparedJob, as_program, show_outcome
 
 GRACE_S = 3600.0
@@ -58,8 +59,8 @@ def _background(spec: JobSpec, look: _Look, say: _Say, pipe: int) -> int:
     prepared = spec.prepare(say)
     try:
         look(prepared, say)
-        options = prepared.options(records.log_sink(1), records.log_sink(2), grace=GRACE_S)
-        job = Job(prepared.plan, options, prepared.remotes)
+        screen = Screen((records.log_sink(1), records.log_sink(2)))
+        job = Job(prepared, screen, grace=GRACE_S)
         hosts = {host.name: len(host.ranks) for host in prepared.plan.hosts}
         record = records.create(job.id, list(prepared.plan.command), hosts)
     except BaseException:
@@ -70,7 +71,7 @@ def _background(spec: JobSpec, look: _Look, say: _Say, pipe: int) -> int:
     os.close(pipe)
     code = 1
     try:
-        code = as_program("ringdance run", lambda: show_outcome(job.run(), prepared, options.err))
+        code = as_program("ringdance run", lambda: show_outcome(job.run(), prepared, screen))
     finally:
         replace(record, ended=time.time(), code=code).write()
     return code

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from ringdance.launch.output.stream import Sink
+from ringdance.launch.output.stream import Sink, guarded
 
 LAUNCHER = -1
 """Instead of a rank, for the launcher's own lines."""
@@ -22,12 +22,14 @@ class Screen:
     new line.
 
     Args:
-        sinks: for stdout and stderr.
+        sinks: for stdout and stderr; one that fails, except with BrokenPipeError, is not used any more.
         terminals: which of them are terminals that know ANSI's escapes; if both are, they are the same.
     """
 
     def __init__(self, sinks: tuple[Sink, Sink], terminals: Sequence[bool] = (False, False)) -> None:
-        self._sinks, self._terminals = sinks, terminals
+        out: Sink = guarded("stdout", sinks[0], lambda line: err(line))
+        err = guarded("stderr", sinks[1], out)
+        self._sinks, self._terminals = (out, err), terminals
         self._begun: dict[int, int] = {}  # by stream: the rank of the unfinished line
         self._bars: dict[tuple[int, int], bytes] = {}  # by rank and stream
         self._drawn = 0  # lines of bars on the terminal, above the cursor

@@ -232,7 +232,7 @@ def make_streams(
     host: str,
     sinks: tuple[Sink, Sink],
     style: Style,
-    directory: Path | None,
+    directory: str,
     bare: bool = False,
 ) -> tuple[Stream, Stream]:
     """Return the stdout and stderr of a rank.
@@ -240,7 +240,7 @@ def make_streams(
     Raises:
         OSError: its files in `directory` cannot be made.
     """
-    files = open_files(directory, rank, ranks) if directory else (None, None)
+    files = open_files(Path(directory), rank, ranks) if directory else (None, None)
     colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
     styles = []
     for name in ("stdout", "stderr"):

@@ -22,6 +22,7 @@ from ringdance.launch.agent.paths import bare_command
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.directories import bases, host_directory
 from ringdance.launch.job import Job
+from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import write_all
 from ringdance.launch.remote import tcp
 from ringdance.launch.remote.connect import Remote, adopt
@@ -66,8 +67,7 @@ class Node:
         try:
             local = frozenset([os.uname().nodename])
             ready = spec.prepare(connect=lambda names, *_: _connect(names, peers, ip), local=local)
-            options = ready.options(write_all(1), write_all(2))
-            self._outcome = Job(ready.plan, options, ready.remotes, job).run()
+            self._outcome = Job(ready, Screen((write_all(1), write_all(2))), id=job).run()
         finally:
             self._over.set()
         return render(self._outcome, ranks) if isinstance(self._outcome, Verdict) else ""
