@@ -7,11 +7,14 @@ import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ringdance.launch.cause import signal_name
 from ringdance.launch.messages import watch
 from ringdance.launch.remote.connect import Remote
+
+if TYPE_CHECKING:
+    from ringdance.launch.job import Job
 
 _PING_S = 0.5
 _LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
@@ -37,46 +40,6 @@ class RankLink:
         return self.remote.frames.send({"to": self.number, "message": message})
 
 
-class Events(Protocol):
-    """What agents report to a job."""
-
-    def on_ready(self) -> None:
-        """All agents have prepared themselves, or have named a problem."""
-
-    def on_remote_clean(self) -> None:
-        """The agents on other hosts have cleaned up and ended, or are lost."""
-
-    def on_local_clean(self) -> None:
-        """The agent on this host has cleaned up."""
-
-    def on_local_lost(self, why: str) -> None:
-        """The agent on this host has ended."""
-
-    def on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        """A host is lost, or a program of the job that is no rank was killed there."""
-
-    def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
-        """A wrapper has reported."""
-
-    def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
-        """A rank has written to stdout (0) or stderr (1); no data: it has closed it."""
-
-    def on_rank_closed(self, link: RankLink) -> None:
-        """A wrapper's connection has ended."""
-
-    def on_output(self, data: bytes) -> None:
-        """mpiexec or a daemon of it has written something."""
-
-    def on_note(self, text: str) -> None:
-        """An agent has a detail for --verbose."""
-
-    def on_file(self, name: str, data: bytes, last: bool) -> None:
-        """A part of a file that a rank has left in the job's directory on its host, or its end."""
-
-    def on_progress(self) -> None:
-        """An agent has sent something."""
-
-
 @dataclass
 class _Agent:
     remote: Remote
@@ -99,7 +62,7 @@ class Agents:
         local: this host; owned from now on.
         remotes: the other hosts; likewise.
         selector: the job's loop.
-        events: the job.
+        job: the job, whose methods ``on_...`` are called.
         heartbeat_timeout: seconds without a message after which another host is lost.
     """
 
@@ -108,13 +71,13 @@ class Agents:
         local: Remote,
         remotes: Sequence[Remote],
         selector: selectors.BaseSelector,
-        events: Events,
+        job: Job,
         heartbeat_timeout: float,
     ) -> None:
         self._local = _Agent(local, local=True)
         self._remote = [_Agent(remote) for remote in remotes]
         self._all = {agent.remote.host: agent for agent in (*self._remote, self._local)}
-        self._selector, self._events, self._heartbeat_timeout = selector, events, heartbeat_timeout
+        self._selector, self._job, self._heartbeat_timeout = selector, job, heartbeat_timeout
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
         self._input: tuple[RankLink, int] | None = None
@@ -213,7 +176,7 @@ class Agents:
             if agent.there and not agent.remote.frames.send({"clean": True, "failed": failed}):
                 agent.lost = True
         if self.remotes_gone:
-            self._events.on_remote_clean()
+            self._job.on_remote_clean()
 
     def clean_local(self, failed: bool) -> None:
         """End the job on this host; `on_local_clean` or `on_local_lost` follows."""
@@ -277,11 +240,11 @@ class Agents:
         self._watch_room(agent, False)
         code = agent.remote.kill()
         if agent.local:
-            self._events.on_local_lost(f"exit code {code}: {why}")
+            self._job.on_local_lost(f"exit code {code}: {why}")
             return
-        self._events.on_host_failed(agent.remote.host, why, lost=True)
+        self._job.on_host_failed(agent.remote.host, why, lost=True)
         for link in [link for link in self._links.values() if link.remote is agent.remote]:
-            self._events.on_rank_closed(link)
+            self._job.on_rank_closed(link)
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -292,7 +255,7 @@ class Agents:
             self._lose(agent, f"protocol error: {error}")
             return
         agent.remote.heard = time.monotonic()
-        self._events.on_progress()
+        self._job.on_progress()
         for message, payload in messages:
             self._take(agent, message, payload)
         if not alive and agent.there:
@@ -302,44 +265,44 @@ class Agents:
             watch(self._selector, agent.remote.frames.read_fd, 0, None)
 
     def _take(self, agent: _Agent, message: dict[str, Any], payload: bytes) -> None:
-        events, host = self._events, agent.remote.host
+        job, host = self._job, agent.remote.host
         if "from" in message:
             self._from_rank(agent.remote, message, payload)
         elif "ready" in message:
             agent.ready, agent.problem, agent.port = True, message["problem"], message["port"]
             if self.ready:
-                events.on_ready()
+                job.on_ready()
         elif "output" in message:
-            events.on_output(payload)
+            job.on_output(payload)
         elif "note" in message:
-            events.on_note(message["note"])
+            job.on_note(message["note"])
         elif "exited" in message:
             self._programs[message["exited"]](message["pid"], message["code"], message["time"])
         elif "died" in message:
             name = signal_name(message["signal"])
             why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"
-            events.on_host_failed(host, why, lost=False)
+            job.on_host_failed(host, why, lost=False)
         elif "took" in message:
             self._await_input()
         elif "file" in message:
-            events.on_file(message["file"], payload, message["last"])
+            job.on_file(message["file"], payload, message["last"])
         elif "cleaned" in message:
             agent.clean = True
             if agent.local:
-                events.on_local_clean()
+                job.on_local_clean()
             elif self.remotes_gone:
-                events.on_remote_clean()
+                job.on_remote_clean()
 
     def _from_rank(self, remote: Remote, message: dict[str, Any], payload: bytes) -> None:
         number = message["from"]
         link = self._links.setdefault((remote.host, number), RankLink(remote, number))
         if "message" in message:
-            self._events.on_rank_message(link, message["message"])
+            self._job.on_rank_message(link, message["message"])
         elif "stream" in message:
-            self._events.on_rank_output(link, message["stream"], payload)
+            self._job.on_rank_output(link, message["stream"], payload)
         else:
             del self._links[remote.host, number]
-            self._events.on_rank_closed(link)
+            self._job.on_rank_closed(link)
 
     # --- what rank 0 reads ---------------------------------------------------------------------
 

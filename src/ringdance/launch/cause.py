@@ -95,6 +95,10 @@ class Ended:
         """Whether it did not complete; a rank whose wrapper mpiexec killed has not, whatever its code."""
         return self.code != 0 or self.by_mpiexec
 
+    def cause(self, kind: str, message: str, traceback: str = "") -> Cause:
+        """Return the cause that it is; arguments as of :class:`Cause`."""
+        return Cause(self.rank, self.host, self.pid, self.time, kind, message, traceback)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -113,17 +117,8 @@ class Verdict:
 def parse_mark(line: bytes) -> Cause | None:
     """Return the cause in a marked line; None if it is not one (then it is text like any other)."""
     try:
-        found = json.loads(line.partition(MARK)[2])
-        return Cause(
-            int(found["rank"]),
-            str(found.get("host", "?")),
-            int(found.get("pid", 0)),
-            float(found["time"]),
-            str(found.get("kind", "exception")),
-            str(found.get("message", "")),
-            str(found.get("traceback") or "").rstrip(),
-        )
-    except (ValueError, KeyError, TypeError):
+        return Cause(**json.loads(line.partition(MARK)[2]))
+    except (ValueError, TypeError):
         return None
 
 
@@ -163,7 +158,7 @@ def of_end(ended: Ended) -> Cause | None:
         kind, message = "exception", next((line for line in reversed(last) if line[:1].strip()), last[-1])
     else:
         kind, message = "code", f"exited with code {ended.code}{_reason(ended)}"
-    return Cause(ended.rank, ended.host, ended.pid, ended.time, kind, message, traceback)
+    return ended.cause(kind, message, traceback)
 
 
 def _reason(ended: Ended) -> str:
@@ -235,14 +230,7 @@ def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause
     if all(cause.kind in ("ended", "peer") or cause.of_an_end for cause in found.values()):
         until += _LATE_S
     return [
-        Cause(
-            end.rank,
-            end.host,
-            end.pid,
-            end.time,
-            "early",
-            "ended with exit code 0 while other ranks still ran",
-        )
+        end.cause("early", "ended with exit code 0 while other ranks still ran")
         for end in ended.values()
         if not end.failed and (end.time <= until or any(cause.names(end) for cause in found.values()))
     ]
@@ -273,7 +261,7 @@ def render(verdict: Verdict, ranks: int, directory: str = "") -> str:
             f"first failure: rank {cause.rank} of {ranks} on {cause.host}, pid {cause.pid}: {cause.message}"
         )
         if cause.traceback:
-            lines += ["", cause.traceback, ""]
+            lines += ["", cause.traceback.rstrip(), ""]
     shown = 4
     for other in verdict.others[:shown]:
         same = "the same error" if other.message == cause.message else other.message

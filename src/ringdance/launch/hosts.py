@@ -11,6 +11,7 @@ from typing import Any
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
+from ringdance.launch.agent.rank import PLACE
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -128,17 +129,15 @@ def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
     for host in hosts:
         for local_rank, rank in enumerate(host.ranks):
             column = [other for other in hosts if len(other.ranks) > local_rank]
-            found.append(
-                {
-                    "RANK": rank,
-                    "SIZE": size,
-                    "LOCAL_RANK": local_rank,
-                    "LOCAL_SIZE": len(host.ranks),
-                    "CROSS_RANK": column.index(host),
-                    "CROSS_SIZE": len(column),
-                }
-            )
+            numbers = (rank, size, local_rank, len(host.ranks), column.index(host), len(column))
+            found.append(dict(zip(PLACE, numbers, strict=True)))
     return found
+
+
+def same_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
+    """Return the names of the interfaces, if they are the same on all hosts."""
+    names = {host.interfaces for host in hosts}
+    return names.pop() if len(names) == 1 else ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
 from ringdance.launch.directories import OWN_DIRECTORY, bases, host_directory, host_shared, usable
 from ringdance.launch.hosts import Host
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
+from ringdance.launch.output.merge import spans
 from ringdance.launch.output.results import Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
@@ -119,6 +120,7 @@ class Job:
             self._close(local)
 
     def on_ready(self) -> None:
+        """All agents have prepared themselves, or have named a problem."""
         if self._agents.problems:
             raise LaunchError(together(self._agents.problems))
         if self._state is State.PREPARING:
@@ -227,11 +229,10 @@ class Job:
         self._cause_until = self._cause_until or time.monotonic() + _CAUSE_S
         return time.monotonic() < self._cause_until
 
-    def _log(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
+        """Show a detail for --verbose, of this process or of an agent."""
         if self._spec.verbose:
             self._err(f"ringdance: {text}\n".encode())
-
-    on_note = _log
 
     def on_progress(self) -> None:
         """Results and output may be large: the deadline is for agents that send nothing."""
@@ -253,6 +254,7 @@ class Job:
     # --- ranks ---------------------------------------------------------------------------------
 
     def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
+        """A wrapper has reported."""
         rank = self._ranks.of(link)
         if "rsh" in message:
             self._on_rsh(link, message["rsh"], message["command"])
@@ -262,7 +264,7 @@ class Job:
                 self._fail(f"{self._plan.mpi.mpiexec} {wrong}")
         elif rank and "pid" in message:
             rank.pid = message["pid"]
-            self._log(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
+            self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
             if self._ranks.started:
                 self._handle(Event.STARTED)
         elif rank and "stopped" in message:
@@ -274,9 +276,11 @@ class Job:
             self._on_rank_exit(rank, message["ended"], message["time"], message["by_mpiexec"])
 
     def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
+        """A rank has written to stdout (0) or stderr (1); no data: it has closed it."""
         self._ranks.write(link, which, data)
 
     def on_rank_closed(self, link: RankLink) -> None:
+        """A wrapper's connection has ended."""
         rank = self._ranks.of(link)
         if rank and not rank.ended:
             self._on_rank_exit(rank, None, time.time())
@@ -284,7 +288,7 @@ class Job:
     def _on_rank_exit(self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False) -> None:
         by_launcher = self._state in ENDING
         rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec)
-        self._log(f"rank {rank.rank} ended: {code}")
+        self.on_note(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
             self._handle(Event.FAILURE, _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
         if self._ranks.over:
@@ -295,13 +299,14 @@ class Job:
     # --- mpiexec and hosts ---------------------------------------------------------------------
 
     def on_output(self, data: bytes) -> None:
+        """mpiexec or a daemon of it has written something."""
         self._banner.feed(data)
         if self._spec.verbose:
             self._err(data)
 
     def _on_mpiexec_exit(self, pid: int, code: int, when: float) -> None:
         self._mpiexec_code = code
-        self._log(f"mpiexec (pid {pid}) ended: {code}")
+        self.on_note(f"mpiexec (pid {pid}) ended: {code}")
         starting = self._state is State.STARTING and not self._outside and not self._ranks.connected
         if starting and code > 0 and self._rsh_used and not self._retried:
             self._retried = True
@@ -325,7 +330,8 @@ class Job:
             self._fail(f"{_named(host)}: {why}", 1, "daemon", min([when, *before]))
 
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
-        self._log(f"host {host}: {message}")
+        """A host is lost, or a program of the job that is no rank was killed there."""
+        self.on_note(f"host {host}: {message}")
         named = next((_named(found) for found in self._plan.hosts if found.name == host), host)
         if self._state in CLEANING:
             if lost and self._results_wanted:
@@ -344,19 +350,23 @@ class Job:
     # --- the end -------------------------------------------------------------------------------
 
     def on_remote_clean(self) -> None:
+        """The agents on other hosts have cleaned up and ended, or are lost."""
         if self._state is State.CLEANING_REMOTE:
             self._handle(Event.CLEAN)
 
     def on_local_clean(self) -> None:
+        """The agent on this host has cleaned up."""
         self._handle(Event.CLEAN)
 
     def on_local_lost(self, why: str) -> None:
+        """The agent on this host has ended."""
         if self._state not in CLEANING:
             self._fail(f"the job's agent on this host was killed ({why})", 128 + signal.SIGKILL)
         self._agents.give_up_remotes()
         self._handle(Event.LOST)
 
     def on_file(self, name: str, data: bytes, last: bool) -> None:
+        """A part of a file that a rank has left in the job's directory on its host, or its end."""
         if self._results and self._results_wanted:
             try:
                 self._results.take(self._directory, name, data, last)
@@ -412,5 +422,4 @@ _SHIM = "ssh"
 
 
 def _named(host: Host) -> str:
-    ranks = host.ranks
-    return f"host {host.name} (ranks {ranks[0] if len(ranks) == 1 else f'{ranks[0]}-{ranks[-1]}'})"
+    return f"host {host.name} (ranks {spans(host.ranks)})"

@@ -21,10 +21,12 @@ from ringdance.launch.hosts import (
     Networks,
     addresses,
     assign_ranks,
+    same_interfaces,
     shared_networks,
 )
 from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
+from ringdance.launch.output.merge import spans
 from ringdance.launch.remote.environment import ALL, forwarded, shown
 from ringdance.launch.system.linux import MARKER
 
@@ -130,7 +132,7 @@ class Plan:
                 (
                     host.name + (" (here)" if host.local and self.multi_host else ""),
                     str(host.slots),
-                    _span(host.ranks),
+                    spans(host.ranks),
                     "?" if host.cores is None else str(host.cores),
                     _devices(host.devices),
                     ",".join(host.interfaces) or "-",
@@ -163,10 +165,6 @@ class Plan:
         if self.multi_host and own is not None:
             found["forwarded"] = sorted(self.forwarded(own).keys() - dict(self.environment).keys())
         return json.dumps({**found, "line": self.argv()}, indent=2)
-
-
-def _span(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _devices(names: Sequence[str]) -> str:
@@ -213,7 +211,7 @@ def build_plan(
         mpi, placed, root, spec.binding, spec.mpi_args, networks, infiniband, bool(notes)
     )
     options, extra = mpiexec_options(request)
-    if multi_host and (names := _same_interfaces(placed)):
+    if multi_host and (names := same_interfaces(placed)):
         extra["NCCL_SOCKET_IFNAME"] = extra["GLOO_SOCKET_IFNAME"] = ",".join(names)
     exports, variables, threads = _variables(spec, environ, placed, cores, master)
     variables |= {name: value for name, value in extra.items() if name not in environ}
@@ -328,9 +326,3 @@ def _master_address(host: Host, facts: Mapping[str, HostFacts], networks: Networ
         if net in networks.include or interface in networks.include:
             return address
     return known.name if known and host.name in LOCAL_NAMES else host.name
-
-
-def _same_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """Return the names of the interfaces, if they are the same on all hosts."""
-    names = {host.interfaces for host in hosts}
-    return names.pop() if len(names) == 1 else ()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ringdance.launch.hosts import Host, Networks
+from ringdance.launch.hosts import Host, Networks, same_interfaces
 from ringdance.launch.mpi.library import Mpi
 
 RSH_SHIM = "RSH_SHIM"
@@ -49,9 +49,8 @@ class MpiexecRequest:
 
         Open MPI reads no IPv6 networks, and must detect these itself.
         """
-        names = {host.interfaces for host in self.hosts}
-        if len(names) == 1 and all(names):
-            return ",".join(names.pop())
+        if names := same_interfaces(self.hosts):
+            return ",".join(names)
         return "" if self.networks.ipv6 else ",".join(self.networks.include)
 
     @property

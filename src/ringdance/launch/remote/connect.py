@@ -82,7 +82,7 @@ class Remote:
         return lines[-1].strip() if lines else ""
 
 
-class _Problem(Exception):
+class _Problem(LaunchError):
     def __init__(self, text: str, temporary: bool = False) -> None:
         super().__init__(text)
         self.temporary = temporary
@@ -124,13 +124,11 @@ def attempt(
             try:
                 found[host] = _connect(host, shell, min(timeout, max(1.0, until - time.monotonic())))
                 return
-            except _Problem as problem:
-                if not problem.temporary or time.monotonic() + _AGAIN_S > until or not shell.start_timeout:
+            except LaunchError as problem:
+                again = getattr(problem, "temporary", False) and shell.start_timeout
+                if not again or time.monotonic() + _AGAIN_S > until:
                     problems[host] = str(problem)
                     return
-            except LaunchError as error:
-                problems[host] = str(error)
-                return
             time.sleep(_AGAIN_S)
 
     threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
