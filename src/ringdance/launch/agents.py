@@ -6,7 +6,6 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringdance.launch.cause import signal_name
@@ -40,21 +39,6 @@ class RankLink:
         return self.remote.frames.send({"to": self.number, "message": message})
 
 
-@dataclass
-class _Agent:
-    remote: Remote
-    local: bool = False
-    ready: bool = False
-    clean: bool = False
-    lost: bool = False
-    problem: str = ""
-    port: int = 0
-
-    @property
-    def there(self) -> bool:
-        return not (self.lost or self.clean)
-
-
 class Agents:
     """All agents of a job.
 
@@ -74,16 +58,16 @@ class Agents:
         job: Job,
         heartbeat_timeout: float,
     ) -> None:
-        self._local = _Agent(local, local=True)
-        self._remote = [_Agent(remote) for remote in remotes]
-        self._all = {agent.remote.host: agent for agent in (*self._remote, self._local)}
+        self._local = local
+        self._remotes = list(remotes)
+        self._all = {agent.host: agent for agent in (*self._remotes, self._local)}
         self._selector, self._job, self._heartbeat_timeout = selector, job, heartbeat_timeout
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
         self._input: tuple[RankLink, int] | None = None
         self._paused = False
         for agent in self._all.values():
-            fd = agent.remote.frames.read_fd
+            fd = agent.frames.read_fd
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
 
     def begin(self, local: Mapping[str, Any], remote: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
@@ -95,13 +79,13 @@ class Agents:
             files: contents by name.
         """
         for agent in self._all.values():
-            agent.remote.heard = time.monotonic()
+            agent.heard = time.monotonic()
             if agent.local:
-                agent.remote.frames.send({**local, "heartbeat_timeout": None})
+                agent.frames.send({**local, "heartbeat_timeout": None})
             else:
-                agent.remote.frames.send({**remote, "heartbeat_timeout": self._heartbeat_timeout})
+                agent.frames.send({**remote, "heartbeat_timeout": self._heartbeat_timeout})
             for name, data in files.items():
-                agent.remote.frames.send({"put": name}, data)
+                agent.frames.send({"put": name}, data)
 
     @property
     def ready(self) -> bool:
@@ -117,7 +101,7 @@ class Agents:
     @property
     def remotes_gone(self) -> bool:
         """Whether no other host is left to wait for."""
-        return not any(agent.there for agent in self._remote)
+        return not any(agent.there for agent in self._remotes)
 
     @property
     def clean(self) -> bool:
@@ -128,11 +112,11 @@ class Agents:
     def pending(self) -> bool:
         """Whether any host has not answered for a while, but not for so long that it counts as lost."""
         now = time.monotonic()
-        return any(agent.there and now - agent.remote.heard > _LATE_S for agent in self._remote)
+        return any(agent.there and now - agent.heard > _LATE_S for agent in self._remotes)
 
     def is_local(self, link: RankLink) -> bool:
         """Whether a rank is on this host."""
-        return link.remote is self._local.remote
+        return link.remote is self._local
 
     def port(self, host: str) -> int:
         """Return a port that the agent on a host keeps free."""
@@ -140,7 +124,7 @@ class Agents:
 
     def put(self, name: str, text: str, mode: int = 0o600) -> None:
         """Write a file into the job's directory on this host."""
-        self._local.remote.frames.send({"put": name, "mode": mode}, text.encode())
+        self._local.frames.send({"put": name, "mode": mode}, text.encode())
 
     def launch(self, argv: Sequence[str], loopback: bool, on_exit: OnExit) -> None:
         """Start mpiexec here.
@@ -154,52 +138,52 @@ class Agents:
 
     def spawn(self, host: str, command: str, on_exit: OnExit) -> bool:
         """Start a shell's command on another host; return False if there is no agent."""
-        agent = next((agent for agent in self._remote if agent.remote.host == host), None)
+        agent = next((agent for agent in self._remotes if agent.host == host), None)
         return agent is not None and agent.there and self._spawn(agent, on_exit, command=command)
 
-    def _spawn(self, agent: _Agent, on_exit: OnExit, **what: Any) -> bool:
+    def _spawn(self, agent: Remote, on_exit: OnExit, **what: Any) -> bool:
         self._programs.append(on_exit)
-        return agent.remote.frames.send({"spawn": len(self._programs) - 1, **what})
+        return agent.frames.send({"spawn": len(self._programs) - 1, **what})
 
     def pause(self, paused: bool) -> None:
         """Announce that the launcher is stopped by the terminal, or that it goes on."""
         self._paused = paused
-        for agent in self._remote:
-            agent.remote.heard = time.monotonic()
-            agent.remote.frames.send({"pause": paused})
+        for agent in self._remotes:
+            agent.heard = time.monotonic()
+            agent.frames.send({"pause": paused})
 
     # --- the end -------------------------------------------------------------------------------
 
     def clean_remotes(self, failed: bool) -> None:
         """End the job on the other hosts; `on_remote_clean` follows."""
-        for agent in self._remote:
-            if agent.there and not agent.remote.frames.send({"clean": True, "failed": failed}):
+        for agent in self._remotes:
+            if agent.there and not agent.frames.send({"clean": True, "failed": failed}):
                 agent.lost = True
         if self.remotes_gone:
             self._job.on_remote_clean()
 
     def clean_local(self, failed: bool) -> None:
         """End the job on this host; `on_local_clean` or `on_local_lost` follows."""
-        self._local.remote.frames.send({"clean": True, "failed": failed, "results": False})
+        self._local.frames.send({"clean": True, "failed": failed, "results": False})
 
     def give_up_remotes(self) -> None:
         """Count other hosts that still do not answer as lost."""
-        for agent in self._remote:
+        for agent in self._remotes:
             agent.lost = agent.lost or not agent.clean
 
     def kill_local(self) -> None:
         """Kill the agent on this host; `on_local_lost` follows."""
-        self._local.remote.kill()
+        self._local.kill()
 
     def close(self) -> None:
         """End all connections, and so all agents that have not ended."""
         for agent in self._all.values():
-            self._watch_room(agent, False)
-            watch(self._selector, agent.remote.frames.read_fd, 0, None)
+            for descriptor in (agent.frames.read_fd, agent.frames.write_fd):
+                watch(self._selector, descriptor, 0, None)
             if agent.lost and not agent.local:
-                agent.remote.kill()
-            agent.remote.close(_CLOSE_S if agent.local else 2.0)
-        for lock in {agent.remote.frames.shared[0] for agent in self._remote if agent.remote.frames.shared}:
+                agent.kill()
+            agent.close(_CLOSE_S if agent.local else 2.0)
+        for lock in {agent.frames.shared[0] for agent in self._remotes if agent.frames.shared}:
             os.close(lock)
 
     # --- heartbeats ----------------------------------------------------------------------------
@@ -207,67 +191,61 @@ class Agents:
     def check(self) -> float | None:
         """Find lost hosts, send what waits; return the seconds until this is due again, None for never."""
         now = time.monotonic()
-        for agent in self._remote:
-            late = agent.there and agent.ready and now - agent.remote.heard > self._heartbeat_timeout
+        for agent in self._remotes:
+            late = agent.there and agent.ready and now - agent.heard > self._heartbeat_timeout
             if late and not self._paused and self._silent(agent):
                 self._lose(agent, f"no heartbeat for {self._heartbeat_timeout:g} s (host or network down)")
         for agent in self._all.values():
-            if agent.remote.frames.unsent:
-                agent.remote.frames.flush()
-            self._watch_room(agent, agent.there)
-        return _PING_S if self._remote else None
+            self._send_on(agent)
+        return _PING_S if self._remotes else None
 
-    def _watch_room(self, agent: _Agent, there: bool) -> None:
-        """Have the loop send on what waits for this host as soon as there is room."""
-        frames = agent.remote.frames
-        waits = there and frames.open and bool(frames.unsent)
+    def _send_on(self, agent: Remote) -> None:
+        """Send what waits for this host, and have the loop send the rest as soon as there is room."""
+        frames = agent.frames
+        waits = agent.there and frames.unsent and frames.flush() and frames.unsent
         action = (lambda: self._send_on(agent)) if waits else None
         watch(self._selector, frames.write_fd, selectors.EVENT_WRITE, action)
 
-    def _send_on(self, agent: _Agent) -> None:
-        agent.remote.frames.flush()
-        self._watch_room(agent, agent.there)
-
-    def _silent(self, agent: _Agent) -> bool:
+    def _silent(self, agent: Remote) -> bool:
         """Check that nothing lies in its connection either: this process may have been the one to sleep."""
         with selectors.DefaultSelector() as selector:
-            selector.register(agent.remote.frames.read_fd, selectors.EVENT_READ)
+            selector.register(agent.frames.read_fd, selectors.EVENT_READ)
             return not selector.select(0)
 
-    def _lose(self, agent: _Agent, why: str) -> None:
+    def _lose(self, agent: Remote, why: str) -> None:
         agent.lost = True
-        watch(self._selector, agent.remote.frames.read_fd, 0, None)
-        self._watch_room(agent, False)
-        code = agent.remote.kill()
+        watch(self._selector, agent.frames.read_fd, 0, None)
+        self._send_on(agent)
+        code = agent.kill()
         if agent.local:
             self._job.on_local_lost(f"exit code {code}: {why}")
             return
-        self._job.on_host_failed(agent.remote.host, why, lost=True)
-        for link in [link for link in self._links.values() if link.remote is agent.remote]:
+        self._job.on_host_failed(agent.host, why, lost=True)
+        for link in [link for link in self._links.values() if link.remote is agent]:
             self._job.on_rank_closed(link)
 
     # --- reports -------------------------------------------------------------------------------
 
-    def _read(self, agent: _Agent) -> None:
+    def _read(self, agent: Remote) -> None:
         try:
-            messages, alive = agent.remote.frames.receive()
+            messages, alive = agent.frames.receive()
         except ValueError as error:
             self._lose(agent, f"protocol error: {error}")
             return
-        agent.remote.heard = time.monotonic()
+        agent.heard = time.monotonic()
         self._job.on_progress()
         for message, payload in messages:
             self._take(agent, message, payload)
         if not alive and agent.there:
-            last = agent.remote.last_words()
+            last = agent.last_words()
             self._lose(agent, "connection closed" + (f" ({last})" if last else ""))
         elif not alive:
-            watch(self._selector, agent.remote.frames.read_fd, 0, None)
+            watch(self._selector, agent.frames.read_fd, 0, None)
 
-    def _take(self, agent: _Agent, message: dict[str, Any], payload: bytes) -> None:
-        job, host = self._job, agent.remote.host
+    def _take(self, agent: Remote, message: dict[str, Any], payload: bytes) -> None:
+        job, host = self._job, agent.host
         if "from" in message:
-            self._from_rank(agent.remote, message, payload)
+            self._from_rank(agent, message, payload)
         elif "ready" in message:
             agent.ready, agent.problem, agent.port = True, message["problem"], message["port"]
             if self.ready:
@@ -314,18 +292,14 @@ class Agents:
     def _await_input(self) -> None:
         assert self._input
         try:
-            self._selector.register(self._input[1], selectors.EVENT_READ, self._pass_input_once)
+            watch(self._selector, self._input[1], selectors.EVENT_READ, self._pass_input)
         except PermissionError:  # a file, or /dev/null: cannot be waited for, and need not
             self._pass_input()
-
-    def _pass_input_once(self) -> None:
-        assert self._input
-        self._selector.unregister(self._input[1])
-        self._pass_input()
 
     def _pass_input(self) -> None:
         assert self._input
         link, descriptor = self._input
+        watch(self._selector, descriptor, 0, None)
         try:
             data = os.read(descriptor, 32768)
         except OSError:

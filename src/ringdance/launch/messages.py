@@ -14,7 +14,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 AGENT_SPEAKS = b"\n::ringdance-agent::\n"
@@ -42,21 +42,28 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, message: dict[str, Any]) -> bool:
-        """Send; return False if the peer has closed."""
+    @classmethod
+    def connect(cls, path: str) -> Channel:
+        """Connect to a Unix socket.
+
+        Raises:
+            OSError: there is none.
+        """
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(path)
+        return cls(sock)
+
+    def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> bool:
+        """Send, with open file descriptors for the other process; return False if the peer has closed."""
+        data = json.dumps(message).encode() + b"\n"
         try:
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
+            if descriptors:
+                socket.send_fds(self.sock, [data], list(descriptors))
+            else:
+                self.sock.sendall(data)
         except OSError:
             return False
         return True
-
-    def send_with(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        """Send with open file descriptors for the other process.
-
-        Raises:
-            OSError: the peer has closed.
-        """
-        socket.send_fds(self.sock, [json.dumps(message).encode() + b"\n"], descriptors)
 
     def receive(self) -> tuple[list[dict[str, Any]], list[int], bool]:
         """Read once; return messages, descriptors, and whether the peer is still there."""
@@ -92,16 +99,12 @@ class Frames:
         self._text = b""  # of the message whose payload is not whole yet
         self._payload: list[bytes] = []
         self._outbox: collections.deque[memoryview] = collections.deque()
-        self._unsent = 0
+        self.unsent = 0
+        """Bytes that wait until the peer takes them: then call :meth:`flush`."""
         self._lock = threading.Lock()
         self.open = True
         self.shared: tuple[int, int] | None = None
         """A file and a byte of it, locked while part of a message is sent: the local agent pings too."""
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that wait until the peer takes them: then call :meth:`flush`."""
-        return self._unsent
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> bool:
         """Send; return False if the peer has closed. A payload of any size; a large one is not copied."""
@@ -117,7 +120,7 @@ class Frames:
 
     def _put(self, data: bytes | memoryview) -> None:
         self._outbox.append(memoryview(data))
-        self._unsent += len(data)
+        self.unsent += len(data)
 
     def flush(self) -> bool:
         """Send what can be sent now; return False if the peer has closed."""
@@ -132,7 +135,7 @@ class Frames:
                 except OSError:
                     self.open = False
                     break
-                self._unsent -= sent
+                self.unsent -= sent
                 if sent == len(self._outbox[0]):
                     self._outbox.popleft()
                 else:

@@ -68,11 +68,7 @@ class _Agent:
         self._heard = self._answered = time.monotonic()
         self._timeout: float | None = None  # for the launcher's heartbeat
         self._paused = self._full = self._over = False
-        self._wake, write = os.pipe()
-        for end in (self._wake, write):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wake = linux.wake_on_signals()
 
     def run(self) -> None:
         """Serve until the job is over or the launcher has ended; then nothing of the job is left here."""

@@ -90,12 +90,8 @@ class Programs:
                 restrict(self._restricted)
             except OSError as error:
                 self.restricting = None
-                self._launcher.send(
-                    {
-                        "note": "mpiexec listens on all of this host's addresses, it cannot be bound to "
-                        f"loopback: {error.strerror}"
-                    }
-                )
+                what = "mpiexec listens on all of this host's addresses, it cannot be bound to loopback"
+                self._launcher.send({"note": f"{what}: {error.strerror}"})
 
     def _read(self, output: Any) -> bool:
         try:

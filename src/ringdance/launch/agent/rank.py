@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -28,13 +27,9 @@ from ..messages import Channel
 from ..system import linux
 from . import paths
 
+PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _VARIABLES = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    [f"OMPI_COMM_WORLD_{name}" for name in PLACE[:4]],
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 )
@@ -43,7 +38,6 @@ _BEFORE_OTHERS_S = 1.5
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
 
-PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _TORCH = {
     "RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
     "CROSS_RANK": "GROUP_RANK",
@@ -111,7 +105,7 @@ class _Supervisor:
 
     def __init__(self, channel: Channel, front: int) -> None:
         self._channel, self._front = channel, front
-        self._wake = _wake_on_signals()
+        self._wake = linux.wake_on_signals()
         self._child = 0
         self._front_gone = self._told_to_end = False
 
@@ -151,9 +145,7 @@ class _Supervisor:
     ) -> tuple[dict[str, int], int, int] | None:
         """Hand over the streams; return the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
         hello = {name.lower(): value for name, value in where.items()}
-        try:
-            self._channel.send_with({**hello, "host": os.uname().nodename}, streams)
-        except OSError:
+        if not self._channel.send({**hello, "host": os.uname().nodename}, streams):
             return None
         alive, descriptors, numbers, port = True, list[int](), dict(where), 0
         while alive and not descriptors:
@@ -174,10 +166,7 @@ class _Supervisor:
 
     def _kill(self) -> None:
         # Not its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
-        try:
-            os.kill(self._child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        self._pass_on(signal.SIGKILL)
 
     def _wait(self) -> int | None:
         """Wait for the rank, passing signals on; return its exit code or -signal, None without an agent."""
@@ -208,23 +197,6 @@ class _Supervisor:
         return alive
 
 
-def _wake_on_signals() -> int:
-    wake, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return wake
-
-
-def _connect(path: str) -> Channel:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.connect(path)
-    except OSError:  # the agent is gone
-        os._exit(1)
-    return Channel(sock)
-
-
 def main(arguments: list[str]) -> None:
     """Run a rank; `arguments`: where the job's directory may be (with colons), its id, the command."""
     named, job, command = arguments[0], arguments[1], arguments[2:]
@@ -247,7 +219,11 @@ def main(arguments: list[str]) -> None:
     if supervisor == 0:
         os.setpgid(0, 0)
         os.close(write)
-        os._exit(_Supervisor(_connect(path), read).run(command))
+        try:
+            channel = Channel.connect(path)
+        except OSError:  # the agent is gone
+            os._exit(1)
+        os._exit(_Supervisor(channel, read).run(command))
     os.close(read)
     for number in _FORWARDED:
         signal.signal(number, lambda number, _: os.kill(supervisor, number))

@@ -130,10 +130,7 @@ class Ranks:
             stdin, self._stdin = self._stdin, -1
         else:
             stdin, connection.stdin = os.pipe()
-        try:
-            connection.channel.send_with(message, [stdin])
-        except OSError:
-            pass  # reading detects its end
+        connection.channel.send(message, [stdin])
         os.close(stdin)
 
     def write_stdin(self, number: int, data: bytes) -> None:

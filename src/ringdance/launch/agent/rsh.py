@@ -7,7 +7,6 @@ agent's socket, ssh's options (passed over), the host, and the words of the comm
 from __future__ import annotations
 
 import os
-import socket
 import sys
 
 from ..messages import Channel
@@ -22,12 +21,10 @@ def main(arguments: list[str]) -> None:
         del words[: 2 if words[0] in _WITH_VALUE else 1]
     if len(words) < 2:
         sys.exit("ringdance: mpiexec gave no host or no command")
-    sock = socket.socket(socket.AF_UNIX)
     try:
-        sock.connect(path)
+        channel = Channel.connect(path)
     except OSError:  # the agent is gone
         os._exit(255)
-    channel = Channel(sock)
     channel.send({"rsh": words[0], "command": " ".join(words[1:])})
     alive = True
     while alive:

@@ -38,6 +38,12 @@ class Remote:
         facts: what the host is.
         heard: when its last message came (monotonic seconds).
         errors: what that process wrote on stderr.
+        local: whether the host is the launcher's own.
+        ready: whether it has prepared itself for the job.
+        problem: what has kept it from that, or "".
+        port: one that it keeps free.
+        clean: whether it has cleaned up after the job.
+        lost: whether it has ended, or does not answer.
     """
 
     host: str
@@ -47,6 +53,17 @@ class Remote:
     facts: HostFacts = field(default_factory=HostFacts)
     heard: float = field(default_factory=time.monotonic)
     errors: bytearray = field(default_factory=bytearray)
+    local: bool = False
+    ready: bool = False
+    problem: str = ""
+    port: int = 0
+    clean: bool = False
+    lost: bool = False
+
+    @property
+    def there(self) -> bool:
+        """Whether it still serves the job."""
+        return not (self.lost or self.clean)
 
     def close(self, timeout: float = 2.0) -> None:
         """End the connection, which ends the agent; kill the process if it has not ended in time."""
@@ -134,7 +151,13 @@ def attempt(
     threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
-    _join(threads, hosts, found, problems, until, log)
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_TOLD_S)
+            missing = [host for host in hosts if host not in found and host not in problems]
+            if thread.is_alive() and missing:
+                left = max(0.0, until - time.monotonic())
+                log(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
     # In the order given: of two names of one machine the later is the wrong one.
     problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
     return found, problems
@@ -143,23 +166,6 @@ def attempt(
 def together(problems: Sequence[str]) -> str:
     """Return all problems as one message."""
     return "\n  ".join(["Cannot start:", *problems]) if problems[1:] else problems[0]
-
-
-def _join(
-    threads: Sequence[threading.Thread],
-    hosts: Sequence[str],
-    found: Mapping[str, Remote],
-    problems: Mapping[str, str],
-    until: float,
-    log: Callable[[str], None],
-) -> None:
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(_TOLD_S)
-            missing = [host for host in hosts if host not in found and host not in problems]
-            if thread.is_alive() and missing:
-                left = max(0.0, until - time.monotonic())
-                log(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
 
 
 def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
@@ -202,14 +208,11 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
     """
     files = (sock, sock.dup())  # two descriptors: each is watched for one direction
     remote = Remote(host, Frames(files[0].fileno(), files[1].fileno(), after=AGENT_SPEAKS), files)
-    try:
-        answered = _await_facts(remote, timeout)
-    except _Problem:
-        answered = False
-    if not answered:
-        remote.close()
-        raise LaunchError(f"host {host}: its agent does not answer")
-    return remote
+    with contextlib.suppress(_Problem):
+        if _await_facts(remote, timeout):
+            return remote
+    remote.close()
+    raise LaunchError(f"host {host}: its agent does not answer")
 
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
@@ -255,6 +258,7 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     try:
         command = bare_command("agent.main", *map(str, passed))
         remote = _start(host, command, env=environ, pass_fds=[fd for fd in passed if fd >= 0])
+        remote.local = True
         with contextlib.suppress(OSError, AttributeError):  # output in larger chunks, where that is possible
             fcntl.fcntl(remote.frames.read_fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         return remote

@@ -65,6 +65,16 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def wake_on_signals() -> int:
+    """Return a non-blocking descriptor that is readable after a signal with a handler, and after SIGCHLD."""
+    wake, write = os.pipe()
+    for end in (wake, write):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wake
+
+
 def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
