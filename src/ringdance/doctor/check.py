@@ -32,7 +32,7 @@ class Usage:
         directories: directories for logs and checkpoints.
         hosts: names of all hosts; empty for this machine alone.
         cwd: the directory in which the command will run.
-        probe_files: files just written into `directories` on this host, to see whether all hosts share them.
+        probe_files: directories just made in `directories` on this host, to see whether all hosts share them.
     """
 
     slots: Mapping[str, int] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -156,12 +156,8 @@ def started(hosts: Sequence[str], shell: RemoteShell, local: Collection[str]) ->
         shell: how other hosts are reached.
         local: those of `hosts` that are this machine.
     """
-    remotes = {host: Remote(host, shell, host in local) for host in hosts}
-    try:
-        yield remotes
-    finally:
-        for remote in remotes.values():
-            remote.close()
+    with ExitStack() as stack:
+        yield {host: stack.enter_context(closing(Remote(host, shell, host in local))) for host in hosts}
 
 
 def collect(
@@ -194,10 +190,17 @@ def collect(
         show()
 
     show()
-    with _probe_files(usage.directories) as made:
+    with ExitStack() as stack:
+        made = []
+        for directory in usage.directories:
+            with suppress(OSError):  # of one that cannot be written
+                mark = tempfile.TemporaryDirectory(
+                    prefix=".ringdance-doctor-", dir=directory, ignore_cleanup_errors=True
+                )
+                made.append(stack.enter_context(mark))
         request = {
             "probes": list(probes),
-            "usage": asdict(replace(usage, probe_files=made)),
+            "usage": asdict(replace(usage, probe_files=tuple(made))),
             "seconds": seconds,
             "environ": {name: os.environ[name] for name in _LIBRARIES if name in os.environ},
         }
@@ -214,25 +217,6 @@ def _facts(remote: Remote, request: Mapping[str, Any], seconds: float) -> dict[s
     # Its clock is ahead by some number between these two.
     ahead = [found["times"]["ended"] - received, found["times"]["began"] - sent]
     return found | {"reach": {"error": "", "local": remote.local, "ahead": ahead}}
-
-
-@contextmanager
-def _probe_files(directories: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Make an empty file in each directory that can be written, for as long as the hosts are examined."""
-    made = []
-    for directory in directories:
-        path = os.path.join(directory, f".ringdance-doctor-{secrets.token_hex(8)}")
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except OSError:
-            continue
-        made.append(path)
-    try:
-        yield tuple(made)
-    finally:
-        for path in made:
-            with suppress(OSError):
-                os.unlink(path)
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[list[tuple[str, str]]]:

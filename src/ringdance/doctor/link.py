@@ -40,7 +40,7 @@ def _serve(connection: socket.socket, token: bytes) -> None:
         connection.settimeout(30.0)
         try:
             while True:
-                left = int.from_bytes(_exactly(connection, 8), "big")
+                left = int.from_bytes(tcp.exactly(connection, 8), "big")
                 while left:
                     left -= connection.recv_into(buffer, min(left, _CHUNK)) or left
                 connection.sendall(b"d")
@@ -48,29 +48,18 @@ def _serve(connection: socket.socket, token: bytes) -> None:
             return
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = connection.recv(count, socket.MSG_WAITALL)
-    if len(data) < count:
-        raise ConnectionError("the other end has closed")
-    return data
-
-
 def measure(addresses: list[str], port: int, token: bytes, seconds: float) -> dict[str, Any]:
     """Connect to the first address that answers; return latency (half a round trip, s), bandwidth (bytes/s).
 
     Returns:
-        ``error`` (else ""), ``address``, ``latency``, and ``bandwidth`` if `seconds` is not 0.
+        ``error`` (else ""), ``latency``, and ``bandwidth`` if `seconds` is not 0.
     """
-    errors = []
-    for address in addresses:
-        try:
-            with tcp.connect([address], port, token) as connection:
-                connection.settimeout(10.0)
-                return {"address": address, "error": "", **_timed(connection, seconds)}
-        except OSError as error:
-            text = str(error.strerror or error)
-            errors.append(text if text.startswith(f"{address}: ") else f"{address}: {text}")
-    return {"error": "; ".join(errors) or "it has no address"}
+    try:
+        with tcp.connect(addresses, port, token) as connection:
+            connection.settimeout(10.0)
+            return {"error": "", **_timed(connection, seconds)}
+    except OSError as error:
+        return {"error": str(error.strerror or error)}
 
 
 def _send(connection: socket.socket, count: int) -> float:
@@ -80,7 +69,7 @@ def _send(connection: socket.socket, count: int) -> float:
     block = bytes(min(count, _CHUNK))
     for _ in range(count // _CHUNK):
         connection.sendall(block)
-    _exactly(connection, 1)
+    tcp.exactly(connection, 1)
     return time.perf_counter() - began
 
 

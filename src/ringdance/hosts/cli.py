@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from ringdance import subcommands
 from ringdance.hosts import commands
@@ -41,11 +42,8 @@ def _subcommand(
     """Make a subcommand of an action on hosts, with the options that name them."""
 
     def run(arguments: argparse.Namespace) -> int:
-        hosts = host_set(arguments)
-        try:
+        with closing(host_set(arguments)) as hosts:
             return action(arguments, hosts)
-        finally:
-            hosts.close()
 
     def add(parser: argparse.ArgumentParser) -> None:
         add_own(parser)

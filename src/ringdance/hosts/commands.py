@@ -228,18 +228,10 @@ def trust(arguments: argparse.Namespace, hosts: HostSet) -> int:
     remote = [host for host in hosts.names if host not in hosts.shell.local]
     found = keys.scan(remote, hosts.shell, arguments.connect_timeout)
     for one in found:
-        for kind in one.known:
-            print(f"{one.host}: {kind} is known")
-        for kind, key in one.new.items():
-            print(f"{one.host}: {kind} is new: {keys.fingerprint(key)}")
-        for kind in one.changed:
-            print(f"{one.host}: {kind} HAS CHANGED")
-        if one.changed:
-            one.problem = (
-                f"its key differs from the one in {one.file}. If that is right: ssh-keygen -R '{one.name}'"
-            )
+        for kind, state in one.states.items():
+            print(f"{one.host}: {kind} {state}")
     code = _print_problems({one.host: one.problem for one in found if one.problem})
-    new = [one for one in found if one.new and not one.changed]
+    new = [one for one in found if one.new]
     if not new:
         return code
     if not arguments.yes and not _confirmed(len(new)):

@@ -24,9 +24,8 @@ from ringdance.hosts.progress import CopyProgress
 
 CHUNK = 1 << 20
 _MAX_UNSENT = 4 << 20  # bytes that may wait for a host
-_MAX_ENTRIES = 5000  # in one message
 _RESERVE = 1 << 20  # bytes that stay free on a host's file system
-_LONG_S = 3600.0  # a host may have to read all its files
+_LONG_S = 86400.0  # a host may have to read all its files
 
 
 @dataclass
@@ -146,28 +145,20 @@ class Copy:
     def _prepare(self, hosts: Sequence[str], first: bool) -> None:
         """Send the list of files, and find out what the hosts have already."""
         source = self._source
-        begun = self._ask("begin", hosts, root=source.root, checksum=self._checksum)
-        self._states = {host: _State() for host in begun}
-        free: dict[str, int] = {}
-        for at in range(0, len(source.entries), _MAX_ENTRIES):
-            entries = [entry[:-1] for entry in source.entries[at : at + _MAX_ENTRIES]]
-            answers = self._ask("files", list(self._states), json.dumps(entries).encode())
-            self._states = {host: self._states[host] for host in answers}
-            for host, answer in answers.items():
-                self._states[host].have += answer["have"]
-                free[host] = answer["free"]
-        sizes = [entry.size for entry in self._files]
+        entries = json.dumps([entry[:-1] for entry in source.entries]).encode()
+        begun = self._ask("begin", hosts, entries, root=source.root, checksum=self._checksum)
+        self._states = {host: _State(answer["have"]) for host, answer in begun.items()}
         for host, state in self._states.items():
             state.open = {file for file, have in enumerate(state.have) if have >= 0}
-            state.done = sum(size if have < 0 else have for size, have in zip(sizes, state.have, strict=True))
+            there = zip(self._files, state.have, strict=True)
+            state.done = sum(entry.size if have < 0 else have for entry, have in there)
             if first:
                 self.outcomes[host].there = len(state.have) - len(state.open)
                 self.outcomes[host].kept = sum(state.have[file] for file in state.open)
-                needed = source.size - state.done
-                if needed and needed + _RESERVE > free[host]:
+                needed, free = source.size - state.done, begun[host]["free"]
+                if needed and needed + _RESERVE > free:
                     self._fail(
-                        host,
-                        f"needs {decimal(needed)}, but {source.root} has only {decimal(free[host])} free",
+                        host, f"needs {decimal(needed)}, but {source.root} has only {decimal(free)} free"
                     )
         self._show()
 

@@ -29,18 +29,16 @@ class Keys:
         host: as given.
         name: the host in ssh's file of known hosts.
         file: that file.
-        new: keys that are not known: their type and the key itself.
-        known: types of those that are known and the same.
-        changed: types of those that differ from a known one.
-        problem: why nothing was found, or "".
+        new: keys to write, by their type; none if one differs from a known one.
+        states: what each key is, by its type: "is known", "is new: FINGERPRINT" or "HAS CHANGED".
+        problem: why nothing is to be written, or "".
     """
 
     host: str
     name: str = ""
     file: str = ""
     new: dict[str, str] = field(default_factory=dict)
-    known: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
+    states: dict[str, str] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -85,13 +83,19 @@ def _scan(keys: Keys, shell: RemoteShell, timeout: float) -> None:
     if os.path.exists(keys.file):
         for kind, key in _keys(_output(["ssh-keygen", "-F", keys.name, "-f", keys.file], 10.0)):
             known.setdefault(kind, set()).add(key)
-    for kind in sorted(offered):
-        if offered[kind] in known.get(kind, ()):
-            keys.known.append(kind)
+    for kind, key in sorted(offered.items()):
+        if key in known.get(kind, ()):
+            keys.states[kind] = "is known"
         elif kind in known:
-            keys.changed.append(kind)
+            keys.states[kind] = "HAS CHANGED"
+            keys.problem = (
+                f"its key differs from the one in {keys.file}. If that is right: ssh-keygen -R '{keys.name}'"
+            )
         else:
-            keys.new[kind] = offered[kind]
+            keys.states[kind] = f"is new: {fingerprint(key)}"
+            keys.new[kind] = key
+    if keys.problem:
+        keys.new.clear()
 
 
 def _output(command: Sequence[str], timeout: float) -> str:

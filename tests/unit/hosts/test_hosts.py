@@ -79,8 +79,9 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     two = target(tmp_path)
     assert two.check(partials_in(str(tmp_path))) == 1000
     assert two.write(500, DATA[500:]) == len(DATA) - 1000
-    assert two.complete
+    assert not two.ready
     two.digest = DIGEST
+    assert two.ready
     assert two.finish()
     assert (tmp_path / "file").read_bytes() == DATA
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from ringdance.doctor.check import AREAS, Check
-from ringdance.doctor.checks import (
-    cpu,
-    disk,
-    environment,
-    gpu,
-    hosts,
-    leftovers,
-    limits,
-    links,
-    memory,
-    mpi,
-    network,
-    python,
-)
+import importlib
 
-_MODULES = (hosts, network, links, python, mpi, environment, cpu, memory, limits, disk, gpu, leftovers)
+from ringdance.doctor.check import AREAS, Check
+
+_MODULES = (
+    "hosts", "network", "links", "python", "mpi", "environment", "cpu", "memory", "limits", "disk", "gpu",
+    "leftovers",
+)  # fmt: skip
+_ALL = [check for name in _MODULES for check in importlib.import_module(f"{__name__}.{name}").CHECKS]
 CHECKS: dict[str, Check] = {
-    check.name: check
-    for check in sorted(
-        (check for module in _MODULES for check in module.CHECKS), key=lambda check: AREAS.index(check.area)
-    )
+    check.name: check for check in sorted(_ALL, key=lambda check: AREAS.index(check.area))
 }
 """Every check by name, in the order of the areas."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
-from ringdance.doctor.rows import GB, MB, limit, size
+from ringdance.doctor.rows import GB, MB, limit
 
 _PERMANENT = (
     "and permanently in /etc/security/limits.conf (or DefaultLimit... of systemd, for slurmd and dockerd)"
@@ -40,22 +40,9 @@ def _processes(host: Host) -> Finding:
     return Finding(f"processes and threads: {'no limit' if soft is None else soft}")
 
 
-def _below(host: Host, name: str, need: int) -> bool:
+def _below(host: Host, name: str, need: float = math.inf) -> bool:
     soft = host["limits"][name][0]
     return soft is not None and soft < need
-
-
-def _unlimited(name: str, what: str, effect: str, fix: str) -> Callable[[Host], Finding]:
-    """Judge a limit that should not be set."""
-
-    def judge(host: Host) -> Finding:
-        soft = host["limits"][name][0]
-        if soft is None:
-            return Finding(f"{what}: no limit")
-        value = f"{soft} s" if name == "cpu_time" else size(soft)
-        return Finding(f"{what}: {value} only; {effect}", fix)
-
-    return judge
 
 
 CHECKS = (
@@ -78,17 +65,17 @@ CHECKS = (
                 "ulimit -s 8192")),
     Check("limit-address-space", "limits", ERROR,
           "address space: CUDA and shared memory reserve far more than they use",
-          _unlimited("address",
-                     "address space",
-                     "frameworks reserve more than they use",
-                     "ulimit -v unlimited")),
+          limit("address space: {limits[address][0]!b}", lambda host: _below(host, "address"),
+                "ulimit -v unlimited",
+                problem="address space: {limits[address][0]!b} only; frameworks reserve more than they use")),
     Check("limit-file-size", "limits", ERROR,
           "size of files: a checkpoint that grows beyond it ends the rank with SIGXFSZ",
-          _unlimited("file_size", "size of files", "a larger checkpoint ends its rank",
-                     "ulimit -f unlimited")),
+          limit("size of files: {limits[file_size][0]!b}", lambda host: _below(host, "file_size"),
+                "ulimit -f unlimited",
+                problem="size of files: {limits[file_size][0]!b} only; a larger checkpoint ends its rank")),
     Check("limit-cpu-time", "limits", ERROR, "CPU time: login nodes kill processes after some minutes of it",
-          _unlimited("cpu_time",
-                     "CPU time",
-                     "then a process is killed, as on a login node",
-                     "run on a compute node (salloc, sbatch), or: ulimit -t unlimited")),
+          limit("CPU time: no limit", lambda host: _below(host, "cpu_time"),
+                "run on a compute node (salloc, sbatch), or: ulimit -t unlimited",
+                problem="CPU time: {limits[cpu_time][0]} s only; then a process is killed, as on a login "
+                        "node")),
 )  # fmt: skip

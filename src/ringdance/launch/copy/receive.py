@@ -1,16 +1,16 @@
 """Receive files for ``ringdance hosts copy`` in an agent, and pass them on to the next host.
 
-The launcher sends every host, over its own connection, the list of files (``files``) and the checksum of each
+The launcher sends every host, over its own connection, the list of files (``begin``) and the checksum of each
 file once it is complete (``end``); the chunks come from the launcher or, over TCP, from the host before, and
 go on to the host after. So a machine between two hosts can corrupt a chunk, but the file is then discarded. A
 file is written under another name in its directory and renamed when it is complete and correct; the next copy
 continues what an interrupted one has left. Standard library only.
 
-Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``), ``files`` with
-a JSON list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
+Launcher to agent, each a ``{"task": "copy", "do": ...}``: ``begin`` (``root``, ``checksum``) with a JSON
+list of [path, kind, size, mode, time, text] as bytes, ``listen`` and ``next`` (``token``, ``port``,
 ``addresses``), ``chunk`` (``file``, ``at``) with bytes, ``end`` (``file``, ``digest``), ``over``.
-Agent to launcher (``{"answer": "copy", "what": ...}``): ``begin``, ``files`` with ``have`` and ``free``,
-``listen`` with ``port``, ``next``, ``over``, each with a ``problem`` or ""; and unsolicited ``file`` (its
+Agent to launcher (``{"answer": "copy", "what": ...}``): ``begin`` with ``have`` and ``free``, ``listen``
+with ``port``, ``next``, ``over``, each with a ``problem`` or ""; and unsolicited ``file`` (its
 number, ``problem``, ``again``: whether it was corrupted), ``got`` (bytes written since the last), ``cut``
 (the host before is gone), ``lost`` (the host after is).
 """
@@ -29,7 +29,7 @@ from typing import Any
 from ..messages import Frames, watch
 from ..remote.tcp import accept, connect, listen
 from ..system.machine import in_home
-from .received_file import DONE, ReceivedFile, partials_in
+from .received_file import ReceivedFile, partials_in
 
 _REPORT_S = 0.2
 _Link = tuple[socket.socket, Frames]
@@ -48,8 +48,6 @@ class Receiver:
         self._root = "/"
         self._targets: list[ReceivedFile] = []
         self._directories: list[tuple[str, int, int]] = []
-        self._partials: dict[str, set[str]] = {}  # by directory: names of partial files of earlier copies
-        self._checksum = False
         self._listener: socket.socket | None = None
         self._before: _Link | None = None
         self._after: _Link | None = None
@@ -66,7 +64,7 @@ class Receiver:
             return
         try:
             answer = {
-                "begin": self._begin, "files": self._files, "listen": self._listen, "next": self._next,
+                "begin": self._begin, "listen": self._listen, "next": self._next,
                 "over": self._finish,
             }[do](message, payload)  # fmt: skip
         except OSError as error:
@@ -79,15 +77,12 @@ class Receiver:
     # --- the list of files ---------------------------------------------------------------------
 
     def _begin(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        """Make directories and links; return how many bytes of each file are here, or DONE."""
         self._close()
         self._root = os.path.abspath(in_home(message["root"]))
-        self._checksum = message["checksum"]
         os.makedirs(self._root, exist_ok=True)
-        return {"root": self._root}
-
-    def _files(self, message: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Make directories and links; return how many bytes of each file are here, or DONE."""
         have: list[int] = []
+        partials: dict[str, set[str]] = {}  # by directory: names of partial files of earlier copies
         for path, kind, size, mode, changed, text in json.loads(payload):
             own = self._own_path(path)
             if kind == "directory":
@@ -98,10 +93,10 @@ class Receiver:
                 _link(text, own)
             else:
                 directory = os.path.dirname(own)
-                if directory not in self._partials:
-                    self._partials[directory] = partials_in(directory)
+                if directory not in partials:
+                    partials[directory] = partials_in(directory)
                 target = ReceivedFile(own, size, mode, changed)
-                have.append(target.check(self._partials[directory], text if self._checksum else ""))
+                have.append(target.check(partials[directory], text if message["checksum"] else ""))
                 self._targets.append(target)
         return {"have": have, "free": shutil.disk_usage(self._root).free}
 
@@ -185,11 +180,9 @@ class Receiver:
     def _complete(self, number: int) -> None:
         """Give a file its name if it is complete and correct."""
         target = self._targets[number]
-        if target.failed or target.have == DONE or not target.digest:
+        if not target.ready:
             return
         try:
-            if not target.complete:
-                return
             correct = target.finish()
         except OSError as error:
             self._report(number, _text(error))
@@ -222,7 +215,7 @@ class Receiver:
         """Close all files and connections; partial files stay for the next copy."""
         for target in self._targets:
             target.close()
-        self._targets, self._directories, self._partials = [], [], {}
+        self._targets, self._directories = [], []
         self._close_before()
         self._close_after()
         self._stop_listening()

@@ -135,9 +135,9 @@ class ReceivedFile:
         return file
 
     @property
-    def complete(self) -> bool:
-        """Whether all bytes are here."""
-        return self.have == self._size
+    def ready(self) -> bool:
+        """Whether all bytes and their checksum are here."""
+        return self.have == self._size and self.digest != "" and not self.failed
 
     def finish(self) -> bool:
         """Rename it, with its mode and time, and return True; delete it and return False if it is corrupt.

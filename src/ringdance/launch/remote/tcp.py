@@ -55,10 +55,10 @@ def answer(sock: socket.socket, token: bytes) -> socket.socket | None:
     """Authenticate an accepted connection; close it and return None if the peer does not know the token."""
     sock.settimeout(_ANSWER_S)
     try:
-        theirs = _exactly(sock)
+        theirs = exactly(sock)
         own = os.urandom(_SIZE)
         sock.sendall(own + _sign(token, b"listens", theirs + own))
-        if hmac.compare_digest(_exactly(sock), _sign(token, b"connects", theirs + own)):
+        if hmac.compare_digest(exactly(sock), _sign(token, b"connects", theirs + own)):
             return _ready(sock)
     except OSError:
         pass
@@ -71,8 +71,8 @@ def _prove(sock: socket.socket, token: bytes) -> bool:
     try:
         own = os.urandom(_SIZE)
         sock.sendall(own)
-        theirs = _exactly(sock)
-        if not hmac.compare_digest(_exactly(sock), _sign(token, b"listens", own + theirs)):
+        theirs = exactly(sock)
+        if not hmac.compare_digest(exactly(sock), _sign(token, b"listens", own + theirs)):
             return False
         sock.sendall(_sign(token, b"connects", own + theirs))
     except OSError:
@@ -84,12 +84,17 @@ def _sign(token: bytes, who: bytes, numbers: bytes) -> bytes:
     return hmac.digest(token, who + numbers, "sha256")
 
 
-def _exactly(sock: socket.socket) -> bytes:
+def exactly(sock: socket.socket, size: int = _SIZE) -> bytes:
+    """Read `size` bytes.
+
+    Raises:
+        OSError: the peer has closed, or sends nothing in time.
+    """
     data = b""
-    while len(data) < _SIZE:
-        more = sock.recv(_SIZE - len(data))
+    while len(data) < size:
+        more = sock.recv(size - len(data))
         if not more:
-            raise ConnectionError("closed")
+            raise ConnectionError("the other end has closed")
         data += more
     return data
 
