@@ -92,7 +92,7 @@ def _value(setting: Setting, variable: str, text: str, notes: list[str]) -> Any:
     """Parse `text`. If that fails: SettingError, or for a legacy name a note and a substitute."""
     legacy = variable == setting.legacy
     try:
-        return (setting.parser.legacy if legacy else setting.parser.parse)(text)
+        return setting.parser.parse(text, legacy)
     except ValueError:
         if not legacy:
             raise SettingError(

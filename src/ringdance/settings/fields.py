@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ringdance.settings.names import NO_EFFECT
-from ringdance.settings.parse import BYTES, CORES, SWITCH, TEXT, Parser, choice, integer, number
+from ringdance.settings.parse import BYTES, CORES, COUNT, NUMBER, POSITIVE, SWITCH, TEXT, Parser, choice
 
 T = TypeVar("T")
 
@@ -66,11 +66,11 @@ class Settings:
         unit="bytes", legacy="HOROVOD_FUSION_THRESHOLD",
     )
     cycle_time: float = _setting(
-        1.0, number(), "How long a submitted tensor may wait for others before a round starts.",
+        1.0, NUMBER, "How long a submitted tensor may wait for others before a round starts.",
         unit="ms", legacy="HOROVOD_CYCLE_TIME", unusable=0.0,
     )
     cache_capacity: int = _setting(
-        1024, integer(), "Tensors that a process set remembers, so that it agrees on them by one bit each.",
+        1024, COUNT, "Tensors that a process set remembers, so that it agrees on them by one bit each.",
         unit="tensors", legacy="HOROVOD_CACHE_CAPACITY", unusable=0,
     )
     deterministic: bool = _switch(
@@ -103,7 +103,7 @@ class Settings:
         unit="bytes",
     )
     spin_microseconds: int = _setting(
-        300, integer(), "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
+        300, COUNT, "How long a waiting rank polls (yielding its core) before it sleeps.", unit="µs"
     )
     thread_affinity: tuple[int, ...] = _setting(
         (), CORES, "Core for the engine's thread of each local rank (Linux); empty: not pinned.",
@@ -114,11 +114,11 @@ class Settings:
         legacy="HOROVOD_MPI_THREADS_DISABLE",
     )
     init_timeout: float = _setting(
-        120.0, number(above=True), "How long init() waits for all ranks before it names the missing ones.",
+        120.0, POSITIVE, "How long init() waits for all ranks before it names the missing ones.",
         unit="s",
     )
     elastic_timeout: float = _setting(
-        600.0, number(above=True), "How long ranks that start again after an error wait for one another.",
+        600.0, POSITIVE, "How long ranks that start again after an error wait for one another.",
         unit="s", legacy="HOROVOD_ELASTIC_TIMEOUT",
     )
 
@@ -128,15 +128,15 @@ class Settings:
         legacy="HOROVOD_STALL_CHECK_DISABLE",
     )
     stall_check_time: float = _setting(
-        4.0, number(above=True), "After this time a tensor that some ranks have not submitted is reported.",
+        4.0, POSITIVE, "After this time a tensor that some ranks have not submitted is reported.",
         unit="s", legacy="HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time: float = _setting(
-        0.0, number(), "After this time such a tensor ends the job; 0: never.",
+        0.0, NUMBER, "After this time such a tensor ends the job; 0: never.",
         unit="s", legacy="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     deadlock_time: float = _setting(
-        30.0, number(), "After this time without a new call ranks that all wait for each other raise "
+        30.0, NUMBER, "After this time without a new call ranks that all wait for each other raise "
         "DeadlockError; 0: never (as with Horovod's names).", unit="s",
     )
     log_level: str = _setting(
@@ -149,15 +149,13 @@ class Settings:
         "temporary directory.",
     )
     recorder_batches: int = _setting(
-        256, integer(), "Batches that the flight recorder keeps; 0: none.", unit="batches"
+        256, COUNT, "Batches that the flight recorder keeps; 0: none.", unit="batches"
     )
     timeline: str = _setting(
         "", TEXT, "File for a Chrome trace of all tensors, or DYNAMIC to wait for start_timeline().",
         legacy="HOROVOD_TIMELINE",
     )
-    elastic: bool = _switch(
-        False, "The job may lose and gain ranks.", legacy="HOROVOD_ELASTIC",
-    )
+    elastic: bool = _switch(False, "The job may lose and gain ranks.", legacy="HOROVOD_ELASTIC")
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

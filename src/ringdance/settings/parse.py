@@ -26,24 +26,32 @@ class Parser(Generic[T]):
 
     Attributes:
         expected: what can be written, as the end of "expected …".
-        parse: text to value; ``ValueError`` if it cannot be used.
-        legacy: the same for a ``HOROVOD_*`` name, where Horovod reads it differently.
+        convert: text to value; ``ValueError`` if it is none.
+        accepts: whether the value can be used.
+        legacy: in place of `convert` for a ``HOROVOD_*`` name, where Horovod reads it differently.
     """
 
     expected: str
-    parse: Callable[[str], T]
-    legacy: Callable[[str], T]
+    convert: Callable[[str], T]
+    accepts: Callable[[T], bool] = lambda value: True
+    legacy: Callable[[str], T] | None = None
 
+    def parse(self, text: str, legacy: bool = False) -> T:
+        """Return the value of `text`; with `legacy` that of a ``HOROVOD_*`` name.
 
-def _plain(expected: str, parse: Callable[[str], T]) -> Parser[T]:
-    return Parser(expected, parse, parse)
+        Raises:
+            ValueError: it cannot be used.
+        """
+        value = (self.legacy if legacy and self.legacy else self.convert)(text)
+        if not self.accepts(value):
+            raise ValueError(text)
+        return value
 
 
 def _switch(text: str) -> bool:
-    try:
-        return SWITCH_WORDS[text.lower()]
-    except KeyError:
-        raise ValueError(text) from None
+    if text.lower() not in SWITCH_WORDS:
+        raise ValueError(text)
+    return SWITCH_WORDS[text.lower()]
 
 
 def _bytes(text: str) -> int:
@@ -53,54 +61,25 @@ def _bytes(text: str) -> int:
     return int(match[1]) * _FACTOR[match[2].lower()]
 
 
-def _bounded(value: T, good: bool) -> T:
-    if not good:
-        raise ValueError(value)
-    return value
-
-
-def integer(minimum: int = 0) -> Parser[int]:
-    """Whole numbers from `minimum` on."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        return _bounded(value, value >= minimum)
-
-    return _plain(f"a whole number, {minimum} or more", parse)
-
-
-def number(minimum: float = 0.0, *, above: bool = False) -> Parser[float]:
-    """Finite numbers from `minimum` on; with `above`, greater than it."""
-
-    def parse(text: str) -> float:
-        value = float(text)
-        return _bounded(value, math.isfinite(value) and (value > minimum if above else value >= minimum))
-
-    return _plain(f"a number {'greater than' if above else 'not below'} {minimum:g}", parse)
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def choice(*words: str) -> Parser[str]:
-    """One of `words`, in any case; the value is spelt as here."""
-
-    def parse(text: str) -> str:
-        for word in words:
-            if word.lower() == text.lower():
-                return word
-        raise ValueError(text)
-
-    return _plain("one of " + ", ".join(words), parse)
+    """One of `words`, which are in lower case, in any case."""
+    return Parser("one of " + ", ".join(words), str.lower, words.__contains__)
 
 
-def _cores(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    return _bounded(numbers, min(numbers) >= 0)
-
-
-SWITCH: Parser[bool] = Parser(
+SWITCH = Parser(
     "1 or 0 (also true/false, yes/no, on/off)",
     _switch,
-    lambda text: int(text) > 0,  # Horovod: a whole number, positive means on
+    legacy=lambda text: int(text) > 0,  # Horovod: a whole number, positive means on
 )
-BYTES: Parser[int] = _plain("a number of bytes, such as 524288, 512K or 64M (powers of 1024)", _bytes)
-TEXT: Parser[str] = _plain("text", str)
-CORES: Parser[tuple[int, ...]] = _plain("core numbers separated by commas, one for each local rank", _cores)
+BYTES = Parser("a number of bytes, such as 524288, 512K or 64M (powers of 1024)", _bytes)
+COUNT = Parser("a whole number, 0 or more", int, lambda value: value >= 0)
+NUMBER = Parser("a number not below 0", float, lambda value: 0 <= value < math.inf)
+POSITIVE = Parser("a number greater than 0", float, lambda value: 0 < value < math.inf)
+TEXT = Parser("text", str)
+CORES = Parser(
+    "core numbers separated by commas, one for each local rank", _cores, lambda value: min(value) >= 0
+)
