@@ -52,7 +52,7 @@ def convert(document: Document) -> tuple[Document, list[str]]:
         raise LaunchError(f"MPIJob of version {version!r}: known are {', '.join(OLD)} and v2beta1")
     notes: list[str] = []
     note, old = notes.append, document.get("spec") or {}
-    new = _from_v1alpha1(old, note) if version == "v1alpha1" else _from_v1(old, note)
+    new = _from_v1(_to_v1(old, note) if version == "v1alpha1" else old, note)
     for kind in ("Launcher", "Worker"):
         replica = new["mpiReplicaSpecs"].get(kind)
         if not replica or not replica.get("template", {}).get("spec", {}).get("containers"):
@@ -71,15 +71,10 @@ def convert(document: Document) -> tuple[Document, list[str]]:
     return {**head, "metadata": metadata, "spec": new}, notes
 
 
-def _run_policy(spec: Document, clean: str) -> Document:
-    given = {"cleanPodPolicy": clean}
-    for source in (spec, spec.get("runPolicy") or {}):
-        given |= {name: source[name] for name in _RUN_POLICY if source.get(name) is not None}
-    return given
-
-
 def _from_v1(spec: Document, note: Note) -> Document:
-    policy = _run_policy(spec, "None")
+    policy = {"cleanPodPolicy": "None"}
+    for source in (spec, spec.get("runPolicy") or {}):
+        policy |= {name: source[name] for name in _RUN_POLICY if source.get(name) is not None}
     if policy["cleanPodPolicy"] == "None":
         note("runPolicy.cleanPodPolicy is None: the workers keep running after the end; Running removes them")
     new: Document = {"slotsPerWorker": spec.get("slotsPerWorker") or 1, "runPolicy": policy}
@@ -100,19 +95,22 @@ def _from_v1(spec: Document, note: Note) -> Document:
     return new
 
 
-def _from_v1alpha1(spec: Document, note: Note) -> Document:
+def _to_v1(spec: Document, note: Note) -> Document:
+    """Divide the single pod template of a v1alpha1 job, whose workers were always removed at the end."""
     template = spec.get("template") or {}
     if not (template.get("spec") or {}).get("containers"):
         raise LaunchError("spec.template: it is missing, or has no container")
     resource = spec.get("processingResourceType") or "gpu"
     resource = GPU if resource == "gpu" else resource
-    workers, units = _size(spec, template, resource, note)
+    resources = template["spec"]["containers"][0].get("resources") or {}
+    of_template = int((resources.get("limits") or {}).get(resource, 0))
+    for part in ("limits", "requests"):
+        (resources.get(part) or {}).pop(resource, None)
     launcher, worker = template["spec"], copy.deepcopy(template["spec"])
-    _set_limit(launcher["containers"][0], resource, 0)
+    workers, units = _size(spec, of_template, note)
     if units:
-        _set_limit(worker["containers"][0], resource, units)
-    for part in ("command", "args"):  # they are the launcher's
-        worker["containers"][0].pop(part, None)
+        limits = {**(resources.get("limits") or {}), resource: units}
+        worker["containers"][0]["resources"] = {**resources, "limits": limits}
     if spec.get("launcherOnMaster"):
         launcher.setdefault("nodeSelector", {})[_CONTROL_PLANE] = ""
         toleration = {"key": _CONTROL_PLANE, "operator": "Exists", "effect": "NoSchedule"}
@@ -120,21 +118,17 @@ def _from_v1alpha1(spec: Document, note: Note) -> Document:
         note(f"launcherOnMaster: the launcher's nodeSelector is {_CONTROL_PLANE}")
     slots = spec.get("slotsPerWorker") or units or 1
     note(f"{workers} workers with {slots} slots each, from the single template of v1alpha1")
-    return {
-        "slotsPerWorker": slots,
-        "runPolicy": _run_policy(spec, "Running"),  # v1alpha1 always removed the workers
-        "mpiReplicaSpecs": {
-            "Launcher": {"replicas": 1, "template": template},
-            "Worker": {"replicas": workers, "template": {**template, "spec": worker}},
-        },
+    replicas = {
+        "Launcher": {"replicas": 1, "template": template},
+        "Worker": {"replicas": workers, "template": {**template, "spec": worker}},
     }
+    return {"cleanPodPolicy": "Running", **spec, "slotsPerWorker": slots, "mpiReplicaSpecs": replicas}
 
 
-def _size(spec: Document, template: Document, resource: str, note: Note) -> tuple[int, int]:
-    """Return the number of workers, and processing units of each (0 if the template names none)."""
-    limits = (template["spec"]["containers"][0].get("resources") or {}).get("limits") or {}
+def _size(spec: Document, of_template: int, note: Note) -> tuple[int, int]:
+    """Return the number of workers, and processing units of each (0 if it is unknown)."""
     if spec.get("replicas") is not None:
-        return int(spec["replicas"]), int(limits.get(resource, 0))
+        return int(spec["replicas"]), of_template
     total = spec.get("processingUnits") or spec.get("gpus")
     if total is None:
         raise LaunchError("spec: one of replicas, processingUnits or gpus must say how large the job is")
@@ -142,22 +136,10 @@ def _size(spec: Document, template: Document, resource: str, note: Note) -> tupl
     if each is None:
         each = 1
         note("processingUnitsPerNode was not given: 1, unless your operator was started with another number")
-    if total < each:
-        return 1, int(total)
+    each = min(int(each), int(total))
     if total % each:
         raise LaunchError(f"{total} processing units cannot be divided into workers with {each} each")
-    return int(total) // int(each), int(each)
-
-
-def _set_limit(container: Document, resource: str, units: int) -> None:
-    """Set a container's limit of a resource, or with 0 remove it."""
-    resources = container.pop("resources", None) or {}
-    for part in ("limits", "requests"):
-        (resources.get(part) or {}).pop(resource, None)
-    if units:
-        resources["limits"] = {**(resources.get("limits") or {}), resource: units}
-    if resources := {name: value for name, value in resources.items() if value}:
-        container["resources"] = resources
+    return int(total) // each, each
 
 
 def _order_containers(pod: Document, main: str, note: Note) -> None:
