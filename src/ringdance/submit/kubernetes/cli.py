@@ -105,15 +105,8 @@ def _print(documents: Sequence[Document], style: str) -> None:
         several = {"apiVersion": "v1", "kind": "List", "items": documents}
         print(json.dumps(documents[0] if len(documents) == 1 else several, indent=2))
         return
-    yaml = _yaml()
-
-    class Dumper(yaml.SafeDumper):  # type: ignore[misc, name-defined]  # PyYAML has no types
-        """Without anchors, which are hard to read."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    print(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=110), end="")
+    copies = json.loads(json.dumps(documents, default=str))  # else what they share becomes an anchor
+    print(_yaml().safe_dump_all(copies, sort_keys=False, width=110), end="")
 
 
 def _read(file: str) -> list[Document]:
