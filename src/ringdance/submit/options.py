@@ -28,6 +28,7 @@ def option(
     minimum: int | None = None,
     pattern: str = "",
     form: str = "",
+    key: str = "",
     **arguments: Any,
 ) -> Any:
     """Declare a dataclass field that is a command-line option.
@@ -41,6 +42,7 @@ def option(
         minimum: smallest number.
         pattern: regular expression for the whole text.
         form: what the text must be, for the error message.
+        key: where the value stands in a request to a service.
         **arguments: more arguments of ``add_argument``.
     """
     if default is False:
@@ -57,7 +59,7 @@ def option(
             help += " (default: %(default)s)"
     metadata = {
         "flags": flags, "arguments": {"help": help, **arguments}, "convert": convert, "minimum": minimum,
-        "pattern": pattern, "form": form,
+        "pattern": pattern, "form": form, **({"key": key} if key else {}),
     }  # fmt: skip
     if default in (list, dict):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -67,7 +69,7 @@ def option(
 def _options(kind: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Iterate over the options among a dataclass's fields: name, flag for messages, declaration."""
     for item in dataclasses.fields(kind):
-        if item.metadata:
+        if "flags" in item.metadata:
             yield item.name, [f"--{item.name.replace('_', '-')}", *item.metadata["flags"]][-1], item.metadata
 
 

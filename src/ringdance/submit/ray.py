@@ -21,6 +21,8 @@ from ringdance.errors import ArgumentError, LaunchError
 
 __all__ = ["RayExecutor", "RaySettings"]
 
+_Args = Sequence[Any] | None
+_Kwargs = Mapping[str, Any] | None
 _CLOSE_S = 5.0  # for ranks to end by themselves
 
 
@@ -122,8 +124,8 @@ class RayExecutor:
     def start(
         self,
         executable_cls: Callable[..., Any] | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
+        executable_args: _Args = None,
+        executable_kwargs: _Kwargs = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         """Get the resources and start the ranks; each makes an instance of `executable_cls`, if given.
@@ -236,11 +238,7 @@ class RayExecutor:
         return list(ray.get(references))
 
     def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callable[..., Any]] | None = None,
+        self, fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None, callbacks: Any = None
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on all ranks; what it returned, by rank.
 
@@ -256,18 +254,12 @@ class RayExecutor:
         return self._wait(self.run_remote(fn, args, kwargs))
 
     def run_remote(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callable[..., Any]] | None = None,
+        self, fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None, callbacks: Any = None
     ) -> list[Any]:
         """The same without waiting: Ray's references to the results, by rank."""
         return self._all("run", _pack(fn, args, kwargs))
 
-    def execute(
-        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
-    ) -> list[Any]:
+    def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
         """Call `fn` on all ranks with the instance that each made at the start; what it returned, by rank."""
         return self._wait(self._all("execute", _pack(fn)))
 
@@ -297,7 +289,7 @@ def _ray() -> Any:
     return ray
 
 
-def _pack(fn: Callable[..., Any], args: Any = None, kwargs: Any = None) -> bytes:
+def _pack(fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None) -> bytes:
     import cloudpickle
 
     return bytes(cloudpickle.dumps((fn, tuple(args or ()), dict(kwargs or {}))))
@@ -311,14 +303,12 @@ def _fitting(bundles: Sequence[Mapping[str, float]], needs: Sequence[Mapping[str
     """
     found: list[int] = []
     for need in needs:
-        for index, bundle in enumerate(bundles):
-            enough = all(bundle.get(name, 0) >= amount for name, amount in need.items())
-            if index not in found and enough:
-                found.append(index)
-                break
-        else:
+        large = [n for n, have in enumerate(bundles) if all(have.get(name, 0) >= need[name] for name in need)]
+        free = [number for number in large if number not in found]
+        if not free:
             raise LaunchError(
                 f"the current placement group {list(bundles)} has no bundles for {list(needs)}; enlarge it, "
                 "or give use_current_placement_group=False"
             )
+        found.append(free[0])
     return found

@@ -79,6 +79,11 @@ def _current_names(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _sent(key: str, default: Any = None) -> Any:
+    """Declare a field that is sent, if it is given, as `key` of the request."""
+    return field(default=default, metadata={"key": key})
+
+
 @_accept_sdk_names
 @dataclass
 class Estimator:
@@ -106,9 +111,11 @@ class Estimator:
 
     entry_point: str
     source_dir: str | None = option("directory to upload (default: the script alone)", metavar="DIR")
-    role: str = option("ARN of the role that the job has", "")
-    instance_type: str = option("such as ml.p3.16xlarge; local for this machine", "")
-    instance_count: int = option("machines", 1)
+    role: str = option("ARN of the role that the job has", "", key="RoleArn")
+    instance_type: str = option(
+        "such as ml.p3.16xlarge; local for this machine", "", key="ResourceConfig.InstanceType"
+    )
+    instance_count: int = option("machines", 1, key="ResourceConfig.InstanceCount")
     processes_per_host: int | None = option("ranks on each (default: %(default)s)", type=int)
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     distribution: Mapping[str, Any] | None = None
@@ -126,26 +133,30 @@ class Estimator:
     autotune_log: bool = option("write the tuner's log into the job's output", False)
     output_path: str | None = option("where model and output go", None, "--output", metavar="S3URI")
     code_location: str | None = None
-    volume_size: int = option("size of each disk", 30, metavar="GB")
-    volume_kms_key: str | None = None
-    output_kms_key: str | None = None
-    max_run: int = option("seconds the job may run", 24 * 3600, metavar="S")
+    volume_size: int = option("size of each disk", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
+    volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
+    output_kms_key: str | None = _sent("OutputDataConfig.KmsKeyId")
+    max_run: int = option("limit in seconds", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
     input_mode: str = option("of the channels", "File", choices=("File", "Pipe", "FastFile"))
-    use_spot_instances: bool = option("use spot instances; needs --max-wait", False, "--spot")
-    max_wait: int | None = option("seconds the job may wait and run", type=int, metavar="S")
-    checkpoint_s3_uri: str | None = option(
-        "where /opt/ml/checkpoints is kept", None, "--checkpoint", metavar="URI"
+    use_spot_instances: bool = option(
+        "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
     )
-    checkpoint_local_path: str | None = None
-    metric_definitions: Sequence[Mapping[str, str]] = ()
-    environment: Mapping[str, str] | None = None
-    tags: Sequence[Mapping[str, str]] = ()
-    subnets: Sequence[str] = ()
-    security_group_ids: Sequence[str] = ()
-    encrypt_inter_container_traffic: bool = False
-    enable_network_isolation: bool = False
-    keep_alive_period_in_seconds: int | None = None
-    max_retry_attempts: int | None = None
+    max_wait: int | None = option(
+        "seconds it may wait and run", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
+    )
+    checkpoint_s3_uri: str | None = option(
+        "where /opt/ml/checkpoints is kept", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
+    )
+    checkpoint_local_path: str | None = _sent("CheckpointConfig.LocalPath")
+    metric_definitions: Sequence[Mapping[str, str]] = _sent("AlgorithmSpecification.MetricDefinitions", ())
+    environment: Mapping[str, str] | None = _sent("Environment")
+    tags: Sequence[Mapping[str, str]] = _sent("Tags", ())
+    subnets: Sequence[str] = _sent("VpcConfig.Subnets", ())
+    security_group_ids: Sequence[str] = _sent("VpcConfig.SecurityGroupIds", ())
+    encrypt_inter_container_traffic: bool = _sent("EnableInterContainerTrafficEncryption", False)
+    enable_network_isolation: bool = _sent("EnableNetworkIsolation", False)
+    keep_alive_period_in_seconds: int | None = _sent("ResourceConfig.KeepAlivePeriodInSeconds")
+    max_retry_attempts: int | None = _sent("RetryStrategy.MaximumRetryAttempts")
     container_log_level: int = 20
     model_dir: str | None = None
     enable_sagemaker_metrics: bool = True
@@ -238,23 +249,18 @@ class Estimator:
             ArgumentError: the inputs cannot be used, or the region is unknown.
             LaunchError: the role is no ARN and cannot be looked up here.
         """
-        return self._request(name or self._new_name(), inputs, self.role)
-
-    def _request(self, name: str, inputs: Inputs, role: str) -> dict[str, Any]:
-        region, account = self._find_region(), account_of(role)
+        region, account = self._find_region(), account_of(self.role)
         bucket = f"sagemaker-{region}-{account}"
         if not (account or self.code_location or self.local):
-            raise LaunchError(f"role {role!r}: give its ARN, arn:aws:iam::ACCOUNT:role/NAME")
+            raise LaunchError(f"role {self.role!r}: give its ARN, arn:aws:iam::ACCOUNT:role/NAME")
         if self.code_location:
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
-        return training_job(self, name, inputs, role, region, bucket)
+        return training_job(self, name or self._new_name(), inputs, region, bucket)
 
     def _find_region(self) -> str:
-        region = self.region or (self.boto_session and self.boto_session.region_name)
-        region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        if not region and self.local:
-            return "local"
-        region = region or self._session().region_name
+        given = self.region or getattr(self.boto_session, "region_name", None)
+        given = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        region = given or ("local" if self.local else self._session().region_name)
         if not region:
             raise ArgumentError("the region is unknown: give region=, or set AWS_REGION")
         return str(region)
@@ -292,7 +298,8 @@ class Estimator:
             local.run(self, name, inputs, self._find_region())
             return name
         session, region = self._session(), self._find_region()
-        request = self._request(name, inputs, aws.role_arn(session, self.role))
+        self.role = aws.role_arn(session, self.role)
+        request = self.request(inputs, name)
         self._upload(request, session.client("s3", region_name=region), region)
         client = session.client("sagemaker", region_name=region)
         aws.call(client.create_training_job, **request)

@@ -94,19 +94,14 @@ def _lay_out(root: Path, estimator: Estimator, name: str, inputs: Inputs, region
     parameters = hyperparameters(estimator, name, str(code), region)
     if estimator.model_dir:
         parameters["model_dir"] = estimator.model_dir.replace("/opt/ml", str(root))
-    group = {"instance_group_name": "homogeneousCluster", "instance_type": "local", "hosts": [_HOST]}
     config: dict[str, Any] = {
         "hyperparameters": {k: json.dumps(v) for k, v in parameters.items()},
         "inputdataconfig": {
             channel: {"TrainingInputMode": "File", "S3DistributionType": given.distribution}
             for channel, given in channels.items()
         },
-        "resourceconfig": {
-            "current_host": _HOST, "hosts": [_HOST], "network_interface_name": "lo",
-            "current_instance_type": "local", "current_group_name": "homogeneousCluster",
-            "instance_groups": [group],
-        },
-    }  # fmt: skip
+        "resourceconfig": {"current_host": _HOST, "hosts": [_HOST], "network_interface_name": "lo"},
+    }
     for title, content in config.items():
         (root / "input" / "config" / f"{title}.json").write_text(json.dumps(content))
     mpirun = root / "bin" / "mpirun"

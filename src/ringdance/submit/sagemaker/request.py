@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -22,31 +21,8 @@ from ringdance.launch.remote.environment import shown_text
 if TYPE_CHECKING:
     from ringdance.submit.sagemaker.estimator import Estimator
 
-_KEYS = {
-    "metric_definitions": "AlgorithmSpecification.MetricDefinitions",
-    "output_kms_key": "OutputDataConfig.KmsKeyId",
-    "instance_type": "ResourceConfig.InstanceType",
-    "instance_count": "ResourceConfig.InstanceCount",
-    "volume_size": "ResourceConfig.VolumeSizeInGB",
-    "volume_kms_key": "ResourceConfig.VolumeKmsKeyId",
-    "keep_alive_period_in_seconds": "ResourceConfig.KeepAlivePeriodInSeconds",
-    "max_run": "StoppingCondition.MaxRuntimeInSeconds",
-    "max_wait": "StoppingCondition.MaxWaitTimeInSeconds",
-    "use_spot_instances": "EnableManagedSpotTraining",
-    "checkpoint_s3_uri": "CheckpointConfig.S3Uri",
-    "checkpoint_local_path": "CheckpointConfig.LocalPath",
-    "environment": "Environment",
-    "tags": "Tags",
-    "subnets": "VpcConfig.Subnets",
-    "security_group_ids": "VpcConfig.SecurityGroupIds",
-    "encrypt_inter_container_traffic": "EnableInterContainerTrafficEncryption",
-    "enable_network_isolation": "EnableNetworkIsolation",
-    "max_retry_attempts": "RetryStrategy.MaximumRetryAttempts",
-}
-"""Where an estimator's attributes stand in the request, if they are given."""
-
 _MAX_CHANNELS = 20
-_SETTING = re.compile(r"(?:--?)?([A-Z][A-Z0-9_]*)=(.*)")
+_SETTING = re.compile(r"(?<!\S)(?<!-x )-{0,2}([A-Z][A-Z0-9_]*)=\S*")
 _OF_THE_TOOLKIT = "NCCL_DEBUG"
 
 
@@ -89,16 +65,13 @@ class Input:
 Inputs = str | Input | Mapping[str, "str | Input"] | None
 
 
-def training_job(
-    estimator: Estimator, name: str, inputs: Inputs, role: str, region: str, bucket: str
-) -> dict[str, Any]:
+def training_job(estimator: Estimator, name: str, inputs: Inputs, region: str, bucket: str) -> dict[str, Any]:
     """Return the arguments of ``create_training_job``.
 
     Args:
         estimator: what to run, and where.
         name: of the job.
         inputs: its channels.
-        role: ARN of its role.
         region: where it runs.
         bucket: for the code and the output, where the estimator names no others.
 
@@ -119,7 +92,6 @@ def training_job(
             "TrainingImage": estimator.image_uri,
             "EnableSageMakerMetricsTimeSeries": estimator.enable_sagemaker_metrics,
         },
-        "RoleArn": role,
         "OutputDataConfig": {"S3OutputPath": output},
         "ProfilerConfig": {**profiler, "DisableProfiler": estimator.disable_profiler},
         "HyperParameters": {key: json.dumps(value) for key, value in parameters.items()},
@@ -130,10 +102,11 @@ def training_job(
         request["DebugHookConfig"] = {"S3OutputPath": output, "CollectionConfigurations": []}
     if found := channels(inputs, estimator.input_mode, estimator.processes_per_host or 1):
         request["InputDataConfig"] = found
-    for attribute, key in _KEYS.items():
-        value = getattr(estimator, attribute)
-        if value is not None and value is not False and value not in ("", (), [], {}):
-            *path, last = key.split(".")
+    for item in fields(estimator):
+        value = getattr(estimator, item.name)
+        empty = value is False or value in (None, "", (), [], {})
+        if "key" in item.metadata and not empty:
+            *path, last = item.metadata["key"].split(".")
             part = request
             for step in path:
                 part = part.setdefault(step, {})
@@ -212,31 +185,23 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
         The options, and a note on each that was changed.
 
     Raises:
-        ArgumentError: a quotation mark that is not closed.
+        ArgumentError: it has quotation marks.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: {error}") from None
-    kept: list[str] = []
-    notes = []
-    for before, word in zip(["", *words], words, strict=False):
-        setting = None if before in ("-x", "--x") else _SETTING.fullmatch(word)
-        of_toolkit = setting is not None and setting[1] == _OF_THE_TOOLKIT
-        if setting is None or (of_toolkit and word.startswith("--")):
-            kept.append(word)
-            continue
-        new = [f"--{word.lstrip('-')}"] if of_toolkit else ["-x", f"{setting[1]}={setting[2]}"]
-        note = f"{word!r} is no option of mpirun but looks like a variable: changed to {' '.join(new)!r}"
-        notes.append(shown_text(note))
-        kept += new
-    if not notes:
-        return text, []
-    if any(any(sign.isspace() for sign in word) for word in kept):
+    if any(sign in text for sign in "'\""):
         # The toolkit splits at spaces and knows no quotation marks.
-        raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: values with spaces do not reach "
-                            "mpirun; set them with `environment`")  # fmt: skip
-    return " ".join(kept), notes
+        raise ArgumentError(f"custom_mpi_options {shown_text(text)!r}: quotation marks do not group words "
+                            "here; set values with spaces with `environment`")  # fmt: skip
+    notes: list[str] = []
+
+    def as_variable(found: re.Match[str]) -> str:
+        word, toolkit = found[0], found[1] == _OF_THE_TOOLKIT
+        new = f"{'--' if toolkit else '-x '}{word.lstrip('-')}"
+        if new != word:
+            note = f"{word!r} is no option of mpirun but looks like a variable: changed to {new!r}"
+            notes.append(shown_text(note))
+        return new
+
+    return _SETTING.sub(as_variable, " ".join(text.split())), notes
 
 
 def job_name(base: str, now: datetime | None = None) -> str:
