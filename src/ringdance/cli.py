@@ -121,17 +121,11 @@ def _settings(changed: bool, style: str) -> int:
             return 2
     chosen = [k for k in SETTINGS if not changed or getattr(settings, k.name) != k.default]
     if style == "json":
+        fields = ("name", "default", "unit", "doc", "no_effect")
         rows = [
-            {
-                "name": k.name,
-                "value": getattr(settings, k.name),
-                "default": k.default,
-                "origin": settings.origin(k.name),
-                "unit": k.unit,
-                "doc": k.doc,
-                "environment": [name for name in (k.own, k.legacy) if name],
-                "no_effect": k.no_effect,
-            }
+            {field: getattr(k, field) for field in fields}
+            | {"value": getattr(settings, k.name), "origin": settings.origin(k.name)}
+            | {"environment": [name for name in (k.own, k.legacy) if name]}
             for k in chosen
         ]
         print(json.dumps(rows, indent=2))
