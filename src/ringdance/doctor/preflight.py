@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,8 +93,7 @@ def preflight(
     """
     shell = shell or RemoteShell()
     usage = Usage(dict(slots), tuple(map(os.path.abspath, directories)), tuple(slots), os.getcwd())
-    cache = _cache(usage, shell)
-    known = _read(cache, minutes) if cache else None
+    known = _read(usage, shell, minutes)
     if known is not None:
         return known
     _, results = inspect(tuple(slots), usage, QUICK, _PROBES_S, shell)
@@ -105,24 +105,26 @@ def preflight(
         if result.wrong and result.check not in _HANDLED
     ]
     wrong.sort(key=lambda result: result.severity != ERROR)
-    if cache and not any(result.severity == ERROR for result in wrong):
-        _write(cache, wrong)
+    if not any(result.severity == ERROR for result in wrong):
+        _write(usage, shell, wrong)
     return wrong
 
 
-def _cache(usage: Usage, shell: RemoteShell) -> Path | None:
-    """Return the file for a result, by a digest of the request; None if no home directory is known."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or in_home("~/.cache")
-    except FileNotFoundError:
-        return None
+def _cache(usage: Usage, shell: RemoteShell) -> Path:
+    """Return the file for a result, by a digest of the request.
+
+    Raises:
+        FileNotFoundError: no home directory is known.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or in_home("~/.cache")
     request = [__version__, os.uname().nodename, vars(usage), vars(shell)]
     digest = hashlib.sha256(json.dumps(request, default=str, sort_keys=True).encode()).hexdigest()
     return Path(base) / "ringdance" / f"preflight-{digest[:24]}.json"
 
 
-def _read(cache: Path, minutes: float) -> list[Result] | None:
+def _read(usage: Usage, shell: RemoteShell, minutes: float) -> list[Result] | None:
     try:
+        cache = _cache(usage, shell)
         if time.time() - cache.stat().st_mtime > minutes * 60.0:
             return None
         entries = json.loads(cache.read_text(encoding="utf-8"))
@@ -131,13 +133,12 @@ def _read(cache: Path, minutes: float) -> list[Result] | None:
         return None
 
 
-def _write(cache: Path, results: Sequence[Result]) -> None:
+def _write(usage: Usage, shell: RemoteShell, results: Sequence[Result]) -> None:
     """Write the file, private and at once; a cache that cannot be written is no reason to stop."""
-    draft = cache.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):
+        cache = _cache(usage, shell)
+        draft = cache.with_suffix(f".{os.getpid()}")
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
             json.dump([vars(result) for result in results], file)
         draft.replace(cache)
-    except OSError:
-        pass
