@@ -157,20 +157,17 @@ def _launched_size() -> int | None:
     """Return the number of processes that a launcher says it started, None without a launcher."""
     if not any(name in os.environ for name in RANK_NAMES):
         return None
-    for name in SIZE_NAMES:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 1
+    return next((int(os.environ[name]) for name in SIZE_NAMES if os.environ.get(name, "").isdigit()), 1)
 
 
 def _start(comm: Any, settings: Settings) -> Engine:
-    launched = _launched_size()
-    if comm is None and (launched is None or (launched == 1 and not _mpi_loaded())):
+    launched, loaded = _launched_size(), "mpi4py.MPI" in sys.modules
+    if comm is None and (launched is None or (launched == 1 and not loaded)):
         return Engine(single_transport(), settings)
     from ringdance.transport.library import library_version
     from ringdance.transport.world import rank_list, world_transport
 
-    if launched is None and not _mpi_loaded():
+    if launched is None and not loaded:
         if any(rank_list(comm)):
             raise ArgumentError(
                 f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
@@ -179,13 +176,12 @@ def _start(comm: Any, settings: Settings) -> Engine:
         return Engine(single_transport(), settings)
 
     threads = not settings.mpi_threads_disable
-    room = vector_bytes(_world_size(launched), settings.cache_capacity)
     common = {name: getattr(settings, name) for name in _COMMON}
     common["the version of ringdance"] = version("ringdance")
     transport = world_transport(
         comm,
         window_bytes=buffer_bytes(settings),
-        vector_bytes=room,
+        vector_bytes=vector_bytes(_world_size(launched), settings.cache_capacity),
         common=common,
         timeout=settings.init_timeout,
         threads=threads,
@@ -211,18 +207,10 @@ def _export_ranks(found: Engine) -> None:
     os.environ["HOROVOD_HOSTNAME"] = found.identity.host
 
 
-def _mpi_loaded() -> bool:
-    return "mpi4py.MPI" in sys.modules
-
-
 def _world_size(launched: int | None) -> int:
     """Return an upper bound of the job's size before MPI is up."""
-    if _mpi_loaded():
-        from mpi4py import MPI
-
-        if MPI.Is_initialized():
-            return int(MPI.COMM_WORLD.Get_size())
-    return launched or 1
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return int(mpi.COMM_WORLD.Get_size()) if mpi and mpi.Is_initialized() else launched or 1
 
 
 def _configure_log(settings: Settings) -> None:
@@ -233,8 +221,7 @@ def _configure_log(settings: Settings) -> None:
     handler.setFormatter(logging.Formatter(stamp + "%(message)s"))
     _log.addHandler(handler)
     _log.propagate = False
-    level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(settings.log_level, settings.log_level.upper())
-    _log.setLevel(level)
+    _log.setLevel({"trace": "DEBUG", "fatal": "CRITICAL"}.get(settings.log_level, settings.log_level.upper()))
 
 
 # -- the end --------------------------------------------------------------------------------

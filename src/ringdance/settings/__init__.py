@@ -65,10 +65,9 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
         del origins["stall_shutdown_time"]
         settings = replace(settings, stall_shutdown_time=0.0, origins=origins)
     notes.extend(_unknown(environ))
-    if _is_first(environ):
-        level = level_of_caller()
+    if all(environ.get(name, "0") == "0" for name in RANK_NAMES):
         for note in notes:
-            warnings.warn(note, SettingWarning, stacklevel=level)
+            warnings.warn(note, SettingWarning, stacklevel=level_of_caller())
     return settings
 
 
@@ -127,10 +126,6 @@ def level_of_caller() -> int:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("ringdance", "horovod"):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_first(environ: Mapping[str, str]) -> bool:
-    return all(environ.get(name, "0") == "0" for name in RANK_NAMES)
 
 
 def show(setting: Setting, value: Any) -> str:

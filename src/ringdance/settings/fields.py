@@ -165,7 +165,7 @@ class Settings:
         Raises:
             KeyError: there is no setting of that name.
         """
-        if name not in _NAMES:
+        if all(setting.name != name for setting in SETTINGS):
             raise KeyError(name)
         return self.origins.get(name, "default")
 
@@ -176,5 +176,3 @@ SETTINGS: tuple[Setting, ...] = tuple(
     if item.metadata
 )
 """All settings, in the order in which they are shown."""
-
-_NAMES = frozenset(setting.name for setting in SETTINGS)

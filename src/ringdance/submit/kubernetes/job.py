@@ -20,7 +20,6 @@ _QUANTITY = r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?"
 _SIZE: Any = {
     "metavar": "SIZE", "pattern": _QUANTITY, "form": "not a Kubernetes quantity, such as 4, 500m or 16Gi",
 }  # fmt: skip
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class JobRequest:
         if not self.command:
             raise LaunchError("missing COMMAND, for example: -- python train.py")
         for name in (*self.env, *self.secret_env):
-            if not _VARIABLE.fullmatch(name):
+            if not (name.isidentifier() and name.isascii()):
                 raise LaunchError(f"{name!r} cannot be the name of an environment variable")
         for name, value in self.env.items():
             if is_secret(name, value):

@@ -21,7 +21,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.submit.options import option
@@ -45,23 +45,10 @@ _EXAMPLES = {
     "image_uri": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
 }
 
-T = TypeVar("T")
 
-
-def _accept_sdk_names(kind: type[T]) -> type[T]:
-    """Let a dataclass take arguments by the names of older SDKs, and those that have no effect here."""
-    init: Any = kind.__init__
-
-    @functools.wraps(init)
-    def renamed(self: T, *arguments: Any, **given: Any) -> None:
-        init(self, *arguments, **_current_names(kind, given))
-
-    setattr(kind, "__init__", renamed)  # noqa: B010  # mypy takes no assignment to a method
-    return kind
-
-
-def _current_names(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    known = {item.name for item in fields(kind) if item.init}
+def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by their current names, without those that have no effect here."""
+    known = {item.name for item in fields(Estimator) if item.init}
     found: dict[str, Any] = {}
     for name, value in given.items():
         new = _RENAMED.get(name, name.removeprefix("train_"))
@@ -84,7 +71,6 @@ def _sent(key: str, default: Any = None) -> Any:
     return field(default=default, metadata={"key": key})
 
 
-@_accept_sdk_names
 @dataclass
 class Estimator:
     """A training script, the machines it runs on, and the jobs made of both.
@@ -330,6 +316,17 @@ class Estimator:
         client = self._session().client("sagemaker", region_name=self._find_region())
         found = aws.call(client.describe_training_job, TrainingJobName=self.latest_job)
         return str(found["ModelArtifacts"]["S3ModelArtifacts"])
+
+
+_init = Estimator.__init__
+
+
+@functools.wraps(_init)
+def _init_by_any_name(self: Estimator, *arguments: Any, **given: Any) -> None:
+    _init(self, *arguments, **_current_names(given))
+
+
+Estimator.__init__ = _init_by_any_name  # type: ignore[method-assign]
 
 
 def worker_channel(name: str) -> str:
