@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hosts
@@ -100,7 +101,7 @@ def test_our_own_manifest(pods: Pods, script: str) -> None:
     if find_mpi().family != "openmpi" and pods.kind == "TrainJob":
         pytest.skip("TrainJobs know Open MPI only")
     wanted = JobRequest(name="pi", image="image", command=["python", script], workers=2, slots=2)
-    documents = manifest(wanted, pods.kind)
+    documents = manifest(replace(wanted, kind=pods.kind))
     first, last = documents[0], documents[-1]
     if pods.kind == "MPIJob":
         roles = last["spec"]["mpiReplicaSpecs"]

@@ -166,16 +166,16 @@ class RayExecutor:
             machines.setdefault(place["host"], []).append(number)
         hosts = {name: sum(self._bundles[n] for n in numbers) for name, numbers in machines.items()}
         heads = {name: self._actors[numbers[0]] for name, numbers in machines.items()}
-        job, first = uuid.uuid4().hex, 0
+        job = uuid.uuid4().hex
         run = next(iter(heads.values())).run_job.remote
         self._job = run(job, list(hosts.items()), heads, places[0]["ip"], self._settings.timeout_s)
-        waiting, by_rank = [], []
+        waiting: list[Any] = []
+        by_rank: list[Any] = []
         for name, numbers in machines.items():
             gpus = [gpu for number in numbers for gpu in places[number]["gpus"]]
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._gpus else {}
             setup = {"environ": {**environ, **visible}, "path": list(sys.path), "directory": os.getcwd()}
-            ranks = list(range(first, first + hosts[name]))
-            first += hosts[name]
+            ranks = list(range(len(by_rank), len(by_rank) + hosts[name]))
             connect = heads[name].connect_ranks.remote
             waiting.append(connect(job, ranks, setup, self._settings.timeout_s))
             by_rank += [heads[name]] * len(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def pods(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("request_", [ALL, SMALL], ids=["all options", "fewest"])
 @pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 def test_manifests_are_valid_by_the_operators_schemas(kind: str, request_: JobRequest) -> None:
-    for document in manifest(request_, kind):
+    for document in manifest(replace(request_, kind=kind)):
         assert problems(document) == []
 
 
@@ -78,7 +79,7 @@ def test_the_schemas_can_refuse() -> None:
             part = part[key]
         part[path[-1]] = value
         assert problems(bad), path
-    runtime, train = manifest(ALL, "TrainJob")
+    runtime, train = manifest(replace(ALL, kind="TrainJob"))
     runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["pods"] = 1
     train["spec"]["trainer"]["numNode"] = 1
     assert problems(runtime)
@@ -87,7 +88,7 @@ def test_the_schemas_can_refuse() -> None:
 
 @pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 def test_pods_pass_the_restricted_pod_security_standard(kind: str) -> None:
-    found = pods(manifest(SMALL, kind))
+    found = pods(manifest(replace(SMALL, kind=kind)))
     assert len(found) == 2
     for pod in found:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
@@ -105,7 +106,7 @@ def test_pods_pass_the_restricted_pod_security_standard(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 def test_ranks_command_and_environment(kind: str) -> None:
-    launchers = [pod for pod in pods(manifest(ALL, kind)) if "sshd" not in str(pod)]
+    launchers = [pod for pod in pods(manifest(replace(ALL, kind=kind))) if "sshd" not in str(pod)]
     (launcher,) = (pod["containers"][0] for pod in launchers)
     assert launcher["command"] == [
         "ringdance", "run", "-np", "32", "-x", "NCCL_DEBUG", "-x", "HF_TOKEN", "--",
@@ -132,7 +133,7 @@ def test_what_holds_for_the_whole_job() -> None:
     assert container["readinessProbe"]["tcpSocket"]["port"] == container["ports"][0]["containerPort"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert {"name": "volume-0", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
-    runtime, train = manifest(ALL, "TrainJob")
+    runtime, train = manifest(replace(ALL, kind="TrainJob"))
     assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert runtime["spec"]["template"]["spec"]["successPolicy"]["targetReplicatedJobs"] == ["launcher"]
 
@@ -164,7 +165,7 @@ def test_a_trainjob_is_open_mpi_s() -> None:
     request = JobRequest(name="small", image="x:1", command=["true"], mpi="MPICH")
     assert problems(manifest(request)[0]) == []
     with pytest.raises(LaunchError, match="MPIJob instead"):
-        manifest(request, "TrainJob")
+        manifest(replace(request, kind="TrainJob"))
 
 
 @pytest.mark.parametrize("text", ["data:/data", "pvc::/data", "pvc:x:data", "nfs:h:x:/y", "empty:9XB:/x", ""])

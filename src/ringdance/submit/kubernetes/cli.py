@@ -15,7 +15,7 @@ from ringdance.subcommands import Subcommand
 from ringdance.submit.kubernetes.convert import convert
 from ringdance.submit.kubernetes.job import Document, JobRequest
 from ringdance.submit.kubernetes.kubectl import Kubectl, delete, logs, submit
-from ringdance.submit.kubernetes.manifest import KINDS, manifest
+from ringdance.submit.kubernetes.manifest import manifest
 from ringdance.submit.options import add_options, from_arguments
 
 _DESCRIPTION = "Training on Kubernetes, with the MPI operator or Kubeflow Trainer."
@@ -42,13 +42,6 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="default: yaml")
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kind", choices=KINDS, default=KINDS[0], help="default: MPIJob, of the MPI operator"
-    )
-    add_options(parser, JobRequest)
-
-
 def _add_kubectl(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--context", default="", help="kubectl's context, default: its current one")
@@ -62,7 +55,7 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
-    _add_job(parser)
+    add_options(parser, JobRequest)
     _add_format(parser)
 
 
@@ -70,7 +63,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-f", "--file", metavar="FILE", help="submit this manifest (- for standard input)")
     add("--follow", action="store_true", help="then show the job's output until its end")
-    _add_job(parser)
+    add_options(parser, JobRequest)
     _add_kubectl(parser)
 
 
@@ -137,7 +130,7 @@ def _read(file: str) -> list[Document]:
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
-    _print(manifest(from_arguments(JobRequest, arguments), arguments.kind), arguments.format)
+    _print(manifest(from_arguments(JobRequest, arguments)), arguments.format)
     return 0
 
 
@@ -150,7 +143,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.file:
         documents = _read(arguments.file)
     else:
-        documents = manifest(from_arguments(JobRequest, arguments), arguments.kind)
+        documents = manifest(from_arguments(JobRequest, arguments))
     print(submit(documents, kubectl), end="", flush=True)
     if arguments.follow:
         return logs(documents[-1]["metadata"]["name"], kubectl, follow=True, timeout=arguments.wait)

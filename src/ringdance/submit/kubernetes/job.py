@@ -88,6 +88,7 @@ class JobRequest:
     All pods use one image. ``secret_env`` maps a variable to the Secret and the key with its value.
     """
 
+    kind: str = option("default: MPIJob, of the MPI operator", "MPIJob", choices=("MPIJob", "TrainJob"))
     name: str = option("of the job", "train")
     image: str = option("container image, with ringdance, your packages, ssh and sshd", "")
     workers: int = option("worker pods", 2, minimum=1)

@@ -16,20 +16,17 @@ SSH_PORT = 2222
 USER = 1000
 SSH_DIRECTORY = "/home/mpiuser/.ssh"
 GPU = "nvidia.com/gpu"
-KINDS = ("MPIJob", "TrainJob")
 
 
-def manifest(request: JobRequest, kind: str = "MPIJob") -> list[Document]:
+def manifest(request: JobRequest) -> list[Document]:
     """Write the documents to submit, in their order.
 
     Raises:
         LaunchError: the request has a mistake.
     """
     request.check()
-    if kind == "MPIJob":
+    if request.kind == "MPIJob":
         return [_mpijob(request)]
-    if kind != "TrainJob":
-        raise LaunchError(f"--kind {kind}: must be one of {', '.join(KINDS)}")
     if request.mpi != "OpenMPI":
         raise LaunchError(f"--mpi {request.mpi}: TrainJobs support OpenMPI only; write an MPIJob instead")
     return [_runtime(request), _trainjob(request)]

@@ -53,12 +53,12 @@ def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         new = _RENAMED.get(name, name.removeprefix("train_"))
         if new in _IGNORED:
-            warnings.warn(f"{name} has no effect here: the image decides (image_uri)", stacklevel=4)
+            warnings.warn(f"{name} has no effect here: the image decides (image_uri)", stacklevel=3)
             continue
         if new not in known:
             raise ArgumentError(f"Estimator has no argument {name!r}")
         if new != name:
-            warnings.warn(f"{name} is now called {new}", DeprecationWarning, stacklevel=4)
+            warnings.warn(f"{name} is now called {new}", DeprecationWarning, stacklevel=3)
             if new in given:
                 raise ArgumentError(f"both {name} and {new}: they are the same argument; give {new}")
         if value is not None:
