@@ -87,13 +87,7 @@ class Copy:
     """
 
     def __init__(
-        self,
-        hosts: HostSet,
-        source: Source,
-        progress: CopyProgress,
-        *,
-        direct: bool = False,
-        checksum: bool = False,
+        self, hosts: HostSet, source: Source, progress: CopyProgress, *, direct: bool, checksum: bool
     ) -> None:
         self._hosts, self._source, self._direct, self._checksum = hosts, source, direct, checksum
         self._progress = progress
