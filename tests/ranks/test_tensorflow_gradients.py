@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from by_numpy import all_values, rows_of, values
-from other_settings import other_settings
 
 import ringdance.tensorflow as hvd
 from ringdance.errors import ArgumentError, CollectiveError, MismatchError
@@ -121,16 +120,6 @@ def test_reducescatter(way: Any, op: str) -> None:
         [mine((lengths[RANK], 2), 1)],
     )
     np.testing.assert_allclose(got, factor * gathered)
-
-
-@pytest.mark.ranks(2, 3)
-def test_graphs_of_a_job_that_may_change_its_size() -> None:
-    """What depends on the ranks is asked for when the graph runs."""
-    with other_settings({"RINGDANCE_ELASTIC": "1"}):
-        test_allgather(tf.function)
-        test_broadcast(tf.function)
-        for op in OPS:
-            test_reducescatter(tf.function, op)
 
 
 @both

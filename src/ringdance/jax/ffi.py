@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
+import ml_dtypes  # noqa: F401  # makes NumPy know bfloat16 by its name
 import numpy as np
 
 from ringdance.training.memory import array_at
@@ -155,9 +155,7 @@ def _text(span: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _shapes(text: str) -> list[list[tuple[tuple[int, ...], np.dtype[Any]]]]:
-    special = {"bfloat16": ml_dtypes.bfloat16}
-    return [[(tuple(shape), np.dtype(special.get(name, name))) for shape, name in side]
-            for side in json.loads(text)]  # fmt: skip
+    return [[(tuple(shape), np.dtype(name)) for shape, name in side] for side in json.loads(text)]
 
 
 def _addresses(size: int, buffers: int) -> tuple[int, ...]:

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import grouped_allreduce
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import scales_of
-from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 __all__ = ["DistributedState", "distributed"]
 
@@ -65,10 +64,8 @@ def distributed(
     inner = optax.with_extra_args_support(tx)
 
     def reduced(gradients: Any) -> Any:
-        engine = session.engine()
-        members = engine.members(set_id(process_set))
         leaves, structure = jax.tree.flatten(gradients)
-        if not leaves or len(members) == 1 or engine.rank not in members:
+        if not leaves or not takes_part(process_set):
             return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
         done = grouped_allreduce(
             leaves, name, operation, prescale, postscale * share, process_set, compression=compression

@@ -86,12 +86,19 @@ class KerasState(VariablesState):
             sums.reset()
 
 
-class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback with a state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+
+class CommitStateCallback(_StateCallback):
     """Commits the state every ``batches_per_commit`` batches and at the end of each epoch."""
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self.batches_per_commit = batches_per_commit
         self._remaining = batches_per_commit
 
@@ -111,12 +118,8 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class UpdateBatchStateCallback(_StateCallback):
     """Keeps ``state.batch``, the number of the batch; 0 after an epoch. Before CommitStateCallback."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Store the batch."""
@@ -127,13 +130,10 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class UpdateEpochStateCallback(_StateCallback):
     """Keeps ``state.epoch``, the number of epochs done, also over restarts. Before CommitStateCallback."""
 
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-        self._before = 0
+    _before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Store the number of epochs before."""

@@ -8,12 +8,13 @@ infinities. Gradients that the first has reduced are not reduced in the second.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
-from ringdance.keras.distributed import Distributed
 from ringdance.keras.library import keras
+from ringdance.keras.reduction import Distributed
 from ringdance.tensorflow.passes import Pairs, PassSums, reduce_pairs
 
 __all__ = ["Keras2Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
@@ -26,24 +27,15 @@ class Keras2Distributed(Distributed):
     _average: bool = False
 
     # Made when needed, as from_config() makes objects of this class too; __setattr__ would track them.
-    def _own(self, name: str, make: Any) -> Any:
-        if name not in self.__dict__:
-            object.__setattr__(self, name, make())
-        return self.__dict__[name]
-
-    @property
+    @cached_property
     def _agg_helper(self) -> PassSums | None:
         """The sums of several passes; scripts read its ``counter``."""
-        if self._passes == 1:
-            return None
-        sums: PassSums = self._own("_pass_sums", lambda: PassSums(self._passes, self._average))
-        return sums
+        return PassSums(self._passes, self._average) if self._passes > 1 else None
 
-    @property
+    @cached_property
     def _reduced_in(self) -> set[Any]:
         """The programs (None: eager execution) with reduced gradients that have not been applied yet."""
-        found: set[Any] = self._own("_reduced_programs", set)
-        return found
+        return set()
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
         """Return (gradient, variable) pairs; gradients are reduced over the ranks."""

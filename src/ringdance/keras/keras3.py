@@ -17,9 +17,8 @@ from typing import Any
 
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
-from ringdance.keras.distributed import Distributed, is_distributed
 from ringdance.keras.library import keras
-from ringdance.keras.reduction import true_on_all
+from ringdance.keras.reduction import Distributed, is_distributed, true_on_all
 
 __all__ = ["Keras3Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
 
@@ -33,16 +32,12 @@ class Keras3Distributed(Distributed):
         """Update the variables with gradients that are reduced over the ranks first."""
         gradients = list(grads)
         known: Any = self
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-        if trainable_variables is None:
-            variables = _private.trainable_variables(self)
-        else:
-            variables = trainable_variables
+        given = None if trainable_variables is None else list(trainable_variables)
+        variables = _private.trainable_variables(self) if given is None else given
         # Other lengths are a mistake that Keras explains; with accumulation it is done afterwards.
         if len(gradients) == len(variables) and not known.gradient_accumulation_steps:
             gradients = self._reduce(gradients, variables)
-        return super().apply(gradients, trainable_variables)  # type: ignore[misc]
+        return super().apply(gradients, given)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         object.__setattr__(self, "_applied_to", tuple(trainable_variables))

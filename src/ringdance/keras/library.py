@@ -24,7 +24,7 @@ __all__ = [
 KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
 
 keras: Any
-ops: Any  # those of keras.ops that are used here
+ops: Any  # keras.ops; of Keras 2 those that are used here
 optimizer_types: tuple[Any, ...]
 if KERAS2:
     try:
@@ -39,16 +39,12 @@ if KERAS2:
     tf = importlib.import_module("tensorflow")
     ops = SimpleNamespace(
         cast=tf.cast, convert_to_numpy=np.asarray, convert_to_tensor=tf.convert_to_tensor,
-        dtype_name=lambda dtype: tf.as_dtype(dtype).name, is_tensor=tf.is_tensor,
+        is_tensor=tf.is_tensor,
     )
     optimizer_types = (keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer)
 else:
     keras = importlib.import_module("keras")
-    ops = SimpleNamespace(
-        cast=keras.ops.cast, convert_to_numpy=keras.ops.convert_to_numpy,
-        convert_to_tensor=keras.ops.convert_to_tensor, dtype_name=keras.backend.standardize_dtype,
-        is_tensor=keras.ops.is_tensor,
-    )
+    ops = keras.ops
     optimizer_types = (keras.optimizers.Optimizer,)
 
 
@@ -89,9 +85,8 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _floating_dtype(tensor: Any) -> Any:
-    """Return the name of the tensor's data type if it is floating, else None."""
-    dtype = ops.dtype_name(tensor.dtype) if ops.is_tensor(tensor) else ""
-    return dtype if "float" in dtype else None
+    """Return the tensor's data type if it is floating, else None."""
+    return tensor.dtype if ops.is_tensor(tensor) and "float" in str(tensor.dtype) else None
 
 
 Compression = compression_for(__name__, "float16", "bfloat16", _floating_dtype, ops.cast)

@@ -15,9 +15,8 @@ from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
-from ringdance.keras.distributed import is_distributed
 from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
-from ringdance.keras.reduction import Reduction, binding
+from ringdance.keras.reduction import Reduction, binding, is_distributed
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set

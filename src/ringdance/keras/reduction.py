@@ -1,4 +1,4 @@
-"""Reduce gradients by the binding of Keras's backend."""
+"""Reduce gradients by the binding of Keras's backend, in optimizers of Keras 2 or 3."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.keras.library import Compression, keras, ops
+from ringdance.keras.library import Compression, forms, keras, ops, variables_of
 from ringdance.training import basics
-from ringdance.training.gradients.options import scales_of
-from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.gradients.options import reduce_shared, scales_of
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-__all__ = ["Reduction", "binding", "init", "takes_part", "true_on_all"]
+__all__ = ["Distributed", "Reduction", "binding", "init", "is_distributed", "true_on_all"]
 
 BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -42,13 +41,6 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     """
     join = binding().init if keras.backend.backend() in BACKENDS else basics.init
     join(comm, process_sets)
-
-
-def takes_part(process_set: ProcessSet) -> bool:
-    """Return whether this rank exchanges data with others in a set."""
-    engine = session.engine()
-    members = engine.members(set_id(process_set))
-    return len(members) > 1 and engine.rank in members
 
 
 def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_process_set) -> Any:
@@ -128,3 +120,50 @@ class Reduction:
             postscale_factor=self.postscale, process_set=self.process_set,
         )
         return [self.compression.decompress(one, pair[1]) for one, pair in zip(small, packed, strict=True)]
+
+
+class _Listed(list[Any]):
+    """A list that can be called as well, as ``optimizer.variables`` could in TensorFlow 2's Keras."""
+
+    def __call__(self) -> list[Any]:
+        return self
+
+
+class Distributed:
+    """The base that comes before the optimizer's own class; options are attributes of the subclass.
+
+    Derived classes call ``_reduce`` where their Keras processes the gradients of a step.
+    """
+
+    _reduction: Reduction
+    _scale_local: bool
+    _factor: float = 1.0  # of reduced gradients: a sum of several passes where Keras takes their mean
+    _local_layers: tuple[Any, ...] = ()
+    _local_variables: tuple[Any, ...] = ()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The optimizer's variables; ``optimizer.variables()`` is the same."""
+        return _Listed(variables_of(super()))
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave this variable's gradient on this rank; see ``scale_local_gradients``."""
+        object.__setattr__(self, "_local_variables", (*self._local_variables, var))
+
+    def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        layers = [variable for layer in self._local_layers for variable in layer.trainable_variables]
+        ids = set().union(*map(forms, [*self._local_variables, *layers]))
+        # An average over the ranks is n times smaller than the sum; so is the gradient of one rank alone.
+        share = 1 / (self._reduction.process_set.size() or 1) if self._scale_local else 1.0
+        return reduce_shared(
+            self._reduction, gradients, variables, lambda one: not ids.isdisjoint(forms(one)),
+            self._factor * share, self._factor,
+        )
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether an optimizer is a DistributedOptimizer, or wraps one."""
+    if isinstance(optimizer, Distributed):
+        return True
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner is not None and is_distributed(inner)

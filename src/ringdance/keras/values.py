@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance import session
-from ringdance.core.request import Collective, ReduceOp
+from ringdance.core.request import Collective
 from ringdance.keras.library import Compression, ops, read
 from ringdance.keras.reduction import binding
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import movement
+from ringdance.training.exports import Average, Sum
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
     "Average", "Sum", "allgather", "allreduce", "broadcast", "broadcast_global_variables",
     "broadcast_variables", "reducescatter",
 ]
-
-Average = int(ReduceOp.AVERAGE)
-Sum = int(ReduceOp.SUM)
 
 
 def allreduce(

@@ -155,7 +155,6 @@ class Settings:
         "", TEXT, "File for a Chrome trace of all tensors, or DYNAMIC to wait for start_timeline().",
         legacy="HOROVOD_TIMELINE",
     )
-    elastic: bool = _switch(False, "The job may lose and gain ranks.", legacy="HOROVOD_ELASTIC")
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

@@ -70,12 +70,10 @@ class TensorFlowState(VariablesState):
                 variable.assign(value)
 
     def _broadcast(self) -> None:
-        if self._session is None:
-            broadcast_variables(self._variables(), 0)
-            return
-        if self._operation is None:
+        if self._operation is None:  # as it stays in eager execution, which broadcasts at once
             self._operation = broadcast_variables(self._variables(), 0)
-        self._session.run(self._operation)
+        if self._session is not None:
+            self._session.run(self._operation)
 
 
 class TensorFlowKerasState(TensorFlowState):

@@ -14,26 +14,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.errors import (
-    ArgumentError,
-    CollectiveError,
-    MismatchError,
-    NotInitializedError,
-    ProcessSetRemovedError,
-    RingdanceError,
-)
+from ringdance import errors
 from ringdance.training.checks import UnsupportedOperationError
 
 __all__ = ["as_tensorflow", "code_of", "origin_of", "remember"]
 
 # The first that fits; those that Horovod raises for a mismatch, a wrong argument and so on.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
-    (MismatchError, tf.errors.FailedPreconditionError),
-    (NotInitializedError, tf.errors.FailedPreconditionError),
+    (errors.MismatchError, tf.errors.FailedPreconditionError),
+    (errors.NotInitializedError, tf.errors.FailedPreconditionError),
     (UnsupportedOperationError, tf.errors.AbortedError),
-    (ProcessSetRemovedError, tf.errors.AbortedError),
-    (ArgumentError, tf.errors.InvalidArgumentError),
-    (CollectiveError, tf.errors.UnknownError),
+    (errors.ProcessSetRemovedError, tf.errors.AbortedError),
+    (errors.ArgumentError, tf.errors.InvalidArgumentError),
+    (errors.CollectiveError, tf.errors.UnknownError),
     (KeyboardInterrupt, tf.errors.CancelledError),
     (BaseException, tf.errors.InternalError),
 )
@@ -72,6 +65,6 @@ def as_tensorflow() -> Iterator[None]:
     """Raise Ringdance's errors within the block as TensorFlow's too."""
     try:
         yield
-    except RingdanceError as error:
+    except errors.RingdanceError as error:
         ours: Any = type(error)
         raise _joined(ours, _kind(error))(None, None, str(error)) from error

@@ -1,4 +1,4 @@
-"""Run collective calls on tensors, eagerly or in graphs, and their gradients.
+"""Run collective calls on tensors, eagerly or in graphs, and their gradients; reduce ``tf.IndexedSlices``.
 
 Eager calls go straight to the engine, on views of the tensors' memory. In a graph they become the
 operations of ``graph.kernels``. Both are recorded for gradient tapes in the same way, by the type of
@@ -26,7 +26,7 @@ from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.graph import kernels
 from ringdance.training.collectives import Call, Keep
 
-__all__ = ["number", "perform", "perform_all", "plain"]
+__all__ = ["number", "perform", "perform_all", "plain", "reduce_rows"]
 
 Array = np.ndarray[Any, Any]
 Tensor = Any
@@ -66,7 +66,7 @@ def _run(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor
     """Run a call at once, or add it to the function that is being traced."""
     if tf.executing_eagerly():
         with as_tensorflow():
-            return _at_once(call, tensors)
+            return [_tensor_of(one) for one in kernels.run(call, [_view_of(tensor) for tensor in tensors])]
     types = [tensor.dtype for tensor in tensors]
     if call.kind is Collective.ALLTOALL:
         types = [types[0], tf.int32]
@@ -84,8 +84,7 @@ def _run(call: Call, tensors: Sequence[Tensor], name: str | None) -> list[Tensor
 
 def _view_of(tensor: Any) -> Array:
     """Return a contiguous view of an eager tensor; a copy if it is on a GPU."""
-    array = _private.numpy_of(tensor)
-    return array if isinstance(array, np.ndarray) else np.asarray(array)
+    return np.asarray(_private.numpy_of(tensor))
 
 
 def _tensor_of(array: Array) -> Any:
@@ -101,10 +100,6 @@ def _tensor_of(array: Array) -> Any:
     if array.dtype == _BFLOAT16:  # which NumPy cannot export by DLPack: the same bits under another name
         return tf.bitcast(tf.experimental.dlpack.from_dlpack(array.view(np.uint16).__dlpack__()), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-
-
-def _at_once(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [_tensor_of(array) for array in kernels.run(call, [_view_of(tensor) for tensor in tensors])]
 
 
 def _with_gradient(
@@ -189,14 +184,12 @@ def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Ten
 
     In a graph each is submitted when its tensors are there, and one operation waits for all.
     """
-    if len(calls) == 1:
-        return [perform(*calls[0])]
-    if not _private.RECORDS:
+    eager = tf.executing_eagerly()
+    in_session = not eager and not tf.compat.v1.get_default_graph().building_function
+    if len(calls) == 1 or in_session or not _private.RECORDS:
         return [perform(*one) for one in calls]
-    if tf.executing_eagerly():
+    if eager:
         return _together(calls)
-    if not tf.compat.v1.get_default_graph().building_function:
-        return [perform(*one) for one in calls]
     listed = [call for call, _ in calls]
     started = [
         _start(call, tensors, [] if index else listed[1:]) for index, (call, tensors) in enumerate(calls)
@@ -282,20 +275,20 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
         back = back.but(name=graph.unique_name(back.name))  # asked for twice, both may be in one run
     if keep is Keep.PADDED:
         return _padded(perform(back, [gradients[0], op.outputs[1]], name)[0], op.inputs)
-    if rule.times_size or rule.scale != 1.0:
-        members = _current("size", call.set_id) if rule.times_size else 1
-        gradients = [
-            one * tf.cast(rule.scale, one.dtype) * tf.cast(members, one.dtype) for one in gradients
-        ]
+    engine = session.engine()
+    members = engine.members(call.set_id)
+    scale = rule.scale * (len(members) if rule.times_size else 1)
+    if scale != 1.0:
+        gradients = [one * tf.cast(scale, one.dtype) for one in gradients]
     results = perform(back, gradients, name)
-    if keep is Keep.ROOT:
-        here = _current("rank") == rule.root
+    if keep is Keep.ROOT:  # a session runs only what results depend on, so all ranks' depend on the call
+        here = engine.rank == rule.root
         return [tf.where(here, one, tf.zeros_like(one)) for one in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
         key = None if back.name is None else f"{back.name}.rows"
         gathered = perform(Call(Collective.ALLGATHER, key, set_id=call.set_id), [rows[None]], name)[0]
-        first = tf.reduce_sum(gathered[: _current("set_rank", call.set_id)], 0)
+        first = tf.reduce_sum(gathered[: members.index(engine.rank)], 0)
         return [one[first[index] : first[index] + rows[index]] for index, one in enumerate(results)]
     return results
 
@@ -310,8 +303,55 @@ def _padded(returned: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [result] + [None] * (len(inputs) - 1)
 
 
-def _current(what: str, set_id: int = 0) -> Any:
-    """Return one of ``kernels.NUMBERS``; as a tensor in a graph of an elastic job."""
-    if tf.executing_eagerly() or not session.engine().settings.elastic:
-        return kernels.NUMBERS[what](set_id)
-    return number(what, set_id)
+def reduce_rows(
+    call: Call, slices: Sequence[Any], names: Sequence[str],
+    run: Callable[[Call, Sequence[Tensor]], list[Tensor]], tables: Sequence[int | None] = (),
+) -> list[Any]:
+    """Return the rows of all ranks as IndexedSlices: ascending indices, each once. Differentiable.
+
+    Args:
+        call: an all-reduce: Average or Sum, its name and process set.
+        slices: this rank's rows of each table.
+        names: of the tables, for messages.
+        run: runs the call.
+        tables: how many rows each table has, ``None`` where that is not known; without, as the slices say.
+    """
+    call = call.but(tables=tuple(names))
+    given: list[Tensor] = []
+    for index, one in enumerate(slices):
+        given += [one.values, one.indices, _rows_of_table(one, tables[index] if tables else None)]
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def reduced(*tensors: Tensor) -> Any:
+        results = run(call, tensors)
+
+        def gradient(*upstream: Tensor) -> list[Tensor]:
+            return _rows_gradient(call, tensors, results, upstream)
+
+        return tuple(results), gradient
+
+    results = reduced(*given)
+    return [
+        tf.IndexedSlices(results[3 * index], results[3 * index + 1], one.dense_shape)
+        for index, one in enumerate(slices)
+    ]
+
+
+def _rows_of_table(one: Any, known: int | None) -> Tensor:
+    if known is not None:
+        return tf.constant(known, tf.int64)
+    return tf.constant(-1, tf.int64) if one.dense_shape is None else tf.cast(one.dense_shape[0], tf.int64)
+
+
+def _rows_gradient(
+    call: Call, given: Sequence[Tensor], results: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """Reduce the gradients of the resulting rows; return for each input row that of its row."""
+    name = None if call.name is None else f"{call.name}.grad"
+    arrived = [tf.convert_to_tensor(one) for one in upstream[::3]]
+    back = perform(call.but(name=name, tables=(), grouped=True), arrived)
+    gradients: list[Tensor] = []
+    for index, one in enumerate(back):
+        rows = tf.searchsorted(results[3 * index + 1], given[3 * index + 1])
+        gradients += [tf.gather(one, rows), None, None]
+    return gradients

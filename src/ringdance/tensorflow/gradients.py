@@ -17,17 +17,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance import session
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.settings import level_of_caller
 from ringdance.tensorflow.compression import Compression
-from ringdance.tensorflow.exchange import perform, perform_all, plain
-from ringdance.tensorflow.sparse import reduce_rows
+from ringdance.tensorflow.exchange import perform, perform_all, plain, reduce_rows
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
-from ringdance.training.gradients.options import check_groups, parts_of, scales_of
-from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.gradients.options import check_groups, parts_of, reduce_shared, scales_of
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 __all__ = ["GradientReducer", "groups_of", "variable_of"]
 
@@ -96,14 +94,6 @@ class GradientReducer:
         """Return whether a variable was registered as local."""
         return id(variable_of(variable)) in self.local
 
-    @property
-    def idle(self) -> bool:
-        """Whether gradients stay as they are: of a rank alone, or not in the set."""
-        engine = session.engine()
-        members = engine.members(set_id(self.process_set))
-        # A job that may grow keeps the operations in its graphs.
-        return engine.rank not in members or (len(members) == 1 and not engine.settings.elastic)
-
     @plain
     def reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
         """Return the reduced gradients, in the same order; ``None`` stays ``None``.
@@ -112,13 +102,14 @@ class GradientReducer:
             gradients: tensors, IndexedSlices or ``None``, in the same pattern on all ranks.
             variables: one for each gradient; alike on all ranks.
         """
-        if self.idle:
+        if not takes_part(self.process_set):
             return list(gradients)
+        share = 1 / (self.process_set.size() or 1) if self.scale_local_gradients else 1.0
+        return reduce_shared(self._reduce, gradients, variables, self.is_local, share)
+
+    def _reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
         results = list(gradients)
-        reduced = [
-            index for index, one in enumerate(gradients)
-            if one is not None and not self.is_local(variables[index])
-        ]
+        reduced = [index for index, one in enumerate(gradients) if one is not None]
         if self.sparse_as_dense:
             for index in reduced:
                 results[index] = tf.convert_to_tensor(results[index])
@@ -132,14 +123,10 @@ class GradientReducer:
             if sparse:
                 with tf.device(self.devices[1]):
                     self._reduce_sparse(results, sparse, variables, key)
-        if self.local and self.scale_local_gradients:
-            self._scale_local(results, variables)
         return results
 
     def _key(self, variables: Sequence[Any]) -> str:
-        described = repr([
-            (tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables if not self.is_local(one)
-        ])
+        described = repr([(tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph is None or graph.building_function:
@@ -182,16 +169,6 @@ class GradientReducer:
         reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
         for index, one in zip(sparse, reduced, strict=True):
             results[index] = one
-
-    def _scale_local(self, results: list[Tensor], variables: Sequence[Any]) -> None:
-        """Divide local gradients by the number of ranks, as an average would."""
-        size = self.process_set.size() or 1
-        for index in [index for index, one in enumerate(variables) if self.is_local(one)]:
-            one = results[index]
-            if isinstance(one, tf.IndexedSlices):
-                results[index] = tf.IndexedSlices(one.values / size, one.indices, one.dense_shape)
-            elif one is not None:
-                results[index] = one / size
 
 
 def _nbytes(variable: Any) -> int:

@@ -20,8 +20,7 @@ import tensorflow as tf
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
-from ringdance.tensorflow.exchange import number, perform, plain
-from ringdance.tensorflow.sparse import reduce_rows
+from ringdance.tensorflow.exchange import number, perform, plain, reduce_rows
 from ringdance.training.collectives import Call, movement, reduction
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set

@@ -31,10 +31,13 @@ def _delegated(name: str) -> Any:
 class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """An optimizer of ``tf.compat.v1`` around another one."""
 
-    def __init__(self, optimizer: Any, reducer: GradientReducer, use_locking: bool) -> None:
+    def __init__(
+        self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: PassSums | None = None
+    ) -> None:
         super().__init__(name=reducer.name, use_locking=use_locking)
         self._optimizer = optimizer
         self._reducer = reducer
+        self._sums = sums
 
     def register_local_var(self, var: Any) -> None:
         """Do not reduce this variable's gradient."""
@@ -47,12 +50,6 @@ class _Delegating(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
 class _Reducing(_Delegating):
     """Reduces in ``compute_gradients``, which every training loop calls."""
-
-    def __init__(
-        self, optimizer: Any, reducer: GradientReducer, use_locking: bool, sums: PassSums | None
-    ) -> None:
-        super().__init__(optimizer, reducer, use_locking)
-        self._sums = sums
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Return (gradient, variable) pairs; gradients are reduced."""

@@ -28,8 +28,6 @@ class PassSums:
     """
 
     def __init__(self, passes: int, average: bool) -> None:
-        if passes < 1:
-            raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
         self.passes = passes
         self.average = average
         self.counter: Any = None
@@ -82,16 +80,12 @@ class PassSums:
             return apply()
         in_session = not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
 
-        def run(branch: Callable[[], Any]) -> Callable[[], Any]:
-            def done() -> Any:
-                result = branch()
-                with tf.control_dependencies([] if result is None else [result]):
-                    return tf.constant(True)
-
-            return done
+        def true_after(result: Any) -> Any:
+            with tf.control_dependencies([] if result is None else [result]):
+                return tf.constant(True)
 
         full = self._full if in_session else tf.equal(self.counter, 0)
-        return tf.cond(full, run(apply), run(skip))
+        return tf.cond(full, lambda: true_after(apply()), lambda: true_after(skip()))
 
     def reset(self) -> None:
         """Clear the sums, eagerly: after an error ranks may be in different passes."""

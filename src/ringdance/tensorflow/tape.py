@@ -86,10 +86,9 @@ def DistributedGradientTape(
     Raises:
         ArgumentError: an argument is wrong.
     """
-    groups = groups_of(groups, num_groups)
     reducer = GradientReducer(
         "DistributedGradientTape", compression=compression, sparse_as_dense=sparse_as_dense, op=op,
-        predivide=gradient_predivide_factor, groups=groups, process_set=process_set,
+        predivide=gradient_predivide_factor, groups=groups_of(groups, num_groups), process_set=process_set,
         scale_local_gradients=scale_local_gradients, device_dense=device_dense, device_sparse=device_sparse,
     )
     base = type(gradtape)

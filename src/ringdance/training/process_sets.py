@@ -127,6 +127,13 @@ def set_id(process_set: ProcessSet) -> int:
     return number
 
 
+def takes_part(process_set: ProcessSet) -> bool:
+    """Return whether this rank exchanges data with others in a set."""
+    engine = session.engine()
+    members = engine.members(set_id(process_set))
+    return len(members) > 1 and engine.rank in members
+
+
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set. All ranks of the job call this, members or not, with the same ranks; blocks.
 

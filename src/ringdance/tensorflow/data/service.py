@@ -25,13 +25,8 @@ import tensorflow as tf
 
 from ringdance import session
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.data.registry import (
-    ComputeClient,
-    RegistryError,
-    own_address,
-    wait_for,
-    write_whole,
-)
+from ringdance.tensorflow.data import registry
+from ringdance.tensorflow.data.registry import ComputeClient, own_address
 from ringdance.training import collectives
 
 __all__ = [
@@ -93,7 +88,7 @@ class TfDataServiceConfig:
 
     def write(self, filename: str) -> None:
         """Write the configuration to a file atomically, with mode 0600."""
-        write_whole(Path(filename), json.dumps(self.to_dict()))
+        registry.write_whole(Path(filename), json.dumps(self.to_dict()))
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False) -> TfDataServiceConfig:
@@ -109,7 +104,8 @@ class TfDataServiceConfig:
         """
         if wait_for_file_creation:
             advice = "The compute job writes it when it starts."
-            wait_for(lambda: os.path.exists(filename) or None, f"the file {filename}", _FILE_SECONDS, advice)
+            what = f"the file {filename}"
+            registry.wait_for(lambda: os.path.exists(filename) or None, what, _FILE_SECONDS, advice)
         path = Path(filename).absolute()
         config = TfDataServiceConfig.from_dict(json.loads(path.read_text()))
         return replace(config, directory=str(path.parent / Path(config.directory).name))
@@ -137,7 +133,7 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
-        raise RegistryError(
+        raise registry.RegistryError(
             f"tf.data service: cannot connect to the dispatcher at {address} ({error}). Check that the "
             "compute job runs and that the configuration file is of this job."
         ) from error

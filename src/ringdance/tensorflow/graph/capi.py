@@ -7,6 +7,7 @@ called with the GIL held (``PyDLL``): each is short, and releasing the GIL would
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_void_p
@@ -14,12 +15,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
 from ringdance.core.exchange import aligned_empty
 from ringdance.errors import ArgumentError
+from ringdance.tensorflow.errors import code_of, remember
 from ringdance.training.memory import array_at
 
 __all__ = ["Context", "Slot", "drop", "register"]
@@ -31,44 +32,35 @@ _TYPES = {
     "v": None, "p": c_void_p, "s": ctypes.c_char_p, "i": c_int, "q": c_int64, "n": c_size_t,
     "b": ctypes.c_bool,
 }  # fmt: skip
-_FUNCTIONS = {
-    "TF_NewStatus": "p",
-    "TF_DeleteStatus": "vp",
-    "TF_SetStatus": "vpis",
-    "TF_GetCode": "ip",
-    "TF_Message": "sp",
-    "TF_NewOpDefinitionBuilder": "ps",
-    "TF_OpDefinitionBuilderAddInput": "vps",
-    "TF_OpDefinitionBuilderAddOutput": "vps",
-    "TF_OpDefinitionBuilderAddAttr": "vps",
-    "TF_OpDefinitionBuilderSetIsStateful": "vpb",
-    "TF_RegisterOpDefinition": "vpp",
-    "TF_NewKernelBuilder": "pssppp",
-    "TF_RegisterKernelBuilder": "vspp",
-    "TF_OpKernelConstruction_GetAttrSize": "vpsppp",
-    "TF_OpKernelConstruction_GetAttrString": "vpspnp",
-    "TF_OpKernelContext_Failure": "vpp",
-    "TF_NumInputs": "ip",
-    "TF_GetInput": "vpipp",
-    "TF_AllocateOutput": "ppiipinp",
-    "TF_ForwardInputOrAllocateOutput": "pppiipipp",
-    "TF_NewTensor": "pipipnpp",
-    "TF_SetOutput": "vpipp",
-    "TF_DeleteTensor": "vp",
-    "TF_TensorType": "ip",
-    "TF_NumDims": "ip",
-    "TF_Dim": "qpi",
-    "TF_TensorData": "pp",
-    "TF_TensorByteSize": "np",
+_SIGNATURES = {
+    "p": "NewStatus",
+    "vp": "DeleteStatus DeleteTensor",
+    "vpis": "SetStatus",
+    "ip": "GetCode NumInputs TensorType NumDims",
+    "sp": "Message",
+    "ps": "NewOpDefinitionBuilder",
+    "vps": "OpDefinitionBuilderAddInput OpDefinitionBuilderAddOutput OpDefinitionBuilderAddAttr",
+    "vpb": "OpDefinitionBuilderSetIsStateful",
+    "vpp": "RegisterOpDefinition OpKernelContext_Failure",
+    "pssppp": "NewKernelBuilder",
+    "vspp": "RegisterKernelBuilder",
+    "vpsppp": "OpKernelConstruction_GetAttrSize",
+    "vpspnp": "OpKernelConstruction_GetAttrString",
+    "vpipp": "GetInput SetOutput",
+    "ppiipinp": "AllocateOutput",
+    "pppiipipp": "ForwardInputOrAllocateOutput",
+    "pipipnpp": "NewTensor",
+    "qpi": "Dim",
+    "pp": "TensorData",
+    "np": "TensorByteSize",
 }
+_FUNCTIONS = {f"TF_{name}": types for types, names in _SIGNATURES.items() for name in names.split()}
 
-# TF_DataType of tf_datatype.h.
 _DTYPES: dict[int, np.dtype[Any]] = {
-    number: np.dtype(kind)
-    for number, kind in (
-        (1, "float32"), (2, "float64"), (3, "int32"), (4, "uint8"), (5, "int16"), (6, "int8"), (9, "int64"),
-        (10, "bool"), (14, ml_dtypes.bfloat16), (17, "uint16"), (19, "float16"), (22, "uint32"),
-        (23, "uint64"),
+    kind.as_datatype_enum: np.dtype(kind.as_numpy_dtype)
+    for kind in (
+        tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8,
+        tf.uint16, tf.uint32, tf.uint64, tf.bool,
     )
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
@@ -137,19 +129,10 @@ class Slot:
 class Context:
     """One run of a kernel: its inputs and outputs as NumPy views."""
 
-    def __init__(self, pointer: int) -> None:
+    def __init__(self, pointer: int, status: int) -> None:
         self._pointer = pointer
         self._library = _library()
-        self._status = self._library.TF_NewStatus()
-
-    def close(self) -> None:
-        """Free the resources of this run."""
-        self._library.TF_DeleteStatus(self._status)
-
-    def fail(self, code: int, message: str) -> None:
-        """Make the operation fail with TensorFlow's error of this code."""
-        self._library.TF_SetStatus(self._status, code, message.encode(errors="replace"))
-        self._library.TF_OpKernelContext_Failure(self._pointer, self._status)
+        self._status = status
 
     def _check(self) -> None:
         if self._library.TF_GetCode(self._status):
@@ -277,13 +260,6 @@ _COMPUTE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 _callbacks: list[Any] = []  # functions that TensorFlow calls must live as long as it does
 
 
-@cache
-def _c_library() -> Any:
-    library = ctypes.PyDLL(None)
-    library.strdup.restype, library.strdup.argtypes = c_void_p, [ctypes.c_char_p]
-    return library
-
-
 def _text_of(construction: int) -> bytes:
     library = _library()
     status = library.TF_NewStatus()
@@ -303,49 +279,58 @@ def register(
 ) -> None:
     """Register a stateful operation with a kernel for the CPU.
 
-    Note [Kernels]: a kernel is a copy of the attribute ``text`` in C memory, which TensorFlow releases by
-    ``free`` when it deletes the kernel with the function it belongs to. It cannot call Python for that: the
-    last kernels are deleted after Python has ended. What ``prepare`` makes of a text is cached.
+    Note [Kernels]: what TensorFlow keeps of a kernel is a number, that of its attribute ``text``, so it has
+    nothing to release: the last kernels are deleted after Python has ended.
 
     Args:
         name: of the operation.
         inputs: specifications as in TensorFlow's ``REGISTER_OP``; so are the next two.
         outputs: likewise.
         attributes: those beside ``text``.
-        prepare: called with the value of ``text``; its result is passed to ``compute``.
-        compute: called with that and the context; it must not raise.
+        prepare: called with each value of ``text``; its result is passed to ``compute``.
+        compute: called with that and the context.
     """
     library = _library()
     status = library.TF_NewStatus()
     builder = library.TF_NewOpDefinitionBuilder(name.encode())
-    for one in inputs:
-        library.TF_OpDefinitionBuilderAddInput(builder, one.encode())
-    for one in outputs:
-        library.TF_OpDefinitionBuilderAddOutput(builder, one.encode())
-    for one in ("text: string", *attributes):
-        library.TF_OpDefinitionBuilderAddAttr(builder, one.encode())
+    for add, specifications in (
+        (library.TF_OpDefinitionBuilderAddInput, inputs),
+        (library.TF_OpDefinitionBuilderAddOutput, outputs),
+        (library.TF_OpDefinitionBuilderAddAttr, ("text: string", *attributes)),
+    ):
+        for one in specifications:
+            add(builder, one.encode())
     library.TF_OpDefinitionBuilderSetIsStateful(builder, True)
     library.TF_RegisterOpDefinition(builder, status)
 
+    numbers = itertools.count(1)
+    prepared: dict[int, Any] = {}
+
+    @cache
+    def number_of(text: bytes) -> int:
+        number = next(numbers)
+        prepared[number] = prepare(text.decode())
+        return number
+
     def created(construction: int) -> int:
-        return int(_c_library().strdup(_text_of(construction)))
+        return number_of(_text_of(construction))
 
-    @lru_cache(maxsize=1024)
-    def prepared(text: bytes) -> Any:
-        return prepare(text.decode())
-
-    def computed(address: int, pointer: int) -> None:
-        context = Context(pointer)
+    def computed(kernel: int, pointer: int) -> None:
+        status = library.TF_NewStatus()
         try:
-            compute(prepared(ctypes.string_at(address)), context)
+            compute(prepared[kernel], Context(pointer, status))
+        except BaseException as error:
+            remember(error)
+            message = str(error) or type(error).__name__
+            library.TF_SetStatus(status, code_of(error), message.encode(errors="replace"))
+            library.TF_OpKernelContext_Failure(pointer, status)
         finally:
-            context.close()
+            library.TF_DeleteStatus(status)
 
     create, run = _CREATE(created), _COMPUTE(computed)
     _callbacks.extend((create, run))
     kernel = library.TF_NewKernelBuilder(
-        name.encode(), b"CPU", ctypes.cast(create, c_void_p), ctypes.cast(run, c_void_p),
-        ctypes.cast(_c_library().free, c_void_p),
+        name.encode(), b"CPU", ctypes.cast(create, c_void_p), ctypes.cast(run, c_void_p), None
     )
     library.TF_RegisterKernelBuilder(name.encode(), kernel, status)
     code, message = library.TF_GetCode(status), library.TF_Message(status)

@@ -19,7 +19,6 @@ import numpy as np
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.request import Collective
-from ringdance.tensorflow.errors import code_of, remember
 from ringdance.tensorflow.graph import capi, in_flight
 from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
@@ -37,21 +36,9 @@ NUMBERS: dict[str, Callable[[int], int]] = {
     "rank": lambda _: basics.rank(),
     "local_size": lambda _: basics.local_size(),
     "local_rank": lambda _: basics.local_rank(),
-    "set_rank": lambda set_id: session.engine().members(set_id).index(basics.rank()),
     "included": lambda set_id: int(basics.rank() in session.engine().members(set_id)),
     "join": lambda _: collectives.join(session.engine()),
 }
-
-
-def _reporting(compute: Callable[[Any, Context], None]) -> Callable[[Any, Context], None]:
-    def reported(prepared: Any, context: Context) -> None:
-        try:
-            compute(prepared, context)
-        except BaseException as error:
-            remember(error)
-            context.fail(code_of(error), str(error) or type(error).__name__)
-
-    return reported
 
 
 def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
@@ -159,12 +146,10 @@ def _number(text: str, context: Context) -> None:
 def register_all() -> None:
     """Register the operations; once in a process."""
     several = ["Tin: list(type) >= 1", "Tout: list(type) >= 1"]
+    capi.register("RingdanceCall", ["tensors: Tin"], ["results: Tout"], several, _prepared, _call)
     capi.register(
-        "RingdanceCall", ["tensors: Tin"], ["results: Tout"], several, _prepared, _reporting(_call)
+        "RingdanceStart", ["tensors: T"], ["results: T", "number: int64"], ["T: list(type) >= 1"], _prepared,
+        _start,
     )
-    capi.register(
-        "RingdanceStart", ["tensors: T"], ["results: T", "number: int64"], ["T: list(type) >= 1"],
-        _prepared, _reporting(_start),
-    )
-    capi.register("RingdanceWait", ["numbers: N * int64"], [], ["N: int >= 1"], str, _reporting(_wait))
-    capi.register("RingdanceNumber", [], ["number: int32"], [], str, _reporting(_number))
+    capi.register("RingdanceWait", ["numbers: N * int64"], [], ["N: int >= 1"], str, _wait)
+    capi.register("RingdanceNumber", [], ["number: int32"], [], str, _number)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "check_groups", "parts_of", "scales_of", "share_of_cores", "spare_cores", "usable_cores", "wants_overlap",
+    "check_groups", "parts_of", "reduce_shared", "scales_of", "share_of_cores", "spare_cores", "usable_cores",
+    "wants_overlap",
 ]
 
 
@@ -73,6 +74,37 @@ def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:
     if operation is not ReduceOp.AVERAGE:
         raise ArgumentError("gradient_predivide_factor needs op=Average.")
     return 1.0 / predivide, predivide
+
+
+def reduce_shared(
+    reduce: Callable[[list[Any], list[Any]], list[Any]], gradients: Sequence[Any], variables: Sequence[Any],
+    is_local: Callable[[Any], bool], local_factor: float, factor: float = 1.0,
+) -> list[Any]:
+    """Return reduced gradients; those of local variables stay this rank's own.
+
+    Args:
+        reduce: reduces gradients, given with their variables.
+        gradients: tensors, ``tf.IndexedSlices`` or ``None``.
+        variables: one for each gradient.
+        is_local: whether a variable is local.
+        local_factor: multiplies gradients of local variables.
+        factor: multiplies reduced gradients.
+    """
+    local = [is_local(variable) for variable in variables]
+    shared = [index for index, here in enumerate(local) if not here]
+    reduced = iter(reduce([gradients[index] for index in shared], [variables[index] for index in shared]))
+    return [
+        _times(one, local_factor) if here else _times(next(reduced), factor)
+        for one, here in zip(gradients, local, strict=True)
+    ]
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if gradient is None or factor == 1.0:
+        return gradient
+    if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):  # tf.IndexedSlices
+        return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def check_groups(
