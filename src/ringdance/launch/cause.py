@@ -211,15 +211,9 @@ def judge(
 
 def _weight(cause: Cause) -> int:
     """Rank causes: less is likelier the first failure; equals go by time."""
-    if cause.kind == "launcher":  # ranks that lose mpiexec may be quicker to fail than its end is reported
-        return -1
-    if cause.kind == "vanished":  # so do all wrappers when mpiexec is killed
-        return 1
-    if cause.kind == "early":
-        return 2
-    if cause.kind in ("ended", "peer"):
-        return 3
-    return 4 if cause.follows else 0
+    # Ranks that lose mpiexec may be quicker to fail than its end is reported; all wrappers vanish with it.
+    of_kind = {"launcher": -1, "vanished": 1, "early": 2, "ended": 3, "peer": 3}
+    return of_kind.get(cause.kind, 4 if cause.follows else 0)
 
 
 def _early(found: Mapping[int, Cause], ended: Mapping[int, Ended]) -> list[Cause]:

@@ -156,17 +156,14 @@ class Job:
 
     def _step(self) -> None:
         now = time.monotonic()
-        due = [self._deadline, *self._ranks.merge_until()]
-        due += self._ranks.held_until() if self._state is State.RUNNING else ()
+        due = [self._deadline, *self._ranks.due(self._state is State.RUNNING)]
         again = self._agents.check()
         timeout = min(max(0.0, min(due) - now), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
             # What came before in this round may have closed it.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
-        if self._state is State.RUNNING:
-            self._ranks.release_held()
-        self._ranks.flush_merged()
+        self._ranks.show_due(self._state is State.RUNNING)
         if self._deadline <= time.monotonic():
             self._expire()
 

@@ -13,7 +13,7 @@ from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.hosts import rank_numbers
 from ringdance.launch.output.merge import LineMerger
 from ringdance.launch.output.screen import Screen
-from ringdance.launch.output.stream import HELD_S, Stream, make_streams
+from ringdance.launch.output.stream import Stream, make_streams
 
 if TYPE_CHECKING:
     from ringdance.launch.spec import PreparedJob
@@ -35,7 +35,7 @@ class Rank:
     link: RankLink
     rank: int
     host: str
-    streams: tuple[Stream, Stream]
+    streams: Sequence[Stream]
     pid: int = 0
     ended: Ended | None = None
 
@@ -180,27 +180,29 @@ class RankTable:
 
     # --- output that waits ---------------------------------------------------------------------
 
-    def merge_until(self) -> list[float]:
-        """Return when lines that wait for the same of other ranks are due."""
-        return [due for fold in self._folds if (due := fold.due()) is not None]
+    def due(self, running: bool) -> list[float]:
+        """Return when lines that wait for the same of other ranks are due, and held tracebacks.
 
-    def flush_merged(self, everything: bool = False) -> None:
-        """Show those that are due, or all."""
-        for fold in self._folds:
-            fold.flush(everything)
+        Args:
+            running: whether the job runs; later, tracebacks wait for its end.
+        """
+        found = [fold.due() for fold in self._folds]
+        found += [rank.streams[1].held_until for rank in self._ranks.values() if running and not rank.ended]
+        return [due for due in found if due is not None]
 
-    def held_until(self) -> list[float]:
-        """Return when tracebacks that are held back are due."""
-        found = (rank.streams[1].held_since for rank in self._ranks.values() if not rank.ended)
-        return [since + HELD_S for since in found if since is not None]
-
-    def release_held(self) -> None:
+    def show_due(self, running: bool) -> None:
         """Show those that are due."""
+        self.flush_merged()
         now = time.monotonic()
         for rank in self._ranks.values():
-            since = rank.streams[1].held_since
-            if since is not None and now >= since + HELD_S and not rank.ended:
+            until = rank.streams[1].held_until
+            if running and not rank.ended and until is not None and now >= until:
                 rank.streams[1].release()
+
+    def flush_merged(self, everything: bool = False) -> None:
+        """Show the lines that have waited long enough for those of other ranks, or all."""
+        for fold in self._folds:
+            fold.flush(everything)
 
     # --- judgement -----------------------------------------------------------------------------
 

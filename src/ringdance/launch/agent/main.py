@@ -22,7 +22,6 @@ import re
 import select
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -64,7 +63,7 @@ class _Agent:
         self._directory = ""
         self._cleanup: Cleanup | None = None
         self._tasks: Any = None
-        self._port: socket.socket | None = None  # held for MASTER_PORT
+        self._port = 0  # for MASTER_PORT
         self._heard = self._answered = time.monotonic()
         self._timeout: float | None = None  # for the launcher's heartbeat
         self._paused = self._full = self._over = False
@@ -140,8 +139,7 @@ class _Agent:
             self._do(message, payload)
         elif "job" in message:
             problem = self._prepare(message)
-            port = self._port.getsockname()[1] if self._port else 0
-            self._launcher.send({"ready": True, "problem": problem, "port": port})
+            self._launcher.send({"ready": True, "problem": problem, "port": self._port})
         elif "clean" in message:
             self._clean(message["failed"], message.get("results", True))
 
@@ -176,7 +174,7 @@ class _Agent:
             self._ranks.listen(os.path.join(self._directory, "s"))
         except OSError as error:
             return f"the job's directory {self._directory} cannot be made: {error.strerror}. {_SET}"
-        self._port = free_port()[0]
+        self._port_lock, self._port = free_port()
         # The launcher's settings win over those of this host's login.
         given = {
             name: self._directory if text == OWN_DIRECTORY else text

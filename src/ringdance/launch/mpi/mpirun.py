@@ -177,9 +177,7 @@ def _apply(
                     line.options += ["--output-filename", path.partition(":")[0]]
                 else:
                     line.flags.add("tag" if kind.startswith("tag") else kind)
-        case "display":
-            line.flags.add(name)
-        case "help" | "version":
+        case "display" | "help" | "version":
             line.flags.add(name)
         case "verbose" | "dry-run" | "no-check":
             line.options.append(f"--{name}")

@@ -26,7 +26,7 @@ _LONGEST = 8 << 20
 _TRACEBACKS = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 _LOST_PEER = re.compile(rb"NBC_Progress: an error -?\d+ was found|Error in NBC_Start_round")
 """Printed by Open MPI, sometimes with an empty line after it, when a peer has died; the error says more."""
-HELD_S = 3.0
+_HELD_S = 3.0
 """How long a traceback is held back: if the rank ends with it, it is shown once, as the cause."""
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -151,7 +151,7 @@ class Stream:
         self._shown = b"\033[%dm%s\033[0m" % (style.colour, self._prefix) if style.colour else self._prefix
         self._lines = Lines()
         self.held: list[bytes] = []
-        self.held_since: float | None = None
+        self.held_until: float | None = None
         self.marks: list[Cause] = []
         self._last = b""
         self._skips_empty = False
@@ -189,17 +189,17 @@ class Stream:
             if self._skips_empty or (skips and not line.strip()):
                 continue
             self._last = line if line.strip() else self._last
-            if self.held_since is not None:
+            if self.held_until is not None:
                 self.held.append(line)
             elif line.startswith(_TRACEBACKS):
-                self.held, self.held_since = [line], time.monotonic()
+                self.held, self.held_until = [line], time.monotonic() + _HELD_S
             else:
                 shown.append(line)
         return shown
 
     def release(self) -> None:
         """Show the lines that were held back."""
-        lines, self.held, self.held_since = self.held, [], None
+        lines, self.held, self.held_until = self.held, [], None
         if lines:
             self._sink(b"".join(map(self._dress, lines)))
 
@@ -234,7 +234,7 @@ def make_streams(
     style: Style,
     directory: str,
     bare: bool = False,
-) -> tuple[Stream, Stream]:
+) -> list[Stream]:
     """Return the stdout and stderr of a rank.
 
     Raises:
@@ -242,17 +242,15 @@ def make_streams(
     """
     files = open_files(Path(directory), rank, ranks) if directory else (None, None)
     colour = _COLOURS[rank % len(_COLOURS)] if style.colour else 0
-    styles = []
-    for name in ("stdout", "stderr"):
+    streams = []
+    for which, name in enumerate(("stdout", "stderr")):
         if style.json:
             prefix = json.dumps({"rank": rank, "host": host, "stream": name})[:-1] + ", "
         else:
             prefix = style.prefix.format(rank=rank, stream=name, host=host)
-        styles.append(replace(style, prefix=prefix, colour=colour))
-    return (
-        Stream(sinks[0], styles[0], files[0], bare=bare, warn=sinks[1]),
-        Stream(sinks[1], styles[1], files[1], holds=True, bare=bare),
-    )
+        own = replace(style, prefix=prefix, colour=colour)
+        streams.append(Stream(sinks[which], own, files[which], which == 1, bare, sinks[1]))
+    return streams
 
 
 def open_files(directory: Path, rank: int, ranks: int) -> tuple[BinaryIO, BinaryIO]:

@@ -13,6 +13,9 @@ from typing import Any
 from ringdance.cluster.hostfile import NAME
 from ringdance.errors import LaunchError
 
+# No prompts, no changed keys; the first -o of a name holds, so the user's come before.
+_SSH = ("BatchMode=yes", "StrictHostKeyChecking=accept-new", "ConnectTimeout=10", "LogLevel=ERROR")
+
 
 @dataclass(frozen=True)
 class RemoteShell:
@@ -56,13 +59,7 @@ class RemoteShell:
         line = ["ssh", "-x", "-T", *self.arguments]
         line += ["-p", str(self.port)] if self.port else []
         line += ["-i", self.identity] if self.identity else []
-        # No prompts, no changed keys; the first -o of a name holds, so the user's come first.
-        for option in (
-            "BatchMode=yes",
-            "StrictHostKeyChecking=accept-new",
-            "ConnectTimeout=10",
-            "LogLevel=ERROR",
-        ):
+        for option in _SSH:
             line += ["-o", option]
         return [*line, "--", host, shlex.join(program)]
 

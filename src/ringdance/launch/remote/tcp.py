@@ -35,7 +35,7 @@ def connect(addresses: Sequence[str], port: int, token: bytes) -> socket.socket:
         except OSError as error:
             failures.append(f"{address}: {error.strerror or error}")
             continue
-        if _prove(sock, token):
+        if _authenticate(sock, token, b"connects", b"listens"):
             return _ready(sock)
         sock.close()
         failures.append(f"{address}: another program answers there")
@@ -53,35 +53,26 @@ def accept(listener: socket.socket, token: bytes) -> socket.socket | None:
 
 def answer(sock: socket.socket, token: bytes) -> socket.socket | None:
     """Authenticate an accepted connection; close it and return None if the peer does not know the token."""
-    sock.settimeout(_ANSWER_S)
-    try:
-        theirs = exactly(sock)
-        own = os.urandom(_SIZE)
-        sock.sendall(own + _sign(token, b"listens", theirs + own))
-        if hmac.compare_digest(exactly(sock), _sign(token, b"connects", theirs + own)):
-            return _ready(sock)
-    except OSError:
-        pass
+    if _authenticate(sock, token, b"listens", b"connects"):
+        return _ready(sock)
     sock.close()
     return None
 
 
-def _prove(sock: socket.socket, token: bytes) -> bool:
+def _authenticate(sock: socket.socket, token: bytes, own: bytes, peer: bytes) -> bool:
+    """Exchange random numbers, then sign both; return whether the peer has signed with the same token.
+
+    The roles of both sides are signed too: a signature sent back is not that of the peer.
+    """
     sock.settimeout(_ANSWER_S)
     try:
-        own = os.urandom(_SIZE)
-        sock.sendall(own)
-        theirs = exactly(sock)
-        if not hmac.compare_digest(exactly(sock), _sign(token, b"listens", own + theirs)):
-            return False
-        sock.sendall(_sign(token, b"connects", own + theirs))
+        sent = os.urandom(_SIZE)
+        sock.sendall(sent)
+        received = exactly(sock)
+        sock.sendall(hmac.digest(token, own + sent + received, "sha256"))
+        return hmac.compare_digest(exactly(sock), hmac.digest(token, peer + received + sent, "sha256"))
     except OSError:
         return False
-    return True
-
-
-def _sign(token: bytes, who: bytes, numbers: bytes) -> bytes:
-    return hmac.digest(token, who + numbers, "sha256")
 
 
 def exactly(sock: socket.socket, size: int = _SIZE) -> bytes:
