@@ -80,10 +80,8 @@ class Agents:
         """
         for agent in self._all.values():
             agent.heard = time.monotonic()
-            if agent.local:
-                agent.frames.send({**local, "heartbeat_timeout": None})
-            else:
-                agent.frames.send({**remote, "heartbeat_timeout": self._heartbeat_timeout})
+            timeout = None if agent.local else self._heartbeat_timeout
+            agent.frames.send({**(local if agent.local else remote), "heartbeat_timeout": timeout})
             for name, data in files.items():
                 agent.frames.send({"put": name}, data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
@@ -16,7 +16,9 @@ from ringdance.launch.parser import Parser, rank_count
 from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
 from ringdance.launch.spec import (
+    Check,
     JobSpec,
+    Log,
     PreparedJob,
     as_program,
     parse_exports,
@@ -45,10 +47,6 @@ exit code: 0 if all ranks ended with 0; else that of the rank that failed first 
 killed it); 2 if nothing was started, 127 if the command was not found; 130 after Ctrl-C.
 Under mpiexec or srun run the script directly: it needs no `ringdance run`.
 """
-
-
-Check = Callable[[PreparedJob, Callable[[str], None]], None]
-"""Checks a prepared job, given a function that shows a line; raises a LaunchError if it must not start."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -148,7 +146,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 def run(
     spec: JobSpec,
     arguments: argparse.Namespace,
-    log: Callable[[str], None],
+    log: Log,
     check: Check | None = None,
     show_map: bool = False,
 ) -> int:
@@ -162,7 +160,7 @@ def run(
         show_map: whether to show where the ranks go.
     """
 
-    def checked(prepared: PreparedJob, log: Callable[[str], None]) -> None:
+    def checked(prepared: PreparedJob, log: Log) -> None:
         if check and prepared.plan.multi_host and not arguments.no_check:
             check(prepared, log)
 

@@ -159,6 +159,10 @@ class JobSpec:
         return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])
 
 
+Log = Callable[[str], None]
+"""Shows a line to the user."""
+
+
 @dataclass
 class PreparedJob:
     """A job with its plan, and with its agents waiting on the other hosts.
@@ -196,6 +200,10 @@ class PreparedJob:
         script = _script(arguments) if os.path.basename(program).startswith("python") else None
         own = [] if self.plan.python and program == sys.executable else [program]
         return [*own, *([script] if script else [])]
+
+
+Check = Callable[[PreparedJob, Log], None]
+"""Checks a prepared job; raises a LaunchError if it must not start."""
 
 
 def run_in_terminal(prepared: PreparedJob) -> int:

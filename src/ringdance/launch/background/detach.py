@@ -10,28 +10,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from ringdance.launch.background import records
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
-from ringdance.launch.spec import JobSpec, PreparedJob, as_program, show_outcome
+from ringdance.launch.spec import Check, JobSpec, Log, as_program, show_outcome
 
 GRACE_S = 3600.0
 """How long ranks may take to end after SIGTERM; ``ringdance stop`` ends them earlier."""
 
-_Say = Callable[[str], None]
-_Look = Callable[[PreparedJob, _Say], None]
 
-
-def start(spec: JobSpec, look: _Look, say: _Say) -> int:
+def start(spec: JobSpec, check: Check, log: Log) -> int:
     """Start a job in the background, print its name, and return the exit code.
 
     Args:
         spec: the job.
-        look: checks its hosts.
-        say: shows a line to the user.
+        check: checks its hosts.
+        log: shows a line to the user.
     """
     sys.stdout.flush()
     read, write = os.pipe()
@@ -39,7 +35,7 @@ def start(spec: JobSpec, look: _Look, say: _Say) -> int:
     if child == 0:
         os.close(read)
         os.setsid()
-        os._exit(as_program("ringdance run", lambda: _background(spec, look, say, write)))
+        os._exit(as_program("ringdance run", lambda: _background(spec, check, log, write)))
     os.close(write)
     try:
         with open(read) as pipe:
@@ -50,15 +46,15 @@ def start(spec: JobSpec, look: _Look, say: _Say) -> int:
         os.kill(child, signal.SIGTERM)
         raise
     print(job, flush=True)
-    say(f"follow it: ringdance attach {job}; end it: ringdance stop {job}")
+    log(f"follow it: ringdance attach {job}; end it: ringdance stop {job}")
     return 0
 
 
-def _background(spec: JobSpec, look: _Look, say: _Say, pipe: int) -> int:
+def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
     """Run the job in the child, write its name to the pipe, and return its exit code."""
-    prepared = spec.prepare(say)
+    prepared = spec.prepare(log)
     try:
-        look(prepared, say)
+        check(prepared, log)
         screen = Screen((records.log_sink(1), records.log_sink(2)))
         job = Job(prepared, screen, grace=GRACE_S)
         hosts = {host.name: len(host.ranks) for host in prepared.plan.hosts}

@@ -18,7 +18,7 @@ from ringdance.launch import cli
 from ringdance.launch.mpi.library import find_mpi
 from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
 from ringdance.launch.output.stream import Style
-from ringdance.launch.spec import CommandError, as_program
+from ringdance.launch.spec import Check, CommandError, as_program
 from ringdance.launch.system.linux import usable_cores
 
 _NAME = "ringdance mpirun"
@@ -48,17 +48,17 @@ examples:
 """
 
 
-def main(argv: Sequence[str], look: cli.Check | None = None) -> int:
+def main(argv: Sequence[str], check: Check | None = None) -> int:
     """Run ``ringdance mpirun`` and return its exit code.
 
     Args:
         argv: the words of the command line, without the program and its name.
-        look: checks several hosts before anything starts there.
+        check: checks several hosts before anything starts there.
     """
-    return as_program(_NAME, lambda: _main(list(argv), look))
+    return as_program(_NAME, lambda: _main(list(argv), check))
 
 
-def _main(words: list[str], look: cli.Check | None) -> int:
+def _main(words: list[str], check: Check | None) -> int:
     if words[:1] == ["--install-into"]:
         if len(words) != 2:
             raise CommandError("--install-into DIR: give one directory")
@@ -78,7 +78,7 @@ def _main(words: list[str], look: cli.Check | None) -> int:
     ssh = f"--ssh-args={shlex.join(line.ssh)}"
     arguments = cli.parser().parse_args([*line.options, ssh, "--", *line.command])
     spec = replace(cli.spec_of(arguments), **changes(line))
-    return cli.run(spec, arguments, _say, look, show_map="display" in line.flags)
+    return cli.run(spec, arguments, _say, check, show_map="display" in line.flags)
 
 
 def changes(line: MpirunLine) -> dict[str, Any]:

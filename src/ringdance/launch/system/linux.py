@@ -24,15 +24,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _IN_CREATE = 0x100  # of inotify
 
 
-def _prctl(option: int, value: int) -> bool:
-    if not LINUX:
-        return False
-    import ctypes
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        import ctypes
 
-    try:
-        return int(ctypes.CDLL(None).prctl(option, value, 0, 0, 0)) == 0
-    except (OSError, AttributeError):
-        return False
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def watch_directory(path: str) -> int:
@@ -41,28 +37,25 @@ def watch_directory(path: str) -> int:
         return -1
     import ctypes
 
-    try:
-        libc = ctypes.CDLL(None)
-        descriptor = int(libc.inotify_init1(os.O_CLOEXEC))
-        if descriptor >= 0 and libc.inotify_add_watch(descriptor, os.fsencode(path), _IN_CREATE) < 0:
-            os.close(descriptor)
-            descriptor = -1
-    except (OSError, AttributeError):
+    libc = ctypes.CDLL(None)
+    descriptor = int(libc.inotify_init1(os.O_CLOEXEC))
+    if descriptor >= 0 and libc.inotify_add_watch(descriptor, os.fsencode(path), _IN_CREATE) < 0:
+        os.close(descriptor)
         return -1
     return descriptor
 
 
-def die_with_parent() -> bool:
-    """Have the kernel SIGKILL this process when its parent ends; return False if not supported.
+def die_with_parent() -> None:
+    """Have the kernel, if it is Linux, SIGKILL this process when its parent ends.
 
     It survives ``exec``. The parent may have died before the call: compare ``os.getppid()`` after it.
     """
-    return _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def adopt_orphans() -> bool:
-    """Become the parent of all descendants whose own parent dies."""
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans() -> None:
+    """Become, on Linux, the parent of all descendants whose own parent dies."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def wake_on_signals() -> int:

@@ -8,11 +8,10 @@ import threading
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-PAUSING = (signal.SIGTSTP,)
 
 
 class Signals:
-    """Catch the signals of :data:`STOPPING`, :data:`PASSED_ON` and :data:`PAUSING` from now on.
+    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, and SIGTSTP, from now on.
 
     Only the main thread can: elsewhere (``ringdance.run`` in a thread) nothing is caught.
     """
@@ -24,7 +23,7 @@ class Signals:
         self._sockets = read, write = socket.socketpair()
         read.setblocking(False)
         write.setblocking(False)
-        numbers = (*STOPPING, *PASSED_ON, *PAUSING)
+        numbers = (*STOPPING, *PASSED_ON, signal.SIGTSTP)
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
         self._descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
 
