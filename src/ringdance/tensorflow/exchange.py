@@ -273,6 +273,8 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     name = None if graph is None else f"{call.kind.name.title()}Gradient"
     if graph is not None and not graph.building_function and back.name is not None:
         back = back.but(name=graph.unique_name(back.name))  # asked for twice, both may be in one run
+    if call.tables:
+        return _rows_gradient(back, op, gradients)
     if keep is Keep.PADDED:
         return _padded(perform(back, [gradients[0], op.outputs[1]], name)[0], op.inputs)
     engine = session.engine()
@@ -321,16 +323,7 @@ def reduce_rows(
     for index, one in enumerate(slices):
         given += [one.values, one.indices, _rows_of_table(one, tables[index] if tables else None)]
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def reduced(*tensors: Tensor) -> Any:
-        results = run(call, tensors)
-
-        def gradient(*upstream: Tensor) -> list[Tensor]:
-            return _rows_gradient(call, tensors, results, upstream)
-
-        return tuple(results), gradient
-
-    results = reduced(*given)
+    results = run(call, given)
     return [
         tf.IndexedSlices(results[3 * index], results[3 * index + 1], one.dense_shape)
         for index, one in enumerate(slices)
@@ -343,15 +336,11 @@ def _rows_of_table(one: Any, known: int | None) -> Tensor:
     return tf.constant(-1, tf.int64) if one.dense_shape is None else tf.cast(one.dense_shape[0], tf.int64)
 
 
-def _rows_gradient(
-    call: Call, given: Sequence[Tensor], results: Sequence[Tensor], upstream: Sequence[Tensor]
-) -> list[Tensor]:
+def _rows_gradient(back: Call, op: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Reduce the gradients of the resulting rows; return for each input row that of its row."""
-    name = None if call.name is None else f"{call.name}.grad"
-    arrived = [tf.convert_to_tensor(one) for one in upstream[::3]]
-    back = perform(call.but(name=name, tables=(), grouped=True), arrived)
-    gradients: list[Tensor] = []
-    for index, one in enumerate(back):
-        rows = tf.searchsorted(results[3 * index + 1], given[3 * index + 1])
-        gradients += [tf.gather(one, rows), None, None]
-    return gradients
+    arrived = [tf.convert_to_tensor(one) for one in gradients[::3]]
+    results: list[Tensor] = []
+    for index, one in enumerate(perform(back.but(tables=(), grouped=True), arrived)):
+        rows = tf.searchsorted(op.outputs[3 * index + 1], op.inputs[3 * index + 1])
+        results += [tf.gather(one, rows), None, None]
+    return results
