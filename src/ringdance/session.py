@@ -54,10 +54,9 @@ class _Process:
     engine: Engine | None = None
     comm: Any = None  # the argument of init()
     bound: bool = False  # some thread has had an engine of its own
-    pid: int = 0
+    pid: int = 0  # 0 before the first init()
     mpi: bool = False
     clean: bool = True  # every engine so far has stopped by agreement
-    hooked: bool = False
     failed: bool = False  # an uncaught exception is on its way out
 
 
@@ -110,16 +109,15 @@ def init(comm: Any = None) -> None:
         if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
             settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
         _configure_log(settings)
-        _process.pid = os.getpid()
         _process.engine = _start(comm, settings)
         _process.comm = comm
         _export_ranks(_process.engine)
-        if not _process.hooked:
-            _process.hooked = True
+        if not _process.pid:
             atexit.register(_at_exit)
             os.register_at_fork(after_in_child=_after_fork)
             previous = sys.excepthook
             sys.excepthook = lambda kind, error, trace: _on_exception(previous, kind, error, trace)
+        _process.pid = os.getpid()
 
 
 def shutdown() -> None:

@@ -24,7 +24,7 @@ def option(
     help: str,
     default: Any = None,
     *flags: str,
-    convert: Callable[[Any], Any] | None = None,
+    convert: Callable[[Any], Any] = lambda given: given,
     minimum: int | None = None,
     pattern: str = "",
     form: str = "",
@@ -84,10 +84,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
 
 def from_arguments(kind: type[T], arguments: argparse.Namespace, **more: Any) -> T:
     """Make an object of the dataclass `kind` from parsed arguments, with `more` of its fields."""
-    values = {}
-    for name, _, known in _options(kind):
-        value = getattr(arguments, name)
-        values[name] = known["convert"](value) if known["convert"] else value
+    values = {name: known["convert"](getattr(arguments, name)) for name, _, known in _options(kind)}
     return kind(**values | more)
 
 

@@ -139,7 +139,7 @@ class RayExecutor:
             self._start(dict(extra_env_vars or {}))
             if executable_cls is not None:
                 payload = _pack(executable_cls, executable_args, executable_kwargs)
-                self._wait([self._call(rank, "make", payload) for rank in range(len(self._by_rank))])
+                self._wait(self._all("make", payload))
         except BaseException:
             self.shutdown()
             raise
@@ -189,8 +189,7 @@ class RayExecutor:
             done, left = ray.wait(left)
             if self._job in done:
                 raise LaunchError(ray.get(self._job) or "the ranks ended at once")
-        missing = [rank for found in ray.get(waiting) for rank in found]
-        if missing:
+        if missing := [rank for found in ray.get(waiting) for rank in found]:
             raise LaunchError(
                 f"ranks {missing} of {sum(self._bundles)} have not started within "
                 f"{self._settings.timeout_s:g} s (timeout_s of create_settings)"

@@ -67,8 +67,7 @@ def convert(document: Document) -> tuple[Document, list[str]]:
     )
     metadata = {k: v for k, v in (document.get("metadata") or {}).items() if k not in _SET_BY_SERVER}
     (metadata.get("annotations") or {}).pop("kubectl.kubernetes.io/last-applied-configuration", None)
-    head = {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob"}
-    return {**head, "metadata": metadata, "spec": new}, notes
+    return {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": metadata, "spec": new}, notes
 
 
 def _from_v1(spec: Document, note: Note) -> Document:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ringdance.errors import LaunchError
@@ -28,12 +28,10 @@ class Kubectl:
     Attributes:
         namespace: "" for that of kubectl's context.
         context: "" for kubectl's current one.
-        program: its path.
     """
 
     namespace: str = ""
     context: str = ""
-    program: str = field(default_factory=lambda: shutil.which("kubectl") or "")
 
     def line(self, *words: str) -> list[str]:
         """Return the command line of kubectl with `words`.
@@ -41,14 +39,15 @@ class Kubectl:
         Raises:
             LaunchError: there is no kubectl.
         """
-        if not self.program:
+        program = shutil.which("kubectl")
+        if not program:
             raise LaunchError(
                 "kubectl was not found in PATH. Install it (https://kubernetes.io/docs/tasks/tools), or "
                 "write the manifest with `ringdance k8s manifest` and submit it elsewhere"
             )
         options = [f"--namespace={self.namespace}"] if self.namespace else []
         options += [f"--context={self.context}"] if self.context else []
-        return [self.program, *options, *words]
+        return [program, *options, *words]
 
     def run(self, *words: str, stdin: str = "", timeout: float = 60.0) -> str:
         """Run kubectl and return its output.

@@ -165,14 +165,13 @@ class Estimator:
 
     def _read_distribution(self) -> None:
         """Merge `distribution` with its short forms; `mpi` stays None if neither is given."""
-        known = {"enabled", "processes_per_host", "custom_mpi_options"}
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
         if distribution:
             raise ArgumentError(
                 f"distribution: only 'mpi' is supported, not {', '.join(sorted(distribution))}"
             )
-        if unknown := set(mpi) - known:
+        if unknown := set(mpi) - {"enabled", "processes_per_host", "custom_mpi_options"}:
             raise ArgumentError(f"distribution['mpi']: {', '.join(sorted(unknown))}: unknown")
         given = self.processes_per_host
         ranks = mpi.get("processes_per_host", given)
