@@ -130,6 +130,7 @@ def test_old_names_are_accepted_with_a_warning() -> None:
         ("--NCCL_SOCKET_IFNAME=eth0 -verbose", "-x NCCL_SOCKET_IFNAME=eth0 -verbose"),
         ("-HOROVOD_CYCLE_TIME=1", "-x HOROVOD_CYCLE_TIME=1"),
         ("A=1 -x B=2", "-x A=1 -x B=2"),
+        ("A=1 -x  B=2", "-x A=1 -x B=2"),
         ("NCCL_DEBUG=WARN", "--NCCL_DEBUG=WARN"),
         ("--mca btl_tcp_if_include eth0", "--mca btl_tcp_if_include eth0"),
     ],
