@@ -124,24 +124,19 @@ class Agents:
         """Write a file into the job's directory on this host."""
         self._local.frames.send({"put": name, "mode": mode}, text.encode())
 
-    def launch(self, argv: Sequence[str], loopback: bool, on_exit: OnExit) -> None:
-        """Start mpiexec here.
+    def spawn(self, host: str | None, on_exit: OnExit, **program: Any) -> bool:
+        """Start a program; return False if the host has no agent.
 
         Args:
-            argv: its command line.
-            loopback: whether no other host has to reach it.
+            host: where, None for this host.
             on_exit: is called when it has ended.
+            program: as of :meth:`Programs.spawn`.
         """
-        self._spawn(self._local, on_exit, argv=list(argv), loopback=loopback)
-
-    def spawn(self, host: str, command: str, on_exit: OnExit) -> bool:
-        """Start a shell's command on another host; return False if there is no agent."""
-        agent = next((agent for agent in self._remotes if agent.host == host), None)
-        return agent is not None and agent.there and self._spawn(agent, on_exit, command=command)
-
-    def _spawn(self, agent: Remote, on_exit: OnExit, **what: Any) -> bool:
+        agent = self._all.get(host) if host else self._local
+        if agent is None or not agent.there:
+            return False
         self._programs.append(on_exit)
-        return agent.frames.send({"spawn": len(self._programs) - 1, **what})
+        return agent.frames.send({"spawn": len(self._programs) - 1, **program})
 
     def pause(self, paused: bool) -> None:
         """Announce that the launcher is stopped by the terminal, or that it goes on."""

@@ -39,8 +39,8 @@ class HostFacts:
     executable: str = ""
     version: str = ""
     cores: int = 1
-    devices: tuple[str, ...] = ()
-    networks: tuple[tuple[str, str, int], ...] = ()
+    devices: Sequence[str] = ()
+    networks: Sequence[tuple[str, str, int]] = ()
     reached: str = ""
     infiniband: bool = False
     shared_memory: int = -1
@@ -48,10 +48,7 @@ class HostFacts:
 
 def facts_from(found: Mapping[str, Any]) -> HostFacts:
     """Build them from what an agent sends, or from ``machine.facts``; what is not known is left out."""
-    known = {entry.name: found[entry.name] for entry in fields(HostFacts) if entry.name in found}
-    known["devices"] = tuple(known.get("devices", ()))
-    known["networks"] = tuple((str(n), str(a), int(bits)) for n, a, bits in known.get("networks", ()))
-    return HostFacts(**known)
+    return HostFacts(**{entry.name: found[entry.name] for entry in fields(HostFacts) if entry.name in found})
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Host:
     ranks: tuple[int, ...]
     local: bool = False
     cores: int | None = None
-    devices: tuple[str, ...] = ()
+    devices: Sequence[str] = ()
     interfaces: tuple[str, ...] = field(default=())
 
 

@@ -132,7 +132,7 @@ class Job:
 
     def _launch(self) -> None:
         argv = self._plan.argv(self._bases, self.id, os.path.join(self._directory, _SHIM))
-        self._agents.launch(argv, not self._plan.multi_host, self._on_mpiexec_exit)
+        self._agents.spawn(None, self._on_mpiexec_exit, argv=argv, loopback=not self._plan.multi_host)
         self._handle(Event.READY)
 
     def _on_rsh(self, link: RankLink, name: str, command: str) -> None:
@@ -148,7 +148,7 @@ class Job:
             if host:
                 self._on_daemon_exit(host, code, when)
 
-        if host is None or not self._agents.spawn(host.name, command, on_exit):
+        if host is None or not self._agents.spawn(host.name, on_exit, command=command):
             self._fail(f"mpiexec wants to start something on {name}, which is no host of this job")
             link.send({"code": 255})
 

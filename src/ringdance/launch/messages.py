@@ -115,7 +115,7 @@ class Frames:
                 self._put(view[: self._CHUNK])
                 self._put(b"\n")
                 text, view = b"", view[self._CHUNK :]
-            self._put(self._packed(text, view))
+            self._put(self.pack(text, view))
         return self.flush()
 
     def _put(self, data: bytes | memoryview) -> None:
@@ -145,12 +145,8 @@ class Frames:
         return self.open
 
     @classmethod
-    def pack(cls, message: dict[str, Any]) -> bytes:
-        """Return the bytes of a message without a payload."""
-        return cls._packed(json.dumps(message).encode(), memoryview(b""))
-
-    @classmethod
-    def _packed(cls, text: bytes, payload: memoryview) -> bytes:
+    def pack(cls, text: bytes, payload: bytes | memoryview = b"") -> bytes:
+        """Return the bytes of a message, JSON as `text`."""
         # srun passes whole lines on as they come, and keeps what has no end yet.
         return cls._HEAD.pack(len(text), len(payload)) + text + payload + b"\n"
 

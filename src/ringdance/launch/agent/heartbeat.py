@@ -9,7 +9,7 @@ import time
 from ..messages import Frames
 
 _PING_S = 0.5
-_PING = Frames.pack({"ping": True})
+_PING = Frames.pack(b'{"ping": true}')
 
 
 class Heartbeats:

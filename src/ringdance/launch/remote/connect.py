@@ -191,7 +191,9 @@ def _await_facts(remote: Remote, timeout: float) -> bool:
     while alive:
         left = until - time.monotonic()
         if left <= 0:
-            raise _Problem(f"no answer within {timeout:.0f} s {_heard(remote)}".rstrip(), temporary=True)
+            words = remote.last_words() or remote.frames.preamble.decode(errors="replace").strip()
+            text = f"no answer within {timeout:.0f} s" + (f" ({words})" if words else "")
+            raise _Problem(text, temporary=True)
         select.select([remote.frames.read_fd], [], [], left)
         messages, alive = remote.frames.receive()
         for message, _ in messages:
@@ -265,11 +267,6 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     finally:
         if stdin >= 0:
             os.close(passed[0])
-
-
-def _heard(remote: Remote) -> str:
-    words = remote.last_words() or remote.frames.preamble.decode(errors="replace").strip()
-    return f"({words})" if words else ""
 
 
 def _why(remote: Remote, program: str, python: str) -> _Problem:

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from ringdance.errors import LaunchError
 
 ALL = ("all",)
-NONE = ("none",)
 
 # Belongs to a machine, a login or a rank, and is not for other hosts.
 _STAYS = re.compile(
@@ -53,7 +52,7 @@ def forwarded(own: Mapping[str, str], names: Sequence[str] = ALL) -> dict[str, s
     """
     if tuple(names) == ALL:
         return {name: value for name, value in own.items() if not _STAYS.fullmatch(name)}
-    chosen = () if tuple(names) == NONE else names
+    chosen = () if tuple(names) == ("none",) else names
     return {
         name: value
         for name, value in own.items()
