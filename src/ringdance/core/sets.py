@@ -130,7 +130,7 @@ class ProcessSets:
         for set_id, known in self.registered.items():
             if known.ranks == wanted:
                 raise ArgumentError(
-                    f"A process set with the ranks {list(wanted)} exists already: number {set_id}."
+                    f"A process set with the ranks {list(wanted)} exists already ({set_id}): all must differ."
                 )
         return wanted
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ringdance import session
-from ringdance.errors import ArgumentError
 from ringdance.torch import _private
 from ringdance.torch import operations as ops
 from ringdance.torch._private import compiler_disable
@@ -25,12 +24,6 @@ class AdasumOptimizer(Wrapped):
     State (momentum and the like) stays each rank's own. A parameter without gradient on a rank has no
     change there, and Adasum then takes the others'.
     """
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accepted; gradients are summed locally until ``step()`` in any case."""
-        if passes <= 0:
-            raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
-        self._passes = passes
 
     def synchronize(self) -> None:
         """Do nothing: there is nothing to wait for before ``step()``."""

@@ -15,7 +15,7 @@ from ringdance.torch.memory import Array, Compression, from_array, host_tensor, 
 from ringdance.training.gradients.source import AS_DENSE, DENSE
 from ringdance.training.gradients.sparse import Rows
 
-__all__ = ["Gradients", "fill_from_host", "host_copies"]
+__all__ = ["Gradients", "host_copies"]
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -27,11 +27,6 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     for device in {tensor.device for tensor in tensors}:
         torch.cuda.current_stream(device).synchronize()
     return staged
-
-
-def fill_from_host(target: Tensor, source: Tensor) -> None:
-    """Copy a reduced tensor over the gradient; type and device may differ."""
-    target.detach().copy_(source)
 
 
 class Gradients:
@@ -117,7 +112,7 @@ class Gradients:
                 copied = self._copies.pop(index, None)
                 gradient = self.parameters[index].grad
                 if copied is not None and gradient is not None:
-                    fill_from_host(gradient, self.compression.decompress(*copied))
+                    gradient.detach().copy_(self.compression.decompress(*copied))
         if union.count(DENSE) == len(union):
             return
         for index in indices:

@@ -37,7 +37,7 @@ from ringdance.torch.wrapped import (
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.exchange import GradientExchange
-from ringdance.training.gradients.options import check_groups, scales_of, wants_overlap
+from ringdance.training.gradients.options import check_groups, check_passes, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 
 __all__ = ["DistributedOptimizer"]
@@ -98,10 +98,8 @@ class _Distributed(Wrapped):
     @compiler_disable
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Exchange after this many backward passes from now on; between steps only."""
-        if passes <= 0:
-            raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
+        super().set_backward_passes_per_step(passes)
         self._prepare()
-        self._passes = passes
         if self._exchange is not None:
             self._exchange.passes = passes
             self._exchange.reset()
@@ -229,8 +227,7 @@ def DistributedOptimizer(
         warn_of_local_batch_norm(named_parameters)
     operation = pick_operation(None, op)
     pairs, given = names_of(optimizer, named_parameters)
-    if backward_passes_per_step <= 0:
-        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
+    check_passes(backward_passes_per_step)
     parameters = [parameter for _, parameter in pairs]
     scales_of(operation, gradient_predivide_factor)  # raises for arguments that do not go together
     total = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,43 +71,43 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     _broadcast_all([(name, value) for name, value in _pairs(params) if isinstance(value, Tensor)], root_rank)
 
 
-class _TensorRef:
+class _TensorRef(NamedTuple):
     """Replaces a tensor in a structure that is sent as an object."""
 
-    def __init__(self, tensor: Tensor, number: int) -> None:
-        self.number = number
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.on_cpu = tensor.is_cpu
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
+    """Return a structure of dicts, lists and tuples in which the objects of a class are replaced."""
+    if isinstance(value, kind):
+        return replacement(value)
+    if isinstance(value, dict):
+        return {key: _replaced(one, kind, replacement) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(one, kind, replacement) for one in value)
+    return value
 
 
 def _extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Return the structure with each tensor replaced by a reference, and collect the tensors."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _TensorRef(value, len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _extract_tensors(one, tensors) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_extract_tensors(one, tensors) for one in value)
-    return value
+
+    def extract(tensor: Tensor) -> _TensorRef:
+        tensors.append(tensor)
+        return _TensorRef(tuple(tensor.shape), tensor.dtype, tensor.is_cpu)
+
+    return _replaced(value, Tensor, extract)
 
 
 def _insert_tensors(value: Any, tensors: list[Tensor], device: torch.device) -> Any:
     """Return the structure with tensors again: zeros that are then broadcast over, listed in ``tensors``."""
-    if isinstance(value, _TensorRef):
-        made = torch.zeros(value.shape, dtype=value.dtype, device="cpu" if value.on_cpu else device)
-        tensors.append(made)
-        return made
-    if isinstance(value, dict):
-        return {key: _insert_tensors(one, tensors, device) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_insert_tensors(one, tensors, device) for one in value)
-    return value
 
+    def insert(ref: _TensorRef) -> Tensor:
+        tensors.append(torch.zeros(ref.shape, dtype=ref.dtype, device="cpu" if ref.on_cpu else device))
+        return tensors[-1]
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return _replaced(value, _TensorRef, insert)
 
 
 @compiler_disable
@@ -124,7 +124,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     engine = session.engine()
     if engine.size == 1:
         return
-    parameters = _parameters(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    mine = [len(group["params"]) for group in optimizer.param_groups]
     number = {id(parameter): index for index, parameter in enumerate(parameters)}
     is_root = engine.rank == root_rank
     tensors: list[Tensor] = []
@@ -135,10 +136,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        structure = sizes, _extract_tensors(state, tensors), _extract_tensors(options, tensors)
+        structure = mine, _extract_tensors(state, tensors), _extract_tensors(options, tensors)
     sizes, state, options = broadcast_object(structure, root_rank, name="optimizer_state")
-    mine = [len(group["params"]) for group in optimizer.param_groups]
     if not is_root:
         device = {index: parameters[index].device for index in state} if sizes == mine else {}
         default = parameters[0].device if parameters else torch.device("cpu")

@@ -17,6 +17,7 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch import _private
 from ringdance.torch._private import compiler_disable
+from ringdance.training.gradients.options import check_passes
 from ringdance.training.process_sets import ProcessSet
 
 __all__ = [
@@ -74,6 +75,11 @@ class Wrapped:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, type(self).__bases__, self.__getstate__()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Exchange after this many backward passes from now on; with Adasum without effect."""
+        check_passes(passes)
+        self._passes = passes
 
     @compiler_disable
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -76,7 +76,10 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
     problem = None
     try:
         given = [ranks_of(one) for one in process_sets]
-        _check_sets(given, engine.size)
+        for index, ranks in enumerate(given):
+            engine.sets.check_new(ranks)
+            if ranks in given[:index]:
+                raise ArgumentError(f"Process sets must differ; given twice: {list(ranks)}.")
     except ArgumentError as error:
         problem = str(error)
     listed = [ranks for ranks, one in zip(given, process_sets, strict=False) if one.mpi_comm is None]
@@ -96,19 +99,6 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
     for ranks in [*listed, *sorted(others)]:
         engine.add_process_set(ranks)
     bind(process_sets)
-
-
-def _check_sets(given: list[tuple[int, ...]], size: int) -> None:
-    for index, ranks in enumerate(given):
-        if not ranks:
-            raise ArgumentError("A process set needs at least one rank.")
-        wrong = [rank for rank in ranks if rank >= size]
-        if wrong:
-            raise ArgumentError(f"Process set with ranks {wrong}: this job has the ranks 0 to {size - 1}.")
-        if ranks in given[:index] or ranks == tuple(range(size)):
-            raise ArgumentError(
-                f"Process sets must differ from each other and from the global one: {list(ranks)}."
-            )
 
 
 def shutdown() -> None:

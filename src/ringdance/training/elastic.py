@@ -313,14 +313,7 @@ class ElasticIndices:
         self._length = length
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.num_replicas = 0
-        self.rank = 0
-        self.remaining_indices: list[int] = []
-        self.num_samples = 0
-        self.total_size = 0
-        self.reset()
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch with nothing done. Call it when one is over: a restart goes on within an epoch."""

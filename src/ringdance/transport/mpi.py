@@ -19,7 +19,7 @@ from ringdance.transport.eventcount import process_state
 from ringdance.transport.library import library_version
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["MpiTransport", "gather", "lost_in_start"]
+__all__ = ["MpiTransport", "gather", "lost_in_start", "translated"]
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
@@ -98,10 +98,7 @@ class MpiTransport(Transport):
         mpi = self._mpi
         if comm == mpi.COMM_NULL:
             raise ArgumentError("MPI.COMM_NULL has no ranks: leave it out on ranks that are not members.")
-        theirs, own = comm.Get_group(), self._comm.Get_group()
-        ranks = mpi.Group.Translate_ranks(theirs, list(range(theirs.Get_size())), own)
-        theirs.Free()
-        own.Free()
+        ranks = translated(comm.Get_group(), self._comm)
         if mpi.UNDEFINED in ranks:
             raise ArgumentError(f"{comm!r} has members that are not among the {self.size} ranks of this job.")
         return tuple(sorted(ranks))
@@ -125,8 +122,8 @@ class MpiTransport(Transport):
             # Intel MPI (2021.18) never completes an Iallgatherv of some KB to which a rank adds nothing.
             same = ([send.nbytes] * self.size, [0] * self.size)
             request = self._comm.Ialltoallv([send, same, byte], [receive, (list(counts), None), byte])
-            return _MpiPending(request, send, receive)
-        request = self._comm.Iallgatherv([send, byte], [receive, (list(counts), None), byte])
+        else:
+            request = self._comm.Iallgatherv([send, byte], [receive, (list(counts), None), byte])
         return _MpiPending(request, send, receive)
 
     def alltoall(
@@ -285,8 +282,13 @@ def _failed(comm: Any) -> list[int]:
         failed = comm.Get_failed()
     except NotImplementedError:  # by an MPI library without fault tolerance
         return []
+    return translated(failed, comm)
+
+
+def translated(group: Any, comm: Any) -> list[int]:
+    """Return the ranks in ``comm`` of the members of an MPI group, and free the group."""
     own = comm.Get_group()
-    ranks = list(failed.Translate_ranks(list(range(failed.Get_size())), own))
-    failed.Free()
+    ranks = list(group.Translate_ranks(list(range(group.Get_size())), own))
+    group.Free()
     own.Free()
     return ranks

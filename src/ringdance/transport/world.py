@@ -13,7 +13,7 @@ from ringdance.transport.base import Identity
 from ringdance.transport.eventcount import process_state
 from ringdance.transport.library import load_mpi
 from ringdance.transport.missing_ranks import missing_rank_report, waiting_in_init
-from ringdance.transport.mpi import MpiTransport, gather, lost_in_start
+from ringdance.transport.mpi import MpiTransport, gather, lost_in_start, translated
 
 __all__ = ["rank_list", "wait_for_restart", "world_transport"]
 
@@ -96,8 +96,7 @@ def _expected(comm: Any) -> list[int]:
         return rank_list(comm)
     from mpi4py import MPI
 
-    ranks = list(range(comm.Get_size()))
-    return list(MPI.Group.Translate_ranks(comm.Get_group(), ranks, MPI.COMM_WORLD.Get_group()))
+    return translated(comm.Get_group(), MPI.COMM_WORLD)
 
 
 def _check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:

@@ -41,10 +41,10 @@ import numpy as np
 
 from ringdance import session
 from ringdance.core.request import Collective, ReduceOp, Work
-from ringdance.errors import ArgumentError, MismatchError
+from ringdance.errors import MismatchError
 from ringdance.training.collectives import on_join, prepared
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
-from ringdance.training.gradients.options import parts_of, scales_of
+from ringdance.training.gradients.options import check_passes, parts_of, scales_of
 from ringdance.training.gradients.source import AS_DENSE, Bucket, GradientSource, State
 from ringdance.training.gradients.sparse import SparseExchange
 
@@ -86,8 +86,7 @@ class GradientExchange:
         passes: int = 1, predivide: float = 1.0, groups: Sequence[tuple[int, ...]] = (), set_id: int = 0,
         early: bool = True, overlap: bool = False,
     ) -> None:
-        if passes <= 0:
-            raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
+        check_passes(passes)
         self.source = source
         self.names = list(names)
         self.operation = operation

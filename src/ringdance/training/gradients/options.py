@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "check_groups", "parts_of", "reduce_shared", "scales_of", "share_of_cores", "spare_cores", "usable_cores",
-    "wants_overlap",
+    "check_groups", "check_passes", "parts_of", "reduce_shared", "scales_of", "share_of_cores", "spare_cores",
+    "usable_cores", "wants_overlap",
 ]
 
 
@@ -46,6 +46,12 @@ def wants_overlap(engine: Engine, threads: int) -> bool:
     """Return whether this rank, which computes with this many threads, can exchange meanwhile."""
     wanted = engine.settings.overlap
     return wanted == "on" or (wanted == "auto" and spare_cores(engine.local_size, threads))
+
+
+def check_passes(passes: int) -> None:
+    """Raise ArgumentError for a wrong ``backward_passes_per_step``."""
+    if passes <= 0:
+        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
 
 
 def parts_of(indices: Sequence[int], nbytes: Callable[[int], int]) -> list[list[int]]:
