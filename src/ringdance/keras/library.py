@@ -60,9 +60,10 @@ def number(value: Any) -> float:
 
 
 def forms(variable: Any) -> set[int]:
-    """Return the ids of a variable and of the backend's in it; loops use both."""
-    value = getattr(variable, "value", variable)  # a method of tf.Variable, an attribute in Keras 3
-    return {id(variable), id(variable if callable(value) else value)}
+    """Return the ids of Keras's variable and, on TensorFlow, of the tf.Variable in it; loops use both."""
+    # On JAX a variable has no value while a step is compiled.
+    both = not KERAS2 and keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable)
+    return {id(variable), id(variable.value if both else variable)}
 
 
 def variables_of(optimizer: Any) -> list[Any]:
