@@ -145,15 +145,20 @@ class Receiver:
             self._send("cut")
 
     def _pass_on(self, message: dict[str, Any], payload: bytes) -> None:
-        """Send a chunk to the next host; wait until it has taken it, so that nothing more is read."""
+        """Send a chunk to the next host; wait until it has taken it, so that nothing more is read.
+
+        The wait ends with the launcher too: the next host may be stopped, and would keep this agent here.
+        """
         if not self._after:
             return
-        frames = self._after[1]
+        frames, launcher = self._after[1], self._launcher.read_fd
         frames.send({"file": message["file"], "at": message["at"]}, payload)
-        while frames.unsent and frames.open:
-            select.select([], [frames.write_fd], [])
+        poll = select.poll()
+        poll.register(frames.write_fd, select.POLLOUT)
+        poll.register(launcher, 0)  # reports only that the other end is closed
+        while frames.unsent and frames.open and launcher not in dict(poll.poll()):
             frames.flush()
-        if not frames.open:
+        if frames.unsent or not frames.open:
             self._close_after()
             self._send("lost")
 
