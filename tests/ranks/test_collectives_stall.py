@@ -170,7 +170,9 @@ def test_a_rank_that_holds_pythons_lock_is_seen_from_outside(late: None, said: l
         text = wait_for(said, "'allreduce.after the call'")
         assert f"No answer from rank {SIZE - 1} on host" in text
         assert "its main thread sleeps in the kernel (state S" in text
-        assert "probably in a call that holds Python's lock" in text
+        assert "probably in a call that holds Python's lock, at " in text
+        assert "test_collectives_stall.py:" in text
+        assert "in test_a_rank_that_holds_pythons_lock_is_seen_from_outside" in text
 
 
 @several

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ringdance.core.reports.deadlock import Submitters, deadlocked
+from ringdance.core.reports.dump import own_lines, stack_of
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
 from ringdance.core.reports.stacks import thread_locations
 from ringdance.core.reports.stall_message import Stall, stall_message
@@ -217,17 +218,20 @@ class StallWatch:
     def _outside(self, rank: int, inquiry: _Inquiry) -> str:
         """Describe a rank that does not answer."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
+        here = state in ("running", "stopped") and pid != os.getpid()
         if any(rank in answer["stopped"] for answer in inquiry.answers.values()):  # by a rank on its host
             state = "stopped"
-        if state == "stopped":
-            return f"its process is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` continues it"
         if state == "gone":
             return "its process is gone"
-        seen = describe_threads(pid, inquiry.cpu[rank]) if state == "running" and pid != os.getpid() else ""
+        seen = describe_threads(pid, inquiry.cpu[rank]) if here else ""
+        frames = own_lines(stack_of(pid)) if here else []
+        place = f", at {frames[0]}" if frames else ""
+        if state == "stopped":
+            return f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"
         if not seen:
             stopped = "its process is stopped, or " if state == "unknown" else ""
             seen = f"{stopped}its main thread is probably in a call that holds Python's lock"
-        return f"{seen}; `py-spy dump --pid {pid}` on that host shows its stack"
+        return seen + (place or f"; `py-spy dump --pid {pid}` on that host shows its stack")
 
 
 def _takes_part(state: ProcessSetState) -> bool:

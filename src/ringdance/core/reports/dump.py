@@ -1,0 +1,112 @@
+"""The stack of another process of this host, also while a call in C holds Python's lock.
+
+Each rank lets ``faulthandler`` write its stacks into memory when a real-time signal comes: that works in a
+signal handler, without the lock. mpiexec passes on SIGUSR1 and SIGUSR2, so none of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["enable", "own_lines", "stack_of"]
+
+_NAME = "ringdance-stacks"
+_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 12
+_WRITE_S = 0.3
+_OWN = re.compile(f"{re.escape(str(Path(__file__).parents[2]))}/|/(site|dist)-packages/|/lib/python3|<frozen")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_PY_SPY = re.compile(r"    (\S+) \((.*):(\d+)\)")
+_memory = -1
+
+
+def enable() -> None:
+    """Let other processes of this user ask for this one's stacks. Linux only; elsewhere nothing happens."""
+    global _memory
+    if _memory < 0 and hasattr(os, "memfd_create"):
+        _memory = os.memfd_create(_NAME)
+        os.write(_memory, f"{threading.main_thread().ident or 0:x}\n".encode())
+        faulthandler.register(_SIGNAL, file=_memory, all_threads=True)
+
+
+def stack_of(pid: int) -> list[str]:
+    """Return the main thread's frames of a process of this host, innermost first; [] if they are not known.
+
+    A frame reads ``file:line in function``. One that is stopped is looked at by py-spy, if that is installed.
+    """
+    path = _memory_of(pid)
+    if not path or not _handles(pid):
+        return []
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        main = int(file.readline(), 16)
+        begin = file.seek(0, os.SEEK_END)
+        if _is_stopped(pid):
+            return _by_py_spy(pid)
+        os.kill(pid, _SIGNAL)
+        text, until = b"", time.monotonic() + _WRITE_S
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            file.seek(begin)
+            before, text = text, file.read()
+            if text and text == before:
+                break
+        return _main_frames(text.decode(errors="replace"), main)
+    return []
+
+
+def own_lines(frames: list[str]) -> list[str]:
+    """Return the frames of the user's code, or all if there are none."""
+    return [frame for frame in frames if not _OWN.search(frame)] or frames
+
+
+def _main_frames(text: str, main: int) -> list[str]:
+    """Return the frames of the thread ``main`` in what faulthandler has written."""
+    for block in text.split("hread 0x")[1:]:
+        if int(re.split(r"[^0-9a-f]", block, maxsplit=1)[0], 16) == main:
+            return [f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(block)]
+    return []
+
+
+def _memory_of(pid: int) -> str:
+    """Return the path of the process's memory for stacks, "" if it has none that can be read."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{name}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                    return path
+    return ""
+
+
+def _handles(pid: int) -> bool:
+    """Whether the process handles the signal: it would end one that does not."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
+    return False
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _by_py_spy(pid: int) -> list[str]:
+    program = shutil.which("py-spy")
+    if program is None:
+        return []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        line = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        text = subprocess.run(line, capture_output=True, text=True, timeout=3, check=True).stdout
+        main = text.partition('"MainThread"')[2].partition("\nThread")[0]
+        return [f"{file}:{number} in {name}" for name, file, number in _PY_SPY.findall(main)]
+    return []
