@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from types import TracebackType
@@ -24,13 +24,19 @@ from typing import Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine
+from ringdance.core.reports import dump
+from ringdance.core.ring import Ring, Word, shared_memory
 from ringdance.core.sets import buffer_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
+from ringdance.monitor.client import MonitorClient
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
 
-__all__ = ["CAUSE_MARK", "bind", "engine", "init", "is_initialized", "regroup", "shutdown"]
+__all__ = [
+    "CAUSE_MARK", "bind", "engine", "init", "is_initialized", "regroup", "shutdown", "start_timeline",
+    "stop_timeline",
+]
 
 _log = logging.getLogger("ringdance")
 
@@ -39,6 +45,9 @@ CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process
 # ends and the MPI launcher kills them.
 _GRACE = 0.5
+
+DYNAMIC = "DYNAMIC"
+"""Value of the setting ``timeline``: be ready for ``start_timeline``."""
 
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (
@@ -56,6 +65,8 @@ class _Process:
     bound: bool = False  # some thread has had an engine of its own
     pid: int = 0  # 0 before the first init()
     mpi: bool = False
+    monitor: MonitorClient | None = None
+    ring: Ring | None = None
     clean: bool = True  # every engine so far has stopped by agreement
     failed: bool = False  # an uncaught exception is on its way out
 
@@ -111,8 +122,10 @@ def init(comm: Any = None) -> None:
         _configure_log(settings)
         _process.engine = _start(comm, settings)
         _process.comm = comm
+        _start_monitor(_process.engine)
         _export_ranks(_process.engine)
         if not _process.pid:
+            dump.enable()
             atexit.register(_at_exit)
             os.register_at_fork(after_in_child=_after_fork)
             previous = sys.excepthook
@@ -126,6 +139,7 @@ def shutdown() -> None:
         found, _process.engine = _process.engine, None
     if found is not None:
         _process.clean &= found.shutdown()
+        _end_monitor(found)
 
 
 def regroup() -> Any:
@@ -161,7 +175,7 @@ def _launched_size() -> int | None:
 def _start(comm: Any, settings: Settings) -> Engine:
     launched, loaded = _launched_size(), "mpi4py.MPI" in sys.modules
     if comm is None and (launched is None or (launched == 1 and not loaded)):
-        return Engine(single_transport(), settings)
+        return Engine(single_transport(), settings, ring=_ring(settings))
     from ringdance.transport.library import library_version
     from ringdance.transport.world import rank_list, world_transport
 
@@ -171,7 +185,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
                 f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
                 "alone. Start it with `ringdance run -np N` or mpiexec."
             )
-        return Engine(single_transport(), settings)
+        return Engine(single_transport(), settings, ring=_ring(settings))
 
     threads = not settings.mpi_threads_disable
     common = {name: getattr(settings, name) for name in _COMMON}
@@ -192,7 +206,73 @@ def _start(comm: Any, settings: Settings) -> Engine:
             f"({library_version()}). Start the job with that library's mpiexec, beside {sys.executable}, "
             "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
         )
-    return Engine(transport, settings, threaded=threads, report=_log.warning)
+    return Engine(transport, settings, threaded=threads, report=_log.warning, ring=_ring(settings))
+
+
+def _ring(settings: Settings) -> Ring:
+    """Return this process's ring, for one engine after the other."""
+    ring = _process.ring = _process.ring or Ring(shared_memory())
+    ring.words[Word.CLOSED] = 0
+    if settings.timeline not in ("", DYNAMIC):  # from the first operation, whenever the monitor is ready
+        ring.words[Word.DETAIL] = 2 if settings.timeline_mark_cycles else 1
+    return ring
+
+
+def _start_monitor(found: Engine) -> None:
+    """Start the monitor of this host, if a timeline is wanted. Rank 0's writes it, the others connect."""
+    settings = found.settings
+    if not settings.timeline or found.local_rank:
+        return
+    identities = found.transport.identities
+    try:
+        monitor = MonitorClient([identities[rank].pid for rank in found.transport.host_group])
+        _process.monitor = monitor
+        if found.rank:
+            found.on_monitor = lambda note: monitor.connect(note["addresses"], note["port"], note["token"])
+            return
+        if found.local_size < found.size:
+            found.post_all({"kind": "monitor", **monitor.listen()})
+        if settings.timeline != DYNAMIC:
+            monitor.start(settings.timeline, settings.timeline_mark_cycles, anew=False)
+    except OSError as error:
+        _log.error("ringdance: no timeline is written: %s", error)
+
+
+def _end_monitor(found: Engine) -> None:
+    """Let the timeline be completed."""
+    found.recorder.words[Word.CLOSED] = 1
+    monitor, _process.monitor = _process.monitor, None
+    if monitor is not None:
+        monitor.close()
+
+
+def start_timeline(path: str, mark_cycles: bool) -> None:
+    """Start a timeline; on ranks other than 0 nothing happens.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
+    """
+    if not engine().settings.timeline:
+        raise ArgumentError(
+            "start_timeline() has to be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
+            "(or HOROVOD_TIMELINE)."
+        )
+    _ask_monitor(lambda monitor: monitor.start(path, mark_cycles))
+
+
+def stop_timeline() -> None:
+    """Complete the timeline; on ranks other than 0 nothing happens. Raises NotInitializedError."""
+    engine()
+    _ask_monitor(lambda monitor: monitor.stop())
+
+
+def _ask_monitor(ask: Callable[[MonitorClient], None]) -> None:
+    if _process.monitor is not None and not engine().rank:
+        try:
+            ask(_process.monitor)
+        except OSError as error:
+            _log.error("ringdance: the timeline is not written: %s", error)
 
 
 def _export_ranks(found: Engine) -> None:
@@ -270,6 +350,8 @@ def _at_exit() -> None:
             _process.clean = False
             time.sleep(_GRACE)
         _process.clean &= not found.unclean
+    if found is not None:
+        _end_monitor(found)
     if _process.mpi:
         from ringdance.transport.library import finalize
 

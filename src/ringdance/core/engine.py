@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from ringdance.core.collectives import complete_alone
 from ringdance.core.exchange import Progress
 from ringdance.core.peers import Peers
 from ringdance.core.placement import pin, placement
 from ringdance.core.progress import ProgressEngine
-from ringdance.core.reports.recorder import Recorder
+from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description, Request, Work
+from ringdance.core.ring import Ring, Word
 from ringdance.core.sets import ProcessSets
 from ringdance.errors import (
     OUT_OF_DATA,
@@ -37,6 +39,7 @@ from ringdance.transport.base import Transport
 __all__ = ["Engine"]
 
 _REFUSED = (-2,)
+_DETAIL, _WAITED = int(Word.DETAIL), int(Word.WAITED)  # quicker as numbers than as members of an Enum
 
 
 class Engine:
@@ -52,6 +55,7 @@ class Engine:
         stopped_first: this rank asked for the stop before it received another's request.
         unclean: after a stop, whether some rank was still waiting for something.
         incomplete: after a stop, the names of this rank's operations that were not complete.
+        post_all: sends a note to all other ranks; ``on_monitor`` is called with one of kind "monitor".
         departed: a rank whose program has ended, so that this job cannot be started again; else "".
 
     Args:
@@ -59,6 +63,7 @@ class Engine:
         settings: values of all settings.
         threaded: run an engine thread; if not, there is progress only while a thread of the caller waits.
         report: receives warnings.
+        ring: where the recorder writes.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Engine:
         *,
         threaded: bool = True,
         report: Callable[[str], None] | None = None,
+        ring: Ring | None = None,
     ) -> None:
         self.settings, self.transport = settings, transport
         self.rank, self.size = transport.rank, transport.size
@@ -75,7 +81,9 @@ class Engine:
         self.identity = transport.identities[self.rank]
         place = placement(transport)
         self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
-        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir)
+        self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)
+        self.recorder.ring.describe(self.rank, self.size, self.identity.host)
+        self._words = self.recorder.words
         self.report = report or (lambda text: None)
         self.closed = False
         self.broken: CollectiveError | None = None
@@ -87,12 +95,14 @@ class Engine:
         self._stop_reason = ""
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.Lock()
-        self.progress = Progress()
+        self.progress = Progress(self.recorder)
         self.callers: dict[object, Work] = self.progress.callers
         self.sets = ProcessSets(transport, settings, self.progress, self._lock, self.recorder)
         self.members, self.process_sets = self.sets.members, self.sets.ranks
         self._registered = self.sets.registered
         self._peers = Peers(self)
+        self.post_all = self._peers.post_all
+        self.on_monitor: Callable[[dict[str, Any]], None] = lambda note: None
         self._last_submitted = self._peers.watch.submitters.last
         self._progress_engine: ProgressEngine | None = None
         if self.size > 1:
@@ -123,7 +133,11 @@ class Engine:
             raise self._closed_error()
         if known.alone:
             work = Work(request, request.name or "", self._wait)
+            if self._words[_DETAIL]:
+                self.recorder.submit(work)
             complete_alone(work, self.rank, self.sets.change_alone)
+            if self._words[_DETAIL]:
+                self.recorder.alone(work)
             return work
         state = known.state
         if state is None:
@@ -140,6 +154,8 @@ class Engine:
                 raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
             state.add(work, name, wake)
         self._last_submitted[work.thread] = work.submitted
+        if self._words[_DETAIL]:
+            self.recorder.submit(work)
         engine_thread = self._progress_engine
         if wake and (self.callers or engine_thread is None or engine_thread.asleep):
             self._wake()
@@ -181,6 +197,7 @@ class Engine:
         callers, progress_engine, me = self.callers, self._progress_engine, object()
         if progress_engine is None:  # a Work from before the fork
             raise self._closed_error()
+        began = time.monotonic_ns()
         try:  # each statement by itself leaves nothing behind when Ctrl-C comes: Note [Interrupts]
             callers[me] = waiting[me] = work
             progress_engine.wait(work, timeout)
@@ -189,6 +206,7 @@ class Engine:
                 callers.pop(me, None)
             finally:
                 waiting.pop(me, None)
+            self._words[_WAITED] += time.monotonic_ns() - began
             if callers or progress_engine.asleep:
                 progress_engine.caller_left()
 

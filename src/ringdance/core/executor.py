@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.core.agreement import CacheEntry, set_bits
-from ringdance.core.batch import plan_batches
+from ringdance.core.batch import description_bytes, plan_batches
 from ringdance.core.collectives import AgreedRequest, allreduce_flat, execute
 from ringdance.core.encoding import decode_call, encode_call
 from ringdance.core.exchange import Exchange, Steps
 from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.pending import PendingRequests
+from ringdance.core.recorder import Recorder, without_number
 from ringdance.core.reports.mismatch import mismatch_message
-from ringdance.core.reports.recorder import Recorder
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
@@ -27,7 +27,7 @@ from ringdance.transport.base import Transport
 __all__ = ["Executor"]
 
 _MAX_PLANS = 256
-Plan = list[tuple[list[CacheEntry], tuple[str, ...], Reduction]]
+Plan = list[tuple[list[CacheEntry], tuple[str, ...], Reduction, int, int]]
 
 
 @dataclass(kw_only=True)
@@ -72,14 +72,14 @@ class Executor:
         named = pending.named
         with self.lock:
             pending.ready &= ~ready
-        for entries, names, how in plan:
-            began = time.monotonic()
+        for entries, names, how, label, nbytes in plan:
+            began = time.monotonic_ns()
             works = [named[name] for name in names]
             for entry in entries:
                 entry.used = round_number
             outputs = yield from allreduce_flat(self.exchange, [work.request for work in works], how)
-            self.recorder.add(
-                "batch", (self.set_id, round_number, "ALLREDUCE", names, time.monotonic() - began)
+            self.recorder.batch(
+                self.set_id, round_number, Collective.ALLREDUCE, label, began, nbytes, len(names)
             )
             with self.lock:
                 for name in names:
@@ -101,7 +101,9 @@ class Executor:
             batch = [entries[i] for i in positions]
             d = batch[0].description
             how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
-            plan.append((batch, tuple(entry.name for entry in batch), how))
+            names = tuple(entry.name for entry in batch)
+            nbytes = sum(description_bytes(entry.description) for entry in batch)
+            plan.append((batch, names, how, self.recorder.label(names), nbytes))
         return plan
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
@@ -143,7 +145,7 @@ class Executor:
         plan = [[0]] if alone else plan_batches([item.description for item in items], self.threshold)
         for positions in plan:
             batch = [items[i] for i in positions]
-            began = time.monotonic()
+            began = time.monotonic_ns()
             first, kind = batch[0], batch[0].description.kind
             results: list[Any]
             if first.work is not None and first.work.refusal is not None:
@@ -154,10 +156,10 @@ class Executor:
                 results = yield from self.change_set(first)
             else:
                 results = yield from execute(self.exchange, self.transport.members, batch)
-            names = [item.name for item in batch]
-            self.recorder.add(
-                "batch", (self.set_id, round_number, kind.name, names, time.monotonic() - began)
-            )
+            works = [item.work for item in batch if item.work is not None]
+            nbytes = sum([view.nbytes for work in works for view in work.request.inputs])
+            label = self.recorder.label(tuple([without_number(item.name) for item in batch]))
+            self.recorder.batch(self.set_id, round_number, kind, label, began, nbytes, len(batch))
             self._finish(batch, results)
 
     def _forbidden(self, item: AgreedRequest) -> MismatchError | None:
@@ -194,5 +196,5 @@ class Executor:
         # The name of an unnamed request contains the collective, which may differ: use the first member's.
         submitted = [call for _, call in calls]
         error = MismatchError(mismatch_message(calls[0][0], self.transport.identities, submitted))
-        self.recorder.add("mismatch", str(error))
+        self.recorder.text(str(error))
         self._finish([item], [error])

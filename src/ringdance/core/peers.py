@@ -49,6 +49,8 @@ class Peers:
             self._transport.post(sender, json.dumps(status).encode())
         elif kind == "status":
             self.watch.on_status(sender, note)
+        elif kind == "monitor":
+            engine.on_monitor(note)
         elif kind == "stop":
             engine.departed = engine.departed or note["departed"]
             engine.stop(f"{self._transport.identities[sender]} {note['reason']}")
@@ -76,7 +78,7 @@ class Peers:
         text, error = self.watch.check(states)
         if text is None:
             return
-        engine.recorder.add("stall", text)
+        engine.recorder.text(text)
         if error is not None:
             engine.fail(error(text))
         else:

@@ -30,12 +30,14 @@ from ringdance.core.exchange import Steps, aligned_empty
 from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.executor import Executor
 from ringdance.core.request import Collective, Description, ReduceOp, Work
+from ringdance.core.ring import Kind, Word
 from ringdance.transport.window import PIGGYBACK_BYTES, Window
 
 __all__ = ["ProcessSetState"]
 
 _MISSES_AT_ONCE = 256
 _MAX_BACKOFF = 0.010
+_DETAIL = int(Word.DETAIL)
 
 
 class ProcessSetState:
@@ -187,6 +189,7 @@ class ProcessSetState:
     def _complete_piggyback(self) -> int:
         """Reduce the piggybacked data; return the entry's bit."""
         assert self._piggyback is not None
+        began = time.monotonic_ns()
         slot, entry, work, how, parts = self._piggyback
         outputs = work.request.outputs
         target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
@@ -198,7 +201,10 @@ class ProcessSetState:
         with self._lock:
             pending.ready &= ~(1 << slot)
             del pending.named[entry.name]
-        self._recorder.add("batch", (self.set_id, self.rounds, "ALLREDUCE", (entry.name,), 0.0))
+        label = self._recorder.label(entry.name)
+        self._recorder.batch(
+            self.set_id, self.rounds, Collective.ALLREDUCE, label, began, target.nbytes, 1
+        )
         work.finish([target])
         return 1 << slot
 
@@ -253,6 +259,8 @@ class ProcessSetState:
             vector = self._compose()
         agreed = yield from self._agree(vector, (layout.ready_at + len(pending.cache.entries) + 7) >> 3)
         self.rounds += 1
+        if self._recorder.words[_DETAIL] > 1:
+            self._recorder.add(Kind.ROUND, 0, self.set_id, self.rounds)
         ready = agreed >> layout.ready_at
         if agreed & layout.plain_mask == layout.plain and not pending.joined:  # fast path: only cache hits
             achieved = ready != 0

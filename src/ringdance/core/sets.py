@@ -14,7 +14,7 @@ from ringdance.core.exchange import Progress, Steps, exchange_for
 from ringdance.core.executor import Executor
 from ringdance.core.pending import PendingRequests
 from ringdance.core.process_set import ProcessSetState
-from ringdance.core.reports.recorder import Recorder
+from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
 from ringdance.settings import Settings
@@ -146,12 +146,14 @@ class ProcessSets:
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
+            exchange = exchange_for(
+                transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic
+            )
+            exchange.set_id = set_id
             executor = Executor(
                 set_id=set_id,
                 transport=transport,
-                exchange=exchange_for(
-                    transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic
-                ),
+                exchange=exchange,
                 pending=PendingRequests(s.cache_capacity),
                 threshold=s.fusion_threshold,
                 lock=self._lock,

@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     _add_other_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
+    add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
     add(
         "--prefix",
         action=argparse.BooleanOptionalAction,
@@ -219,6 +220,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         clock=arguments.timestamps,
         colour=arguments.colour or (sys.stdout.isatty() and not os.environ.get("NO_COLOR")),
         fold=arguments.fold,
+        timeline=arguments.timeline,
         output_directory=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
         heartbeat_timeout=arguments.host_timeout,

@@ -67,6 +67,9 @@ def host_directory(base: str, job: str) -> str:
 OWN_DIRECTORY = "{directory}"
 """Placeholder for :func:`host_directory` of the host in messages to its agent."""
 
+TIMELINE = "timeline."
+"""Beginning of a file's name in the job's directory: a timeline that the launcher gets at the end."""
+
 SHARED = "{shared}"
 """Placeholder in a variable's value for :func:`host_shared` of the host where a rank runs."""
 

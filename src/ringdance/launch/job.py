@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
-from ringdance.launch.directories import OWN_DIRECTORY, bases, host_directory, host_shared, usable
+from ringdance.launch.directories import OWN_DIRECTORY, TIMELINE, bases, host_directory, host_shared, usable
 from ringdance.launch.hosts import Host
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
 from ringdance.launch.output.merge import spans
-from ringdance.launch.output.results import Results
+from ringdance.launch.output.results import Results, TimelineFile
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.ranks import Rank, RankTable
@@ -76,6 +76,7 @@ class Job:
         self._spec, self._plan, self._remotes = prepared.spec, prepared.plan, prepared.remotes
         self.id = id or uuid.uuid4().hex
         self._stdin, self._files, self._results, self._grace = stdin, files or {}, results, grace
+        self._timeline = TimelineFile(self._spec.timeline, self._err)
         self._began = time.time()
         self._state, self._deadline = State.PREPARING, math.inf
         self._selector = selectors.DefaultSelector()
@@ -364,7 +365,9 @@ class Job:
 
     def on_file(self, name: str, data: bytes, last: bool) -> None:
         """A part of a file that a rank has left in the job's directory on its host, or its end."""
-        if self._results and self._results_wanted:
+        if name.startswith(TIMELINE):
+            self._timeline.take(data)
+        elif self._results and self._results_wanted:
             try:
                 self._results.take(self._directory, name, data, last)
             except LaunchError as error:

@@ -12,6 +12,7 @@ from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
+from ringdance.launch.directories import OWN_DIRECTORY, TIMELINE
 from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.job import Job
 from ringdance.launch.mpi import find_mpi
@@ -54,6 +55,7 @@ class JobSpec:
         clock, colour: whether lines begin with the time, and ranks have colours, if `style` is None.
         fold: whether equal lines of several ranks are shown once.
         output_directory: for a copy of each rank's output, or "".
+        timeline: file for a timeline of all ranks, or "".
         start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
         heartbeat_timeout: seconds without a heartbeat after which a host is lost.
         verbose: whether to show steps.
@@ -76,6 +78,7 @@ class JobSpec:
     colour: bool = False
     fold: bool = False
     output_directory: str = ""
+    timeline: str = ""
     start_timeout: float = 60.0
     heartbeat_timeout: float = 6.0
     verbose: bool = False
@@ -141,6 +144,10 @@ class JobSpec:
         exports = dict(spec.exports)
         if spec.output_directory and _RECORDS not in os.environ:  # records of a failing rank are output too
             exports.setdefault(_RECORDS, os.path.abspath(spec.output_directory))
+        if spec.timeline:  # rank 0's host writes it; the agent there sends it if that is another one
+            ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
+            there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
+            exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if hosts[0][0] in local else there
         try:
             plan = build_plan(
                 replace(spec, exports=exports),

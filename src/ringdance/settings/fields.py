@@ -155,6 +155,9 @@ class Settings:
         "", TEXT, "File for a Chrome trace of all tensors, or DYNAMIC to wait for start_timeline().",
         legacy="HOROVOD_TIMELINE",
     )
+    timeline_mark_cycles: bool = _switch(
+        False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
+    )
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """The rank of a process, with either prefix. Set by launchers, and by init() where none has."""
 
-_TIMELINE = "the timeline is not written yet"
 _TUNER = "there is no automatic tuner yet"
 _NCCL = "tensors on a GPU do not go through NCCL yet"
 _GLOO = "Gloo is not used; MPI connects the ranks"
 _ONE_SCHEME = "the ranks of a host always reduce in shared memory first, so there is no flat scheme to leave"
 NO_EFFECT: dict[str, tuple[str, str]] = {
-    "TIMELINE": ("", _TIMELINE),
-    "TIMELINE_MARK_CYCLES": ("0", _TIMELINE),
     "ELASTIC": ("0", "jobs keep the ranks that they start with"),
     "AUTOTUNE": ("0", _TUNER),
     "AUTOTUNE_LOG": ("", _TUNER),

@@ -200,20 +200,19 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Warn that the timeline is not written yet.
+    """Start writing a timeline of all ranks; see the setting ``timeline``.
+
+    Args:
+        file_path: on rank 0's host; overwritten.
+        mark_cycles: mark each round of agreement too.
 
     Raises:
         NotInitializedError: before ``init()``.
-        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" arms it).
+        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
     """
-    if not session.engine().settings.timeline:
-        raise ArgumentError(
-            "start_timeline() needs the timeline to be armed before init(): set RINGDANCE_TIMELINE=DYNAMIC "
-            "(or HOROVOD_TIMELINE)."
-        )
-    _log.warning("ringdance: start_timeline(%r): the timeline is not written yet.", os.fspath(file_path))
+    session.start_timeline(os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Accepted; does nothing while no timeline is written. Raises NotInitializedError before ``init()``."""
-    session.engine()
+    """Complete the timeline's file. Raises NotInitializedError before ``init()``."""
+    session.stop_timeline()

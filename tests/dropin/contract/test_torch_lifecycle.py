@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -158,3 +159,10 @@ def test_timeline_starts_and_stops(notes: Path) -> None:
         hvd.start_timeline(str(notes / f"{step}.json"), mark_cycles=step % 2 == 0)
         hvd.allreduce(torch.ones(3), name="seen")
         hvd.stop_timeline()
+        if hvd.rank() == 0:
+            text = (notes / f"{step}.json").read_text()
+            names = {one["name"] for one in json.loads(text)}
+            assert {"process_name", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
+            assert "allreduce.seen" in text
+            assert "start_time_since_epoch_in_micros" in text
+            assert ("CYCLE_START" in text) == (step % 2 == 0)

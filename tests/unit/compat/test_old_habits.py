@@ -107,7 +107,8 @@ def test_timeline(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
         warnings.simplefilter("ignore")
         hvd.init()
     hvd.start_timeline("/nowhere/t.json", mark_cycles=True)
-    assert "not written yet" in caplog.text
+    assert "the timeline is not written: /nowhere/t.json: No such file" in caplog.text
+    hvd.shutdown()
 
 
 def test_average_and_positions() -> None:

@@ -17,7 +17,7 @@ from loopback_job import job, world_for
 import ringdance.numpy as hvd
 from ringdance import session
 from ringdance.core.engine import Engine
-from ringdance.core.reports.recorder import Recorder
+from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
@@ -219,7 +219,7 @@ def test_the_recorder_writes_what_went_before(settings: Settings, tmp_path: Path
             name
             for record in content["records"]
             if record["kind"] == "batch"
-            for name in record["details"][3]
+            for name in record["details"]["names"]
         ]
         assert [name for name in names if name.startswith("allreduce.step")] == [
             f"allreduce.step {step}" for step in range(3)
@@ -251,7 +251,7 @@ def test_what_an_interrupt_has_taken_out_fails_too(settings: Settings, threaded:
     def program(engine: Engine) -> None:
         engine.submit(request_of("x"), wake=False).wait()  # from now on its data ride along
 
-        def interrupted(kind: str, details: Any) -> None:
+        def interrupted(*record: int, when: int = 0) -> None:
             raise KeyboardInterrupt
 
         if engine.rank == 0:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.chunks import segments
+from ringdance.core.recorder import Recorder
 
 __all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "as_bytes", "copy_range"]
 
@@ -31,11 +32,13 @@ class Progress:
         callers: what threads wait for, by a key of each wait. While there are any, all that is pending is
             due, in every set: two ranks may wait for two sets in different orders.
         in_transit: how many exchanges wait for data between hosts, which long sleeps would stop.
+        recorder: gets a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
     """
 
-    __slots__ = ("callers", "count", "in_transit")
+    __slots__ = ("callers", "count", "in_transit", "recorder")
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder or Recorder(0, "")
         self.callers: dict[object, Any] = {}
         self.count = 0
         self.in_transit = 0
@@ -77,7 +80,12 @@ class Exchange(abc.ABC):
 
     All members run the same ones in the same order. Arrays that are passed must live, and inputs stay
     unchanged, until the state machine has ended.
+
+    Attributes:
+        set_id: the process set whose members exchange, for records.
     """
+
+    set_id = 0
 
     def __init__(self, rank: int, size: int, progress: Progress) -> None:
         self.rank = rank

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -109,26 +110,42 @@ class SharedMemoryExchange(Exchange):
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
         limit = min(self._chunk, _MAX_BLOCK_BYTES * window.members)
         plan = chunks(sizes, limit // how.dtype.itemsize, window.members)
+        marks = progress.recorder.marks()
         buffers = self._buffers(how.dtype)
         self._copy_in(plan[0], buffers[own], inputs, how)
         last = None
         for number, blocks in enumerate(plan, 1):
             window.signal()
+            if marks:
+                marks.append(monotonic_ns())
             while not window.reached():
                 yield
             progress.count += 1
+            if marks:
+                marks.append(monotonic_ns())
             if last is not None:
                 self._copy_out(*last, outputs, how)
+            if marks:
+                marks.append(monotonic_ns())
             reduce_block(blocks[own], buffers, inputs, how)
             mine, last = buffers[own], (blocks, buffers)
             for tensor, start, stop, at, end in blocks[own]:  # now, while it is in this core's cache
                 deliver(mine[at:end], outputs[tensor][start:stop])
+            if marks:
+                marks.append(monotonic_ns())
             if number < len(plan):  # one synchronization for this chunk's results and the next one's inputs
                 buffers = self._buffers(how.dtype)
                 self._copy_in(plan[number], buffers[own], inputs, how)
+        if marks:
+            marks.append(monotonic_ns())
         yield from self._synchronize()
         assert last is not None
+        if marks:
+            marks.append(monotonic_ns())
         self._copy_out(*last, outputs, how)
+        if marks:
+            marks.append(monotonic_ns())
+            progress.recorder.chunks(self.set_id, marks)
 
     def _copy_in(self, blocks: Blocks, buffer: Array, inputs: Sequence[Array], how: Reduction) -> None:
         """Copy what others own into this rank's buffer."""

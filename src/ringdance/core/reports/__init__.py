@@ -1,1 +1,1 @@
-"""Reports for people: stalls, deadlocks, mismatches, threads, the flight recorder."""
+"""Reports for people: stalls, deadlocks, mismatches, threads."""

@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from ..directories import OWN_DIRECTORY, bases, free_port, host_directory, host_shared, usable
+from ..directories import OWN_DIRECTORY, TIMELINE, bases, free_port, host_directory, host_shared, usable
 from ..messages import AGENT_SPEAKS, Frames, watch
 from ..system import linux
 from ..system.cleanup import Cleanup, make_directories
@@ -177,7 +177,7 @@ class _Agent:
         self._port_lock, self._port = free_port()
         # The launcher's settings win over those of this host's login.
         given = {
-            name: self._directory if text == OWN_DIRECTORY else text
+            name: text.replace(OWN_DIRECTORY, self._directory)
             for name, text in message["environ"].items()
         }
         launcher = message.get("launcher")
@@ -212,7 +212,7 @@ class _Agent:
 
     def _clean(self, failed: bool, wanted: bool) -> None:
         """End: nothing of the job is left here, and all that its ranks have written is on its way."""
-        results = self._results() if wanted and not failed else []
+        results = self._results(wanted and not failed)
         clean = self._cleanup.run(failed) if self._cleanup else True
         self._ranks.read_rest()
         self._programs.read_rest()
@@ -225,10 +225,10 @@ class _Agent:
         self._launcher.send({"cleaned": clean})
         self._drain(0)
 
-    def _results(self) -> list[tuple[str, BinaryIO]]:
-        """Open what the ranks have left for the launcher: it can be read when the directory is gone."""
+    def _results(self, wanted: bool) -> list[tuple[str, BinaryIO]]:
+        """Open what the launcher gets: it can be read when the directory is gone. A timeline in any case."""
         names = sorted(os.listdir(self._directory)) if os.path.isdir(self._directory) else []
-        found = [name for name in names if _RESULT.fullmatch(name)]
+        found = [name for name in names if name.startswith(TIMELINE) or (wanted and _RESULT.fullmatch(name))]
         return [(name, open(os.path.join(self._directory, name), "rb")) for name in found]
 
     def _drain(self, most: int) -> bool:

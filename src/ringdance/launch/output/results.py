@@ -9,8 +9,30 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ringdance.errors import LaunchError
+from ringdance.launch.output.stream import Sink
 
 _OPEN = 200  # files at once
+
+
+class TimelineFile:
+    """Write a timeline that comes from another host in chunks.
+
+    Args:
+        path: of the file, which is overwritten.
+        err: takes a line about what is wrong.
+    """
+
+    def __init__(self, path: str, err: Sink) -> None:
+        self._path, self._err, self._mode = path, err, "wb"
+
+    def take(self, data: bytes) -> None:
+        """Append a chunk."""
+        try:
+            with open(self._path, self._mode) as file:
+                file.write(data)
+        except OSError as error:
+            self._err(f"ringdance: --timeline {self._path}: {error.strerror}\n".encode())
+        self._mode = "ab"
 
 
 class Results:

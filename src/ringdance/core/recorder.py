@@ -1,0 +1,156 @@
+"""The flight recorder: the last batches and events of this rank, written to a file when the engine fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any
+
+from ringdance.core.request import Collective, Work
+from ringdance.core.ring import Kind, Ring, RingReader, Word
+from ringdance.transport.base import Identity
+
+__all__ = ["Recorder", "without_number"]
+
+_NAME = re.compile(r"ringdance-flight-rank\d+-\d+\.json")
+_KEPT_S = 7 * 86400.0
+_KEPT_FILES = 32
+_MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
+
+
+class Recorder:
+    """Writes what this rank does into its ring, from which all reports are made.
+
+    Args:
+        capacity: how many records a flight record holds.
+        directory: for flight records; "" for the system's temporary directory.
+        ring: where records go; None for memory of this process alone.
+
+    Attributes:
+        words: the ring's header, see ``ring.Word``; ``words[Word.DETAIL]`` asks for submissions and chunks.
+        add, label: those of the ring.
+    """
+
+    def __init__(self, capacity: int, directory: str, ring: Ring | None = None) -> None:
+        self.ring = ring or Ring()
+        self.words = self.ring.words
+        self.add, self.label = self.ring.add, self.ring.label
+        self._capacity, self._directory = capacity, directory
+
+    def batch(
+        self, set_id: int, round_number: int, kind: int, label: int, began: int, nbytes: int, tensors: int
+    ) -> None:
+        """Record a batch that ends now; ``began``: in nanoseconds of ``time.monotonic_ns``."""
+        now = time.monotonic_ns()
+        self.add(
+            Kind.BATCH, label, set_id, (now - began) // 1000, round_number, kind, nbytes, nbytes >> 32, now
+        )
+        words = self.words
+        words[Word.BATCHES] += 1
+        words[Word.TENSORS] += tensors
+        words[Word.BYTES] += nbytes
+
+    def submit(self, work: Work) -> None:
+        """Record a submission."""
+        request = work.request
+        nbytes = sum([view.nbytes for view in request.inputs])
+        label, kind = self.label(without_number(work.name)), request.description.kind
+        self.add(Kind.SUBMIT, label, request.set_id, nbytes, nbytes >> 32, kind)
+
+    def alone(self, work: Work) -> None:
+        """Record the batch of a request that only this rank takes part in."""
+        request = work.request
+        nbytes = sum([view.nbytes for view in request.inputs])
+        label, began = self.label(without_number(work.name)), int(work.submitted * 1e9)
+        if self.words[Word.DETAIL] > 1:
+            self.add(Kind.ROUND)
+        self.batch(request.set_id, 0, request.description.kind, label, began, nbytes, 1)
+
+    def marks(self) -> list[int]:
+        """Return a list for the times between a batch's phases; empty, to be left so, if none are wanted."""
+        return [time.monotonic_ns()] if self.words[Word.DETAIL] else []
+
+    def chunks(self, set_id: int, marks: list[int]) -> None:
+        """Record the phases of a batch's chunks.
+
+        Args:
+            set_id: of the process set.
+            marks: times: the begin; then for each chunk the ends of copying in, of waiting, of copying out
+                the chunk before, and of reducing. ``Kind.CHUNK`` begins with the waiting.
+        """
+        self.add(Kind.CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
+        for number in range(1, len(marks) - 1, 4):
+            times = marks[number : number + 5]
+            wait, copy_out, *rest = [after - before for before, after in pairwise(times)]
+            reduce, copy_in = rest or (0, 0)
+            self.add(Kind.CHUNK, 0, set_id, wait, copy_out, reduce, copy_in, when=times[0])
+
+    def text(self, what: str) -> None:
+        """Record an event in words."""
+        self.add(Kind.TEXT, self.label(what))
+
+    def _records(self) -> list[dict[str, Any]]:
+        reader = RingReader(self.ring.memory)
+        offset = self.words[Word.EPOCH_OFFSET]
+        found = []
+        for record in reader.last(self._capacity):
+            names = reader.name(record.label)
+            entry = {"time": (record.time + offset) / 1e9, "kind": Kind(record.kind).name.lower()}
+            if record.kind == Kind.BATCH:
+                duration, round_number, kind, low, high = record.values
+                entry["details"] = {
+                    "process_set": record.set_id, "round": round_number, "operation": Collective(kind).name,
+                    "names": [names] if isinstance(names, str) else names, "bytes": low | high << 32,
+                    "seconds": duration / 1e6,
+                }  # fmt: skip
+            else:
+                entry["details"] = names
+            found.append(entry)
+        return found
+
+    def dump(self, who: Identity, reason: str, pending: list[str]) -> str | None:
+        """Write all records as JSON; return the file's path, or None if it cannot be written."""
+        content = {
+            "rank": who.rank,
+            "host": who.host,
+            "pid": who.pid,
+            "reason": reason,
+            "pending": pending,
+            "records": self._records(),
+        }
+        try:
+            directory = self._directory or tempfile.gettempdir()
+            path = os.path.join(directory, f"ringdance-flight-rank{who.rank}-{who.pid}.json")
+            os.makedirs(directory, exist_ok=True)
+            _remove_old(directory)
+            descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600
+            )
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(content, file, default=str, indent=1)
+        except OSError:
+            return None
+        return path
+
+
+def without_number(name: str) -> str:
+    """Return a name as a label: those of unnamed operations without their numbers, which never end."""
+    return name.rstrip("0123456789").rstrip(".") if ".noname." in name else name
+
+
+def _remove_old(directory: str) -> None:
+    """Remove records older than a week, and older than ten minutes all but the newest 32."""
+    found = []
+    for entry in os.scandir(directory):
+        if _NAME.fullmatch(entry.name):
+            with contextlib.suppress(OSError):
+                found.append((time.time() - entry.stat(follow_symlinks=False).st_mtime, entry.path))
+    for newer, (age, path) in enumerate(sorted(found)):
+        if age > _KEPT_S or (age > _MIN_KEPT_S and newer >= _KEPT_FILES):
+            with contextlib.suppress(OSError):  # another user's
+                os.unlink(path)

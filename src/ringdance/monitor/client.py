@@ -1,0 +1,88 @@
+"""Start the monitor of a host, and ask it for a timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MonitorClient"]
+
+_BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.monitor.main import main;main()"
+
+
+class MonitorClient:
+    """The monitor of this host, started by this rank.
+
+    Args:
+        pids: processes of the host's ranks.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        # A session of its own: Ctrl-C and the end of this process are no reason to end before all is written.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def start(self, file: str, mark_cycles: bool, anew: bool = True) -> None:
+        """Start writing a timeline.
+
+        Args:
+            file: its path.
+            mark_cycles: with rounds of agreement.
+            anew: from now on, not from the beginning of the job.
+
+        Raises:
+            OSError: the file cannot be written, or the monitor has ended.
+        """
+        self._ask(do="start", file=os.path.abspath(file), detail=2 if mark_cycles else 1, anew=anew)
+
+    def stop(self) -> None:
+        """Complete the timeline's file. Raises OSError if there is no monitor."""
+        self._ask(do="stop")
+
+    def listen(self) -> dict[str, Any]:
+        """Listen for monitors of other hosts; return the arguments of their ``connect``. Raises OSError."""
+        return self._ask(do="listen")
+
+    def connect(self, addresses: Sequence[str], port: int, token: str) -> None:
+        """Send all records to another host's monitor. Does not wait until the connection is there."""
+        self._send(do="connect", addresses=list(addresses), port=port, token=token)
+
+    def _send(self, **command: object) -> None:
+        pipe = self._process.stdin
+        assert pipe
+        pipe.write(json.dumps(command).encode() + b"\n")
+        pipe.flush()
+
+    def _ask(self, **command: object) -> dict[str, Any]:
+        self._send(**command)
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise OSError("the monitor has ended")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Wait until the monitor has written everything: this rank's ring is closed."""
+        pipe, answers = self._process.stdin, self._process.stdout
+        assert pipe
+        assert answers
+        pipe.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass  # it waits for other ranks
+        answers.close()

@@ -1,0 +1,151 @@
+"""Links between the monitors of several hosts: records go to the one that writes the file.
+
+The monitor on rank 0's host listens; those of the other hosts connect with a token that came through MPI.
+Clocks are compared by round trips: of several the shortest one tells best how far they are apart.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ringdance.core.ring import Label, Record, RingReader, Who, pack, unpack
+from ringdance.launch.messages import Frames
+from ringdance.launch.remote import tcp
+
+__all__ = ["Clock", "Follower", "RemoteRing", "Sender"]
+
+_FIRST_ROUNDS = 8
+_REPEAT_S = 1.0
+
+
+class Clock:
+    """How far another host's monotonic clock is ahead of this one's, by round trips.
+
+    Attributes:
+        ahead: in nanoseconds.
+        known: whether there have been enough round trips.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = 0
+        self.known = False
+        self._best = 1 << 62
+        self._rounds = 0
+        self._next = 0.0
+
+    def due(self) -> bool:
+        """Return whether it is time for a round trip."""
+        return time.monotonic() >= self._next
+
+    def ask(self) -> dict[str, Any]:
+        """Return the question to send now."""
+        self._rounds += 1
+        self._next = time.monotonic() + (0.0 if self._rounds < _FIRST_ROUNDS else _REPEAT_S)
+        return {"do": "clock", "sent": time.monotonic_ns()}
+
+    def answer(self, sent: int, theirs: int) -> None:
+        """Take an answer in."""
+        now = time.monotonic_ns()
+        self._best += self._best >> 6  # clocks drift: a short round trip counts for some minutes
+        if now - sent <= self._best:
+            self._best = now - sent
+            self.ahead = theirs - (sent + now) // 2
+        self.known = self._rounds >= _FIRST_ROUNDS
+
+
+class RemoteRing:
+    """What has come of another host's ring."""
+
+    def __init__(self, who: Who) -> None:
+        self.who = who
+        self.labels: list[Label] = []
+        self.records: list[Record] = []
+
+    def name(self, number: int) -> Label:
+        """Return a label."""
+        return self.labels[number] if number < len(self.labels) else ""
+
+
+class Follower:
+    """The link to another host's monitor, at the one that writes the file.
+
+    Args:
+        sock: an authenticated connection.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.frames = Frames(sock.fileno(), sock.fileno())
+        self.clock = Clock()
+        self.rings: dict[int, RemoteRing] = {}
+        self.stopped = False
+
+    def receive(self) -> bool:
+        """Take in what has come; return False at the end."""
+        messages, alive = self.frames.receive()
+        for message, data in messages:
+            if "sent" in message:
+                self.clock.answer(message["sent"], message["theirs"])
+            elif "rank" in message:
+                rank = message["rank"]
+                if rank not in self.rings:
+                    self.rings[rank] = RemoteRing(Who(rank, message["host"], message["pid"]))
+                ring = self.rings[rank]
+                ring.labels += [one if isinstance(one, str) else tuple(one) for one in message["labels"]]
+                ring.records += unpack(data)
+            elif "stopped" in message:
+                self.stopped = True
+        return alive
+
+    def check_clock(self) -> None:
+        """Send a question about the clock if one is due."""
+        if self.clock.due():
+            self.frames.send(self.clock.ask())
+
+
+class Sender:
+    """The link to the monitor that writes the file.
+
+    Args:
+        addresses, port, token: where that listens.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+
+    def __init__(self, addresses: Sequence[str], port: int, token: str) -> None:
+        self.sock = tcp.connect(addresses, port, bytes.fromhex(token))
+        self.frames = Frames(self.sock.fileno(), self.sock.fileno())
+        self._sent_labels: dict[int, int] = {}
+
+    def commands(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the commands that have come, and whether the link is open; answer for the clock."""
+        messages, alive = self.frames.receive()
+        now = time.monotonic_ns()
+        found = []
+        for message, _ in messages:
+            if message["do"] == "clock":
+                self.frames.send({"sent": message["sent"], "theirs": now})
+            else:
+                found.append(message)
+        return found, alive
+
+    def send(self, reader: RingReader, records: Sequence[Record]) -> None:
+        """Send records, and the labels that are new."""
+        if not records:
+            return
+        who = reader.who
+        reader.name(max(record.label for record in records))
+        sent = self._sent_labels.get(who.rank, 0)
+        self._sent_labels[who.rank] = len(reader.labels)
+        self.frames.send({**who._asdict(), "labels": reader.labels[sent:]}, pack(records))
+
+    def finish(self, seconds: float) -> None:
+        """Send what is left, for so long at most, and close the connection."""
+        until = time.monotonic() + seconds
+        while self.frames.unsent and self.frames.flush() and time.monotonic() < until:
+            time.sleep(0.005)
+        self.sock.close()

@@ -1,0 +1,208 @@
+"""The monitor's process: reads the rings of this host's ranks, and writes what is asked for.
+
+Started by the lowest rank of a host, without ``site``: standard library only. Commands come on stdin, a line
+of JSON each: ``start`` (``file``, ``detail``, ``anew``), ``stop`` and ``listen`` are answered by a line on
+stdout, ``connect`` (``addresses``, ``port``, ``token``) is not. The monitor on rank 0's host writes the file;
+the others send it their records (see ``links``). It ends when all ranks have left the job or their processes
+have ended, so that also what a killed rank has done is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ringdance.core.ring import Word
+from ringdance.launch.remote import tcp
+from ringdance.launch.system.machine import networks
+from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.links import Follower, Sender
+from ringdance.monitor.perfetto import PerfettoWriter
+from ringdance.monitor.processes import lives, open_ring, pidfd
+from ringdance.monitor.timeline import Timeline
+
+__all__ = ["main"]
+
+PERFETTO = (".perfetto-trace", ".pftrace")
+"""Endings of files in Perfetto's own format; others are JSON."""
+
+_POLL_S = 0.02  # while a timeline is written; the ring has room for some seconds
+_IDLE_S = 1.0
+_OTHERS_S = 2.0  # for other hosts' last records
+
+
+class Monitor:
+    """Reads the rings of some processes of this host.
+
+    Args:
+        pids: of the ranks.
+    """
+
+    def __init__(self, pids: list[int]) -> None:
+        self._readers = [reader for pid in pids if (reader := open_ring(pid)) is not None]
+        self._alive = {reader.who.pid: reader for reader in self._readers}
+        self._selector = selectors.DefaultSelector()
+        self._trace: Timeline | None = None
+        self._sender: Sender | None = None
+        self._followers: list[Follower] = []
+        self._detail = 0
+        self._input = b""
+        self._commands: dict[str, Callable[..., Any]] = {
+            "start": self._start, "stop": self._stop, "listen": self._listen, "connect": self._connect,
+        }  # fmt: skip
+        self._watch(0, self._serve)
+        for pid in self._alive:
+            if (descriptor := pidfd(pid)) is not None:
+                self._watch(descriptor, partial(self._selector.unregister, descriptor))
+
+    def run(self) -> None:
+        """Serve until all ranks have left."""
+        while self._alive:
+            self._step(_POLL_S if self._trace or self._sender or self._followers else _IDLE_S)
+            gone = [pid for pid, reader in self._alive.items() if reader.words[Word.CLOSED] or not lives(pid)]
+            self._write()
+            for pid in gone:
+                del self._alive[pid]
+        self._stop(last=True)
+
+    def _watch(self, descriptor: int, act: Callable[[], Any]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, act)
+
+    def _step(self, timeout: float) -> None:
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        for follower in self._followers:
+            follower.check_clock()
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        data = os.read(0, 1 << 16)
+        if not data:
+            self._selector.unregister(0)
+        *lines, self._input = (self._input + data).split(b"\n")
+        for line in lines:
+            command = json.loads(line)
+            do = command.pop("do")
+            try:
+                answer = self._commands[do](**command)
+            except OSError as error:
+                answer = {"error": f"{error.filename or do}: {error.strerror or error}"}
+            if do != "connect":
+                with contextlib.suppress(OSError):
+                    os.write(1, json.dumps(answer or {}).encode() + b"\n")
+
+    def _start(self, file: str, detail: int, anew: bool) -> None:
+        self._stop()
+        if file.endswith(PERFETTO):
+            self._trace = Timeline(PerfettoWriter(file))
+        else:
+            self._trace = Timeline(ChromeWriter(file, time.monotonic_ns(), time.time()))
+        self._set_detail(detail, anew)
+        for follower in self._followers:
+            follower.frames.send({"do": "start", "detail": detail, "anew": anew})
+
+    def _set_detail(self, detail: int, anew: bool) -> None:
+        self._detail = detail
+        for reader in self._readers:
+            if anew:
+                reader.skip()
+            reader.words[Word.DETAIL] = detail
+
+    def _stop(self, last: bool = False) -> None:
+        """Complete the file, with the records of other hosts until now or, the last time, until their end."""
+        for reader in self._readers:
+            reader.words[Word.DETAIL] = 0
+        self._detail = 0
+        if self._trace is None and self._sender is None:
+            return
+        self._write()
+        if self._sender is not None:
+            self._sender.finish(_OTHERS_S)
+        for follower in self._followers:
+            follower.stopped = False
+            if not last:
+                follower.frames.send({"do": "stop"})
+        until = time.monotonic() + _OTHERS_S
+        while not all(f.stopped for f in self._followers) and time.monotonic() < until:
+            self._step(_POLL_S)
+        self._write()
+        if self._trace is not None:
+            self._trace.writer.close()
+            self._trace = None
+
+    # --- other hosts ---------------------------------------------------------------------------
+
+    def _listen(self) -> dict[str, Any]:
+        """Listen for the monitors of other hosts; return how they connect."""
+        listener, token = tcp.listen(), secrets.token_bytes(32)
+        self._watch(listener.fileno(), lambda: self._accept(listener, token))
+        addresses = [address for _, address, _ in networks()]
+        return {"addresses": addresses, "port": listener.getsockname()[1], "token": token.hex()}
+
+    def _accept(self, listener: socket.socket, token: bytes) -> None:
+        sock = tcp.accept(listener, token)
+        if sock is None:
+            return
+        follower = Follower(sock)
+        self._followers.append(follower)
+        self._watch(sock.fileno(), lambda: self._receive(follower))
+        if self._detail:
+            follower.frames.send({"do": "start", "detail": self._detail, "anew": False})
+
+    def _receive(self, follower: Follower) -> None:
+        if not follower.receive():
+            follower.stopped = True
+            self._selector.unregister(follower.sock)
+
+    def _connect(self, addresses: list[str], port: int, token: str) -> None:
+        sender = self._sender = Sender(addresses, port, token)
+        self._watch(sender.sock.fileno(), lambda: self._obey(sender))
+
+    def _obey(self, sender: Sender) -> None:
+        commands, alive = sender.commands()
+        for command in commands:
+            if command.pop("do") == "start":
+                self._set_detail(**command)
+            else:
+                self._set_detail(0, anew=False)
+                self._write()
+                sender.frames.send({"stopped": True})
+        if not alive:
+            self._selector.unregister(sender.sock)
+            self._sender = None
+            self._set_detail(0, anew=False)
+
+    def _write(self) -> None:
+        """Pass on what the rings and the links have brought."""
+        for reader in self._readers:
+            if self._sender is not None:
+                self._sender.send(reader, list(reader.read()))
+            elif self._trace is not None:
+                self._trace.add(reader.who, reader.name, reader.read())
+        for follower in self._followers:
+            if not follower.clock.known:
+                continue
+            for ring in follower.rings.values():
+                records, ring.records = ring.records, []
+                if self._trace is not None:
+                    self._trace.add(ring.who, ring.name, records, -follower.clock.ahead)
+        if self._trace is not None:
+            self._trace.writer.flush()
+
+
+def main() -> None:
+    """Run the monitor of the ranks whose process ids are the arguments."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the ranks decide
+        signal.signal(number, signal.SIG_IGN)
+    Monitor([int(word) for word in sys.argv[1:]]).run()

@@ -1,0 +1,101 @@
+"""Write a trace in Perfetto's format, which https://ui.perfetto.dev opens: a sequence of packets.
+
+A file that ends in the middle of a packet can be read up to it. Field numbers are those of ``trace_packet``,
+``track_descriptor`` and ``track_event`` (https://perfetto.dev/docs/reference/trace-packet-proto).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["PerfettoWriter"]
+
+_PACKET, _TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _TRACK_DESCRIPTOR = 1, 8, 10, 11, 60
+_UUID, _NAME, _PARENT, _ORDER = 1, 2, 5, 12
+_ANNOTATION, _TYPE, _TRACK, _EVENT_NAME = 4, 9, 11, 23
+_ANNOTATION_NAME, _ANNOTATION_INT = 10, 4
+_BEGIN, _END, _INSTANT = 1, 2, 3
+
+
+class PerfettoWriter:
+    """A trace file.
+
+    Args:
+        path: of the file, which is overwritten.
+        limit: most bytes; what comes later is left out.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, limit: int = 1 << 30) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 : closed by close()
+        self._left = limit
+
+    def _write(self, *fields: bytes) -> None:
+        packet = _bytes(_PACKET, b"".join([*fields, _int(_SEQUENCE, 1)]))
+        self._left -= len(packet)
+        if self._left >= 0:
+            self._file.write(packet)
+
+    def process(self, pid: int, name: str, order: int) -> None:
+        descriptor = _int(_UUID, _track(pid)) + _bytes(_NAME, name.encode()) + _int(_ORDER, order)
+        self._write(_bytes(_TRACK_DESCRIPTOR, descriptor))
+
+    def thread(self, pid: int, tid: int, name: str) -> None:
+        descriptor = _int(_UUID, _track(pid, tid)) + _bytes(_NAME, name.encode()) + _int(_PARENT, _track(pid))
+        self._write(_bytes(_TRACK_DESCRIPTOR, descriptor))
+
+    def _event(self, kind: int, pid: int, tid: int, when: int, name: str = "", **args: Any) -> None:
+        fields = [_int(_TYPE, kind), _int(_TRACK, _track(pid, tid))]
+        if name:
+            fields.append(_bytes(_EVENT_NAME, name.encode()))
+        for key, value in args.items():
+            fields.append(
+                _bytes(_ANNOTATION, _bytes(_ANNOTATION_NAME, key.encode()) + _int(_ANNOTATION_INT, value))
+            )
+        self._write(_int(_TIMESTAMP, when), _bytes(_TRACK_EVENT, b"".join(fields)))
+
+    def begin(self, pid: int, tid: int, name: str, when: int) -> None:
+        self._event(_BEGIN, pid, tid, when, name)
+
+    def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
+        self._event(_END, pid, tid, when, **args)
+
+    def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:
+        if began == ended:
+            self._event(_INSTANT, pid, tid, began, name, **args)
+        else:
+            self._event(_BEGIN, pid, tid, began, name, **args)
+            self._event(_END, pid, tid, ended)
+
+    def instant(self, pid: int, tid: int, name: str, when: int) -> None:
+        self._event(_INSTANT, pid, tid, when, name)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _track(pid: int, tid: int = -1) -> int:
+    return (pid + 1 << 24) + tid + 1
+
+
+def _varint(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _int(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, data: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(data)) + data

@@ -1,0 +1,55 @@
+"""Processes of this host: their rings, and whether they live."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+
+from ringdance.core.ring import RING_NAME, RingReader, Word
+
+__all__ = ["lives", "open_ring", "pidfd"]
+
+
+def open_ring(pid: int) -> RingReader | None:
+    """Return a reader of a process's ring, the one in use if there are several; None if there is none."""
+    found = None
+    for path in _memories(pid):
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                reader = RingReader(mmap.mmap(descriptor, 0))
+            finally:
+                os.close(descriptor)
+            found = reader if found is None or not reader.words[Word.CLOSED] else found
+    return found
+
+
+def _memories(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{name}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path).startswith(f"/memfd:{RING_NAME}"):
+                    yield path
+
+
+def pidfd(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends, where the system has such."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process has not ended; one that its parent has not reaped has."""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except (OSError, IndexError):
+        return True

@@ -1,0 +1,147 @@
+"""Turn the ranks' records into the events of a trace.
+
+Event names are Horovod's. Each tensor is a process of the trace, with a thread for each rank:
+NEGOTIATE_ALLREDUCE from the rank's submission until all have agreed, then ALLREDUCE with its activities. Each
+rank is a process too: batches, chunks, waits and steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from ringdance.core.ring import Kind, Label, Record, Who
+from ringdance.monitor.activities import activities, phases
+
+__all__ = ["Timeline", "Writer"]
+
+COLLECTIVES = (
+    "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
+    "REMOVE_SET",
+)  # fmt: skip
+_RANKS = 1_000_000  # process ids of ranks; those of tensors count from 1
+_THREADS = ("batches", "chunks", "waits", "steps")
+_BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)
+
+
+class Writer(Protocol):
+    """Writes events to a file; times are in nanoseconds."""
+
+    def process(self, pid: int, name: str, order: int) -> None:
+        """Name a process, and say where it stands."""
+
+    def thread(self, pid: int, tid: int, name: str) -> None:
+        """Name a thread of a process."""
+
+    def begin(self, pid: int, tid: int, name: str, when: int) -> None:
+        """Begin a span."""
+
+    def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
+        """End the span that was begun last in this thread."""
+
+    def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:
+        """Write a span."""
+
+    def instant(self, pid: int, tid: int, name: str, when: int) -> None:
+        """Write a moment."""
+
+    def flush(self) -> None:
+        """Write what was added; the file can be read until the next call."""
+
+    def close(self) -> None:
+        """Write the rest, and close the file."""
+
+
+class Timeline:
+    """The trace of a job.
+
+    Args:
+        writer: of its file.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._tensors: dict[str, int] = {}
+        self._threads: set[tuple[int, int]] = set()
+        self._submitted: dict[tuple[int, int, str], deque[tuple[int, int]]] = defaultdict(deque)
+        self._chunks: dict[tuple[int, int], list[Record]] = defaultdict(list)
+        self._ranks: set[int] = set()
+
+    def add(
+        self, who: Who, name_of: Callable[[int], Label], records: Iterable[Record], offset: int = 0
+    ) -> None:
+        """Add records of one rank.
+
+        Args:
+            who: the rank.
+            name_of: returns the label with a number.
+            records: in their order.
+            offset: nanoseconds to add to its clock.
+        """
+        rank, pid = who.rank, _RANKS + who.rank
+        if rank not in self._ranks:
+            self._ranks.add(rank)
+            self.writer.process(pid, f"rank {rank} on {who.host} (pid {who.pid})", rank - _RANKS)
+            for tid, text in enumerate(_THREADS):
+                self.writer.thread(pid, tid, text)
+        for record in records:
+            record = record._replace(time=record.time + offset)
+            if record.kind == Kind.SUBMIT:
+                self._submit(rank, str(name_of(record.label)), record)
+            elif record.kind == Kind.BATCH:
+                names = name_of(record.label)
+                self._batch(rank, (names,) if isinstance(names, str) else names, record)
+            elif record.kind == Kind.CHUNK:
+                self._chunks[rank, record.set_id].append(record)
+            elif record.kind == Kind.WAIT:
+                self.writer.span(pid, _WAITS, "WAIT", record.time - record.values[0] * 1000, record.time)
+            elif record.kind == Kind.ROUND:
+                self.writer.instant(pid, _STEPS, "CYCLE_START", record.time)
+            elif record.kind == Kind.STEP:
+                self.writer.instant(pid, _STEPS, f"step {record.values[0]}", record.time)
+            elif record.kind == Kind.TEXT:
+                self.writer.instant(pid, _STEPS, str(name_of(record.label)), record.time)
+
+    def _tensor(self, name: str, rank: int) -> int:
+        """Return the process id of a tensor; name it and its rank's thread."""
+        pid = self._tensors.get(name)
+        if pid is None:
+            pid = self._tensors[name] = len(self._tensors) + 1
+            self.writer.process(pid, name, pid)
+        if (pid, rank) not in self._threads:
+            self._threads.add((pid, rank))
+            self.writer.thread(pid, rank, f"rank {rank}")
+        return pid
+
+    def _submit(self, rank: int, name: str, record: Record) -> None:
+        low, high, collective, *_ = record.values
+        self._submitted[rank, record.set_id, name].append((record.time, low | high << 32))
+        pid = self._tensor(name, rank)
+        self.writer.begin(pid, rank, f"NEGOTIATE_{COLLECTIVES[collective]}", record.time)
+        self.writer.span(pid, rank, str(rank), record.time, record.time)
+
+    def _batch(self, rank: int, names: tuple[str, ...], record: Record) -> None:
+        duration, number, collective, low, high = record.values
+        began, kind = record.time - duration * 1000, COLLECTIVES[collective]
+        writer, chunks = self.writer, self._chunks.pop((rank, record.set_id), [])
+        writer.span(
+            _RANKS + rank, _BATCHES, kind, began, record.time,
+            round=number, bytes=low | high << 32, tensors=len(names), process_set=record.set_id,
+        )  # fmt: skip
+        for name, start, end in phases(chunks):
+            writer.span(_RANKS + rank, _CHUNKS, name, start, end)
+        submitted = []
+        for name in names:
+            waiting = self._submitted[rank, record.set_id, name]
+            submitted.append(waiting.popleft() if waiting else (0, 0))
+        found = activities(chunks, [nbytes for _, nbytes in submitted])
+        for name, (when, nbytes), parts in zip(names, submitted, found, strict=True):
+            if not when:
+                continue  # before the timeline was started
+            pid = self._tensor(name, rank)
+            writer.end(pid, rank, f"NEGOTIATE_{kind}", began)
+            writer.begin(pid, rank, kind, began)
+            for text, start, end in parts:
+                writer.span(pid, rank, text, start, end)
+            writer.end(pid, rank, kind, record.time, bytes=nbytes)

@@ -1,0 +1,87 @@
+"""The timeline of a job, also of one that is killed."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import script
+
+LOOP = """
+import os, time
+import numpy as np, ringdance.numpy as hvd
+hvd.init()
+for step in range(20):
+    hvd.allreduce(np.ones(1_000_000, np.float32), name="large")
+    hvd.allgather(np.ones(3), name="rows")
+    if step == 12: {event}
+"""
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def run(tmp_path: Path, text: str, ranks: int, timeline: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ringdance", "run", "-np", str(ranks), "python", script(tmp_path, text)]
+    environ = {**os.environ, "RINGDANCE_TIMELINE": timeline}
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environ)
+
+
+def monitors() -> list[str]:
+    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if "ringdance.monitor.main" in line]
+
+
+@pytest.mark.parametrize("event", ["pass", "hvd.rank() == 1 and os.kill(os.getpid(), 9)"])
+def test_all_ranks_are_in_the_file(tmp_path: Path, event: str) -> None:
+    path = tmp_path / "timeline.json"
+    done = run(tmp_path, LOOP.format(event=event), 3, str(path))
+    steps = 20 if event == "pass" else 13
+    assert (done.returncode == 0) == (event == "pass")
+    found = events_of(path)
+    names = {one["pid"]: one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
+    ended = [(one["name"], names[one["pid"]], one["tid"]) for one in found if one["ph"] == "E"]
+    counts = collections.Counter(ended)
+    for rank in range(3):
+        assert counts["NEGOTIATE_ALLREDUCE", "allreduce.large", rank] == steps
+        assert counts["ALLREDUCE", "allreduce.large", rank] == steps
+        assert steps - 1 <= counts["ALLGATHER", "allgather.rows", rank] <= steps
+    until = time.monotonic() + 5
+    while monitors() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not monitors()
+
+
+def test_a_timeline_is_started_and_stopped_by_the_script(tmp_path: Path) -> None:
+    text = (
+        "import numpy as np, ringdance.numpy as hvd\nhvd.init()\n"
+        "for number in range(3):\n"
+        f"    hvd.start_timeline({str(tmp_path)!r} + f'/{{number}}.json', mark_cycles=number == 1)\n"
+        "    hvd.barrier()\n"
+        "    hvd.allreduce(np.ones(5), name=f'inside{number}')\n"
+        "    hvd.barrier()\n"
+        "    hvd.stop_timeline()\n"
+        "    hvd.barrier()\n"
+        "    hvd.allreduce(np.ones(5), name='outside')\n"
+        f"hvd.start_timeline({str(tmp_path)!r} + '/no/such/directory')\n"
+        "hvd.allreduce(np.ones(5), name='after')\n"
+    )
+    done = run(tmp_path, text, 2, "DYNAMIC")
+    assert done.returncode == 0, done.stderr
+    assert "the timeline is not written" in done.stderr
+    assert "No such file or directory" in done.stderr
+    for number in range(3):
+        found = events_of(tmp_path / f"{number}.json")
+        names = {one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
+        assert f"allreduce.inside{number}" in names
+        assert "allreduce.outside" not in names
+        assert any(one["name"] == "CYCLE_START" for one in found) == (number == 1)

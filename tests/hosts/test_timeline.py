@@ -1,0 +1,57 @@
+"""The timeline of a job on several hosts, whose file is on the launcher's."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
+LOOP = """
+import time
+import numpy as np, ringdance.numpy as hvd
+hvd.init()
+for step in range(30):
+    time.sleep(0.01 * (hvd.rank() == 3))
+    hvd.allreduce(np.ones(100_000, np.float32), name="gradient")
+if {fails} and hvd.rank() == 1:
+    raise SystemExit(3)
+hvd.barrier()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_of_all_hosts_are_in_the_launchers_file(
+    three_hosts: Hosts, tmp_path: Path, fails: bool
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP.format(fails=fails))
+    path = tmp_path / "timeline.json"
+    line = [sys.executable, "-m", "ringdance", "run", "-H", "h2:2,h3:1,h1:1", "--timeline", str(path)]
+    done = three_hosts.run("h1", *line, "python", str(tmp_path / "loop.py"))
+    assert done.returncode == 3 * fails, done.stderr
+    found = json.loads(path.read_text())
+    names = {one["pid"]: one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
+    assert {name.partition(" (")[0] for name in names.values() if name.startswith("rank ")} == {
+        "rank 0 on h2", "rank 1 on h2", "rank 2 on h3", "rank 3 on h1"
+    }  # fmt: skip
+    (tensor,) = [pid for pid, name in names.items() if name == "allreduce.gradient"]
+    times = collections.defaultdict(list)
+    for one in found:
+        if one["pid"] == tensor and one["ph"] in "BE":
+            times[one["name"], one["ph"], one["tid"]].append(one["ts"])
+    for rank in range(4):
+        assert len(times["ALLREDUCE", "E", rank]) == 30
+        assert len(times["NEGOTIATE_ALLREDUCE", "B", rank]) == 30
+        # All begin to exchange at the same time on one clock, and the last to submit is the one that sleeps.
+        for own, others in zip(times["ALLREDUCE", "B", rank], times["ALLREDUCE", "B", 0], strict=True):
+            assert abs(own - others) < 100_000
+    late = sum(
+        max(range(4), key=lambda rank: times["NEGOTIATE_ALLREDUCE", "B", rank][step]) == 3
+        for step in range(1, 30)
+    )
+    assert late > 20
+    assert [three_hosts.leftovers(name) for name in three_hosts.names] == [[], [], []]

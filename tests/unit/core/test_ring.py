@@ -1,0 +1,110 @@
+"""The ring of a rank's records."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ringdance.core import ring as ring_module
+from ringdance.core.ring import Kind, Ring, RingReader, Who, Word, pack, shared_memory, unpack
+from ringdance.monitor.processes import open_ring
+
+CAPACITY = ring_module._CAPACITY
+
+
+def test_what_is_written_is_read_in_order() -> None:
+    ring = Ring()
+    ring.describe(3, 8, "node7")
+    reader = RingReader(ring.memory)
+    assert reader.who == Who(3, "node7", os.getpid())
+    ring.add(Kind.SUBMIT, ring.label("a"), 2, 5, 1 << 33, -1)
+    ring.add(Kind.BATCH, ring.label(("b", "a", "c")), 0, 7, when=11)
+    first, second = reader.read()
+    assert (first.kind, reader.name(first.label), first.set_id) == (Kind.SUBMIT, "a", 2)
+    assert first.values == (5, 0, 0xFFFFFFFF, 0, 0)
+    assert (second.time, reader.name(second.label), second.values[0]) == (11, ("b", "a", "c"), 7)
+    assert first.time > second.time
+    assert list(reader.read()) == []
+    assert unpack(pack([first, second])) == [first, second]
+    assert [record.time for record in reader.last(1)] == [11]
+
+
+def test_a_label_is_written_once_and_never_beyond_its_room() -> None:
+    ring = Ring()
+    assert ring.label("x") == ring.label("x") != ring.label("y")
+    used = ring.words[Word.LABELS]
+    ring.label("x")
+    assert ring.words[Word.LABELS] == used
+    numbers = [ring.label("n" * 4000 + str(number)) for number in range(400)]
+    assert numbers[0] > 0
+    assert numbers[-1] == 0
+    assert RingReader(ring.memory).name(numbers[3]) == "n" * 4000 + "3"
+    assert RingReader(ring.memory).name(0) == ""
+
+
+def test_a_slow_reader_knows_how_much_it_has_lost() -> None:
+    ring = Ring()
+    reader = RingReader(ring.memory)
+    for number in range(CAPACITY + 10):
+        ring.add(Kind.STEP, a=number)
+    found = [record.values[0] for record in reader.read()]
+    assert found == list(range(10, CAPACITY + 10))
+    assert reader.lost == 10
+    ring.add(Kind.STEP, a=77)
+    reader.skip()
+    assert list(reader.read()) == []
+
+
+def test_threads_write_without_losing_a_record() -> None:
+    ring, each = Ring(), 3000
+    reader = RingReader(ring.memory)
+
+    def write(kind: int) -> None:
+        for number in range(each):
+            ring.add(kind, a=number)
+
+    threads = [threading.Thread(target=write, args=(kind,)) for kind in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    found = []
+    while any(thread.is_alive() for thread in threads):
+        found += list(reader.read())
+    found += list(reader.read())
+    for kind in (1, 2, 3):
+        assert [record.values[0] for record in found if record.kind == kind] == list(range(each))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+def test_another_process_reads_it_also_after_its_end() -> None:
+    program = (
+        "from ringdance.core.ring import *\n"
+        "ring = Ring(shared_memory()); ring.describe(1, 2, 'h'); ring.add(Kind.STEP, ring.label('s'), a=42)\n"
+        "print('ready', flush=True); input()"
+    )
+    line = [sys.executable, "-c", program]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        process.stdout.readline()
+        reader = open_ring(process.pid)
+        assert reader
+        process.kill()
+        process.wait()
+    assert reader.who == Who(1, "h", process.pid)
+    (record,) = reader.read()
+    assert (reader.name(record.label), record.values[0]) == ("s", 42)
+    assert open_ring(process.pid) is None
+
+
+def test_of_several_rings_of_a_process_the_open_one_is_found() -> None:
+    rings = [Ring(shared_memory()) for _ in range(3)]
+    for number, ring in enumerate(rings):
+        ring.describe(number, 3, "h")
+        ring.words[Word.CLOSED] = number != 1
+    found = open_ring(os.getpid())
+    if hasattr(os, "memfd_create"):
+        assert found
+        assert found.who.rank == 1

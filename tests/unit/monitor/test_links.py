@@ -1,0 +1,72 @@
+"""The link between the monitors of two hosts."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ringdance.core.ring import Kind, Ring, RingReader, Who
+from ringdance.launch.remote import tcp
+from ringdance.monitor.links import Clock, Follower, Sender
+
+TOKEN = bytes(range(32))
+
+
+def link() -> tuple[Follower, Sender]:
+    listener = tcp.listen()
+    accepted = []
+    thread = threading.Thread(target=lambda: accepted.append(tcp.accept(listener, TOKEN)))
+    thread.start()
+    sender = Sender(["127.0.0.1"], listener.getsockname()[1], TOKEN.hex())
+    thread.join()
+    listener.close()
+    assert accepted[0]
+    return Follower(accepted[0]), sender
+
+
+def test_records_and_labels_come_over() -> None:
+    follower, sender = link()
+    ring = Ring()
+    ring.describe(5, 8, "node2")
+    reader = RingReader(ring.memory)
+    for name in ("a", "b", "a"):
+        ring.add(Kind.SUBMIT, ring.label(name))
+        sender.send(reader, list(reader.read()))
+    ring.add(Kind.BATCH, ring.label(("a", "b")))
+    sender.send(reader, list(reader.read()))
+    sender.finish(1.0)
+    while follower.receive():
+        time.sleep(0.001)
+    got = follower.rings[5]
+    assert got.who == Who(5, "node2", reader.who.pid)
+    assert [got.name(record.label) for record in got.records] == ["a", "b", "a", ("a", "b")]
+    follower.sock.close()
+
+
+def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
+    clock, ahead = Clock(), 5_000_000_000
+    for number in range(12):
+        question = clock.ask()
+        if number != 4:
+            time.sleep(0.02)  # the answer was late: such a round trip says little
+        clock.answer(question["sent"], time.monotonic_ns() + ahead)
+    assert clock.known
+    assert abs(clock.ahead - ahead) < 2_000_000
+
+
+def test_questions_about_the_clock_are_answered() -> None:
+    follower, sender = link()
+    while not follower.clock.known:
+        follower.check_clock()
+        assert sender.commands() in (([], True),)
+        follower.receive()
+    assert abs(follower.clock.ahead) < 50_000_000
+    follower.frames.send({"do": "start", "detail": 1, "anew": True})
+    found: list[dict[str, object]] = []
+    while not found:
+        found, _ = sender.commands()
+    assert found == [{"do": "start", "detail": 1, "anew": True}]
+    follower.sock.close()
+    while sender.commands()[1]:
+        time.sleep(0.001)
+    sender.sock.close()

@@ -1,0 +1,106 @@
+"""The Chrome trace of some records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ringdance.core.recorder import Recorder
+from ringdance.core.request import Collective
+from ringdance.core.ring import Kind, RingReader, Who, Word
+from ringdance.monitor.activities import activities
+from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.timeline import COLLECTIVES, Timeline
+
+MS = 1_000_000
+
+
+def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
+    """Return the records of a batch of so many tensors at 10 ms, with a submission each at 1, 2, ... ms."""
+    recorder = Recorder(0, "")
+    names = tuple(f"allreduce.t{number}" for number in range(len(sizes)))
+    for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
+        label = recorder.label(name)
+        recorder.add(Kind.SUBMIT, label, 0, size, 0, Collective.ALLREDUCE, when=number * MS)
+    recorder.words[Word.DETAIL] = 1
+    # Copying in takes 1 ms, then each chunk 1 ms of waiting, copying out, reducing and copying in each.
+    recorder.chunks(0, [(10 + number) * MS for number in range(4 + 4 * chunks)])
+    values = (90_000, 1, Collective.ALLREDUCE, sum(sizes))
+    recorder.add(Kind.BATCH, recorder.label(names), 0, *values, when=100 * MS)
+    return recorder
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def test_names_of_collectives_are_the_engine_s() -> None:
+    assert [member.name for member in Collective] == list(COLLECTIVES)
+
+
+def test_a_trace_is_complete_after_every_flush(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Timeline(ChromeWriter(str(path), 0, 1.5))
+    assert written(path)[0]["args"] == {"start_time_since_epoch_in_micros": 1_500_000}
+    recorder = recorded([100, 300], chunks=2)
+    reader = RingReader(recorder.ring.memory)
+    for record in list(reader.read()):
+        trace.add(Who(1, "node", 7), reader.name, [record])
+        trace.writer.flush()
+        found = written(path)
+    trace.writer.close()
+    named = [event for event in found if event["name"] == "process_name" and event["pid"]]
+    tensors = {event["args"]["name"]: event["pid"] for event in named}
+    assert "rank 1 on node (pid 7)" in tensors
+    of_first = [event for event in found if event["pid"] == tensors["allreduce.t0"] and event["ph"] != "M"]
+    assert [(event["name"], event["ph"], event["ts"]) for event in of_first] == [
+        ("NEGOTIATE_ALLREDUCE", "B", 1000.0),
+        ("1", "X", 1000.0),
+        ("NEGOTIATE_ALLREDUCE", "E", 10_000.0),
+        ("ALLREDUCE", "B", 10_000.0),
+        ("MEMCPY_IN_FUSION_BUFFER", "X", 10_000.0),
+        ("MPI_ALLREDUCE", "X", 13_000.0),
+        ("MEMCPY_OUT_FUSION_BUFFER", "X", 14_000.0),
+        ("ALLREDUCE", "E", 100_000.0),
+    ]
+    batch = next(event for event in found if event["ph"] == "X" and event["name"] == "ALLREDUCE")
+    assert batch["args"] == {"round": 1, "bytes": 400, "tensors": 2, "process_set": 0}
+    assert batch["dur"] == 90_000.0
+
+
+def test_the_largest_size_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Timeline(ChromeWriter(str(path), 0, 0.0, limit=20_000))
+    recorder = Recorder(0, "")
+    for number in range(1000):
+        recorder.add(Kind.STEP, a=number)
+    reader = RingReader(recorder.ring.memory)
+    for record in list(reader.read()):
+        trace.add(Who(0, "node", 7), reader.name, [record])
+        trace.writer.flush()
+    trace.writer.close()
+    assert path.stat().st_size < 21_000
+    assert "largest size" in written(path)[-1]["name"]
+
+
+def test_chunks_belong_to_the_tensors_in_them() -> None:
+    recorder = recorded([100, 300], chunks=2)
+    reader = RingReader(recorder.ring.memory)
+    chunks = [record for record in reader.read() if record.kind == Kind.CHUNK]
+    assert len(chunks) == 4
+    first, second = activities(chunks, [100, 300])
+    # 200 bytes in each chunk: the first tensor is in the first one only, the second one in both.
+    assert [(name, begin // MS, end // MS) for name, begin, end in first] == [
+        ("MEMCPY_IN_FUSION_BUFFER", 10, 13),
+        ("MPI_ALLREDUCE", 13, 14),
+        ("MEMCPY_OUT_FUSION_BUFFER", 14, 17),
+    ]
+    assert [(name, begin // MS) for name, begin, _ in second] == [
+        ("MEMCPY_IN_FUSION_BUFFER", 10),
+        ("MPI_ALLREDUCE", 13),
+        ("MEMCPY_OUT_FUSION_BUFFER", 18),
+    ]
+    assert activities([], [1, 2]) == [[], []]
