@@ -34,8 +34,8 @@ from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
 
 __all__ = [
-    "CAUSE_MARK", "bind", "engine", "init", "is_initialized", "regroup", "shutdown", "start_timeline",
-    "stop_timeline",
+    "CAUSE_MARK", "bind", "engine", "init", "is_initialized", "mark_step", "regroup", "shutdown",
+    "start_timeline", "stop_timeline",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -89,6 +89,15 @@ def engine() -> Engine:
 def is_initialized() -> bool:
     """Return whether ``init()`` has been called, and ``shutdown()`` has not."""
     return (getattr(_thread, "engine", None) or _process.engine) is not None
+
+
+def mark_step() -> None:
+    """Count an optimizer's step that ends now; without a job nothing happens."""
+    found: Engine | None = _process.engine
+    if _process.bound:
+        found = getattr(_thread, "engine", None) or found
+    if found is not None:
+        found.recorder.step()
 
 
 @contextlib.contextmanager

@@ -90,6 +90,13 @@ class Recorder:
             reduce, copy_in = rest or (0, 0)
             self.add(Kind.CHUNK, 0, set_id, wait, copy_out, reduce, copy_in, when=times[0])
 
+    def step(self) -> None:
+        """Record that an optimizer's step ends now."""
+        words, now = self.words, time.monotonic_ns()
+        words[Word.STEPS] += 1
+        words[Word.LAST_STEP] = now
+        self.add(Kind.STEP, 0, 0, words[Word.STEPS], when=now)
+
     def text(self, what: str) -> None:
         """Record an event in words."""
         self.add(Kind.TEXT, self.label(what))
