@@ -228,23 +228,48 @@ def _ring(settings: Settings) -> Ring:
 
 
 def _start_monitor(found: Engine) -> None:
-    """Start the monitor of this host, if a timeline is wanted. Rank 0's writes it, the others connect."""
+    """Start the monitor of this host, if something is wanted that it does."""
     settings = found.settings
-    if not settings.timeline or found.local_rank:
+    if found.local_rank or not (settings.timeline or settings.metrics_dir):
         return
     identities = found.transport.identities
     try:
         monitor = MonitorClient([identities[rank].pid for rank in found.transport.host_group])
-        _process.monitor = monitor
-        if found.rank:
-            found.on_monitor = lambda note: monitor.connect(note["addresses"], note["port"], note["token"])
-            return
+    except OSError as error:
+        _log.error("ringdance: no timeline and no metrics are written: %s", error)
+        return
+    _process.monitor = monitor
+    if settings.timeline:
+        _start_timeline(found, monitor)
+    if settings.metrics_dir:
+        _start_metrics(found, monitor)
+
+
+def _start_timeline(found: Engine, monitor: MonitorClient) -> None:
+    """Let the monitors work together: rank 0's writes the timeline, the others connect."""
+    settings = found.settings
+    if found.rank:
+        found.on_monitor = lambda note: monitor.connect(note["addresses"], note["port"], note["token"])
+        return
+    try:
         if found.local_size < found.size:
             found.post_all({"kind": "monitor", **monitor.listen()})
         if settings.timeline != DYNAMIC:
             monitor.start(settings.timeline, settings.timeline_mark_cycles, anew=False)
     except OSError as error:
         _log.error("ringdance: no timeline is written: %s", error)
+
+
+def _start_metrics(found: Engine, monitor: MonitorClient) -> None:
+    settings, host = found.settings, found.identity.host
+    try:
+        monitor.metrics(
+            interval=settings.metrics_interval,
+            directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
+            anew=not _process.pid,
+        )
+    except OSError as error:
+        _log.error("ringdance: no metrics of host %s: %s", host, error)
 
 
 def _end_monitor(found: Engine) -> None:

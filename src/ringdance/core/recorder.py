@@ -95,6 +95,8 @@ class Recorder:
         words, now = self.words, time.monotonic_ns()
         words[Word.STEPS] += 1
         words[Word.LAST_STEP] = now
+        if words[Word.STEPS] == 1:
+            words[Word.FIRST_STEP], words[Word.FIRST_WAITED] = now, words[Word.WAITED]
         self.add(Kind.STEP, 0, 0, words[Word.STEPS], when=now)
 
     def text(self, what: str) -> None:

@@ -61,6 +61,8 @@ class Word(enum.IntEnum):
     WAITED = 12  # time that threads have waited for results
     STEPS = 13
     LAST_STEP = 14  # when the last step ended
+    FIRST_STEP = 15  # when the first one ended, which often compiles
+    FIRST_WAITED = 16  # WAITED then
 
 
 class Kind(enum.IntEnum):

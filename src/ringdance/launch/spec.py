@@ -26,6 +26,7 @@ from ringdance.launch.system import machine
 from ringdance.launch.system.linux import usable_cores
 
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
+METRICS = "RINGDANCE_METRICS_DIR"
 
 
 class CommandError(LaunchError):
@@ -142,8 +143,10 @@ class JobSpec:
         facts = dict.fromkeys(local, facts_from(machine.facts()))
         facts |= {remote.host: remote.facts for remote in remotes}
         exports = dict(spec.exports)
-        if spec.output_directory and _RECORDS not in os.environ:  # records of a failing rank are output too
-            exports.setdefault(_RECORDS, os.path.abspath(spec.output_directory))
+        if spec.output_directory:  # records of a failing rank and figures over time are output too
+            for name in (_RECORDS, METRICS):
+                if name not in os.environ:
+                    exports.setdefault(name, os.path.abspath(spec.output_directory))
         if spec.timeline:  # rank 0's host writes it; the agent there sends it if that is another one
             ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
             there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"

@@ -50,6 +50,20 @@ class MonitorClient:
         """Complete the timeline's file. Raises OSError if there is no monitor."""
         self._ask(do="stop")
 
+    def metrics(self, **options: object) -> dict[str, Any]:
+        """Write and serve the ranks' figures.
+
+        Args:
+            options: of ``metrics.Metrics``, without ``readers`` and ``path``.
+
+        Returns:
+            What could be done only in part: ``warnings``; where figures are served: ``address``.
+
+        Raises:
+            OSError: a file cannot be written, or the monitor has ended.
+        """
+        return self._ask(do="metrics", path=sys.path, **options)
+
     def listen(self) -> dict[str, Any]:
         """Listen for monitors of other hosts; return the arguments of their ``connect``. Raises OSError."""
         return self._ask(do="listen")

@@ -27,6 +27,7 @@ from ringdance.launch.remote import tcp
 from ringdance.launch.system.machine import networks
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.monitor.links import Follower, Sender
+from ringdance.monitor.metrics import Metrics
 from ringdance.monitor.perfetto import PerfettoWriter
 from ringdance.monitor.processes import lives, open_ring, pidfd
 from ringdance.monitor.timeline import Timeline
@@ -55,10 +56,14 @@ class Monitor:
         self._trace: Timeline | None = None
         self._sender: Sender | None = None
         self._followers: list[Follower] = []
+        self._metrics: Metrics | None = None
+        self._interval = _IDLE_S
+        self._ending = False  # the rank that has started this process is about to leave
         self._detail = 0
         self._input = b""
         self._commands: dict[str, Callable[..., Any]] = {
             "start": self._start, "stop": self._stop, "listen": self._listen, "connect": self._connect,
+            "metrics": self._metrics_to,
         }  # fmt: skip
         self._watch(0, self._serve)
         for pid in self._alive:
@@ -68,12 +73,18 @@ class Monitor:
     def run(self) -> None:
         """Serve until all ranks have left."""
         while self._alive:
-            self._step(_POLL_S if self._trace or self._sender or self._followers else _IDLE_S)
+            busy = self._trace or self._sender or self._followers or self._ending
+            self._step(_POLL_S if busy else min(_IDLE_S, self._interval))
             gone = [pid for pid, reader in self._alive.items() if reader.words[Word.CLOSED] or not lives(pid)]
             self._write()
+            if self._metrics is not None:
+                self._metrics.write_if_due()
+                self._metrics.leave(gone)
             for pid in gone:
                 del self._alive[pid]
         self._stop(last=True)
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _watch(self, descriptor: int, act: Callable[[], Any]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, act)
@@ -90,6 +101,7 @@ class Monitor:
         data = os.read(0, 1 << 16)
         if not data:
             self._selector.unregister(0)
+            self._ending = True
         *lines, self._input = (self._input + data).split(b"\n")
         for line in lines:
             command = json.loads(line)
@@ -111,6 +123,10 @@ class Monitor:
         self._set_detail(detail, anew)
         for follower in self._followers:
             follower.frames.send({"do": "start", "detail": detail, "anew": anew})
+
+    def _metrics_to(self, interval: float, **options: Any) -> None:
+        self._metrics = Metrics(self._readers, interval=interval, **options)
+        self._interval = interval
 
     def _set_detail(self, detail: int, anew: bool) -> None:
         self._detail = detail

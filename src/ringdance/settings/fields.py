@@ -158,6 +158,12 @@ class Settings:
     timeline_mark_cycles: bool = _switch(
         False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
     )
+    metrics_dir: str = _setting(
+        "", TEXT, "Directory for each rank's figures over time: metrics-<rank>.jsonl, one for each host.",
+    )
+    metrics_interval: float = _setting(
+        5.0, POSITIVE, "Time between two samples in files of metrics_dir; grows in long runs.", unit="s"
+    )
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
