@@ -24,6 +24,7 @@ from typing import Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine
+from ringdance.core.recorder import StepMark
 from ringdance.core.reports import dump
 from ringdance.core.ring import Ring, Word, shared_memory
 from ringdance.core.sets import buffer_bytes, vector_bytes
@@ -91,13 +92,13 @@ def is_initialized() -> bool:
     return (getattr(_thread, "engine", None) or _process.engine) is not None
 
 
-def mark_step() -> None:
-    """Count an optimizer's step that ends now; without a job nothing happens."""
+def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
+    """Count a step that ends now; without a job nothing happens."""
     found: Engine | None = _process.engine
     if _process.bound:
         found = getattr(_thread, "engine", None) or found
     if found is not None:
-        found.recorder.step()
+        found.recorder.step(mark)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ pytest.importorskip("tf_keras")
 
 import tensorflow as tf
 from script_jobs import check_shown_script
+from steps import counting_steps
 
 import horovod.keras as hvd_keras
 import horovod.tensorflow as hvd_tensorflow
@@ -78,7 +79,9 @@ def test_fit_is_that_of_one_process_on_all_data(kind: str, passes: int) -> None:
         sgd(kind, clipnorm=0.1), backward_passes_per_step=passes, average_aggregated_gradients=True
     )
     net.compile(optimizer, "mse")
-    fit(net, [RANK])
+    with counting_steps() as steps:
+        fit(net, [RANK])
+        assert steps() == (SIZE > 1) * 4 // passes
     plain.compile(sgd(kind, clipnorm=0.1), "mse")
     fit(plain, list(range(SIZE)), passes=passes)
     assert far(plain.get_weights(), model().get_weights()) > 1e-3

@@ -19,6 +19,7 @@ from nets import (
     number,
     same_on_all_ranks,
 )
+from steps import counting_steps
 
 import ringdance.keras as hvd
 from ringdance.errors import ArgumentError
@@ -49,7 +50,9 @@ def adamw(**options: Any) -> Any:
     (sgd, {"loss_scale_factor": 1024.0}),
 ], ids=str)
 def test_twenty_steps_of_fit_equal_one_process(make: Any, options: dict[str, Any]) -> None:
-    found = fit(hvd.DistributedOptimizer(make(**options)), [RANK]).get_weights()
+    with counting_steps() as steps:
+        found = fit(hvd.DistributedOptimizer(make(**options)), [RANK]).get_weights()
+        assert steps() == (SIZE > 1) * STEPS // options.get("gradient_accumulation_steps", 1)
     assert same_on_all_ranks(found)
     expected = alone(make(**options), ALL)
     assert far(expected, model().get_weights()) > 1e-3

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import counting_steps
 
 import ringdance.jax as hvd
 
@@ -74,7 +75,9 @@ def same_on_all_ranks(params: Any) -> bool:
 def test_twenty_steps_equal_one_process(make: Any, jit: bool) -> None:
     params = hvd.broadcast_parameters(beginning(RANK), root_rank=0)
     assert far(params, beginning(0)) == 0
-    found = train(hvd.distributed(make()), [RANK], params, jit)
+    with counting_steps() as steps:
+        found = jax.block_until_ready(train(hvd.distributed(make()), [RANK], params, jit))
+        assert steps() == 20 * (SIZE > 1)
     assert same_on_all_ranks(found)
     assert far(found, train(make(), list(range(SIZE)), params)) < 1e-6
 
@@ -83,7 +86,9 @@ def test_twenty_steps_equal_one_process(make: Any, jit: bool) -> None:
 def test_accumulation(average: bool) -> None:
     """Gradients of two steps are summed, or averaged, before one exchange."""
     tx = hvd.distributed(optax.sgd(0.05), backward_passes_per_step=2, average_aggregated_gradients=average)
-    found = train(tx, [RANK], beginning())
+    with counting_steps() as steps:
+        found = jax.block_until_ready(train(tx, [RANK], beginning()))
+        assert steps() == 10 * (SIZE > 1)
     assert same_on_all_ranks(found)
     plain = optax.MultiSteps(optax.sgd(0.05 * (1 if average else 2)), 2)
     assert far(found, train(plain, list(range(SIZE)), beginning())) < 1e-6
@@ -122,7 +127,7 @@ def test_process_set(passes: int) -> None:
             optax.sgd(0.1), process_set=some, backward_passes_per_step=passes,
             average_aggregated_gradients=True,
         )
-        found = train(tx, [RANK], beginning())
+        found = jax.block_until_ready(train(tx, [RANK], beginning()))
         plain = optax.MultiSteps(optax.sgd(0.1), passes)
         expected = train(plain, members if RANK in members else [RANK], beginning())
         assert far(found, expected) < 1e-6

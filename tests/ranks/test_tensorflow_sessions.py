@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from by_numpy import all_values, reduced, values
+from steps import counting_steps
 
 import ringdance.tensorflow as hvd
 
@@ -149,7 +150,9 @@ def test_several_passes(run: Run, average: bool) -> None:
     _, train, variables = network(optimizer)
     run(v1.global_variables_initializer())
     for count in range(1, 5):
-        run(train)
+        with counting_steps() as steps:
+            run(train)
+            assert steps() == (SIZE > 1 and count % passes == 0)
         # The same loss in both passes: their sum is twice the gradient.
         rate = 0.001 if average else passes * 0.001
         for result, wanted in zip(run(variables), by_hand(count // passes, rate), strict=True):
@@ -221,7 +224,9 @@ def test_eager_has_no_global_variables() -> None:
 def test_optimizer_in_eager_execution() -> None:
     weight = tf.Variable(1.0)
     optimizer = hvd.DistributedOptimizer(v1.train.MomentumOptimizer(0.5, 0.9))
-    optimizer.minimize(lambda: weight * (RANK + 1))
+    with counting_steps() as steps:
+        optimizer.minimize(lambda: weight * (RANK + 1))
+        assert steps() == (SIZE > 1)
     assert weight.numpy() == pytest.approx(1.0 - 0.5 * (SIZE + 1) / 2)
     assert optimizer.get_slot_names() == ["momentum"]
     assert optimizer.get_slot(weight, "momentum").numpy() == pytest.approx((SIZE + 1) / 2)

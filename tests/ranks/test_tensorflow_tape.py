@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from by_numpy import values
 from other_settings import other_settings
+from steps import counting_steps
 
 import ringdance.tensorflow as hvd
 
@@ -57,7 +58,9 @@ def expected(table: Any, weight: Any, average: bool = True) -> tuple[Any, Any]:
 )
 def test_gradients_are_reduced(way: Any, how: dict[str, Any]) -> None:
     (table, weight, _), gradients = model()
-    of_table, of_weight, of_unused = way(lambda: gradients(**how))()
+    with counting_steps() as steps:
+        of_table, of_weight, of_unused = way(lambda: gradients(**how))()
+        assert steps() == (SIZE > 1)
     wanted = expected(table.numpy(), weight.numpy(), how.get("op") != hvd.Sum)
     sparse = SIZE > 1 and not how.get("sparse_as_dense")
     assert isinstance(of_table, tf.IndexedSlices) or not sparse
@@ -83,7 +86,9 @@ def test_large_gradients_go_in_parts(overlap: str) -> None:
             return gradients, hvd.DistributedGradientTape(again).gradient(second, variables[:1])
 
         for _ in range(3):
-            gradients, again = step()
+            with counting_steps() as steps:
+                gradients, again = step()
+                assert steps() == 2 * (SIZE > 1)
             for i, one in enumerate(gradients):
                 assert np.ptp(one.numpy()) == 0
                 assert float(one[0]) == pytest.approx(2 * (1 + i) * MEAN)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import counting_steps
 from torch import nn
 from torch_nets import Net, assert_equal_weights, assert_same_on_all_ranks, data, joined_loss, loss_of, sgd
 
@@ -81,7 +82,9 @@ def test_adasum_optimizer() -> None:
     for step in range(4):
         optimizer.zero_grad()
         loss_of(net, step, RANK).backward()
-        optimizer.step()
+        with counting_steps() as steps:
+            optimizer.step()
+            assert steps() == 1
         starts = [parameter.detach().clone() for parameter in replicas[0].parameters()]
         for rank, (replica, one) in enumerate(zip(replicas, plain, strict=True)):
             one.zero_grad()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import counting_steps
 from torch import nn
 from torch_nets import Net, assert_equal_weights, assert_same_on_all_ranks, joined_loss, loss_of, sgd
 
@@ -38,6 +39,27 @@ def test_backward_passes_per_step(passes: int, op: int) -> None:
         optimizer.step()
         plain.step()
     assert_equal_weights(net, reference, 1e-11)
+
+
+def test_steps_are_counted() -> None:
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), backward_passes_per_step=2)
+
+    def train(steps: int) -> None:
+        for step in range(2 * steps):
+            loss_of(net, step, RANK).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with counting_steps() as steps:
+        train(3)
+        assert steps() == 3
+        hvd.mark_step()
+        assert steps() == 1, "those of the optimizer count no more"
+        train(3)
+        hvd.mark_step()
+        assert steps() == 2
 
 
 @several

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import os
 import re
@@ -15,12 +16,21 @@ from ringdance.core.request import Collective, Work
 from ringdance.core.ring import Kind, Ring, RingReader, Word
 from ringdance.transport.base import Identity
 
-__all__ = ["Recorder", "without_number"]
+__all__ = ["Recorder", "StepMark", "without_number"]
 
 _NAME = re.compile(r"ringdance-flight-rank\d+-\d+\.json")
 _KEPT_S = 7 * 86400.0
 _KEPT_FILES = 32
 _MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
+
+
+class StepMark(enum.IntEnum):
+    """Who marks the steps. Once a higher one has, the marks of lower ones do not count: see ``step``."""
+
+    NONE = 0
+    GRADIENTS = 1  # an exchange of gradients for an optimizer that is not ours
+    OPTIMIZER = 2
+    SCRIPT = 3
 
 
 class Recorder:
@@ -41,6 +51,7 @@ class Recorder:
         self.words = self.ring.words
         self.add, self.label = self.ring.add, self.ring.label
         self._capacity, self._directory = capacity, directory
+        self._step_mark, self._steps = StepMark.NONE, 0
 
     def batch(
         self, set_id: int, round_number: int, kind: int, label: int, began: int, nbytes: int, tensors: int
@@ -90,9 +101,15 @@ class Recorder:
             reduce, copy_in = rest or (0, 0)
             self.add(Kind.CHUNK, 0, set_id, wait, copy_out, reduce, copy_in, when=times[0])
 
-    def step(self) -> None:
-        """Record that an optimizer's step ends now."""
+    def step(self, mark: StepMark = StepMark.OPTIMIZER) -> None:
+        """Record that a step ends now; those that were marked by a lower ``mark`` were none."""
         words, now = self.words, time.monotonic_ns()
+        if mark != self._step_mark:
+            if mark < self._step_mark:
+                return
+            words[Word.STEPS] -= self._steps
+            self._step_mark, self._steps = mark, 0
+        self._steps += 1
         words[Word.STEPS] += 1
         words[Word.LAST_STEP] = now
         if words[Word.STEPS] == 1:

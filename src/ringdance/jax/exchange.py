@@ -106,6 +106,8 @@ def run(
         for result, output in zip(results, outputs, strict=True):
             if result is not output:
                 output[...] = result
+    if not what.back:
+        call.completed()
     return results
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringdance import session
+from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
@@ -179,6 +180,16 @@ def grouped_allreduce(
     """Return the reductions of several arrays, in one exchange; as ``allreduce``."""
     scales = prescale_factor, postscale_factor
     call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set, grouped=True)
+    return _run(call, arrays, None, compression)
+
+
+def reduce_gradients(
+    arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
+    compression: Any = Compression.none,
+) -> list[Any]:
+    """Return the reductions of all gradients of a step, which ends with it."""
+    scales, mark = (prescale, postscale), StepMark.OPTIMIZER
+    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set, True, mark)
     return _run(call, arrays, None, compression)
 
 

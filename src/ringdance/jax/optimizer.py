@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
-from ringdance.jax.operations import grouped_allreduce
+from ringdance.jax.operations import reduce_gradients
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import scales_of
@@ -67,9 +67,8 @@ def distributed(
         leaves, structure = jax.tree.flatten(gradients)
         if not leaves or not takes_part(process_set):
             return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
-        done = grouped_allreduce(
-            leaves, name, operation, prescale, postscale * share, process_set, compression=compression
-        )
+        scales = prescale, postscale * share
+        done = reduce_gradients(leaves, name, operation, *scales, process_set, compression)
         return jax.tree.unflatten(structure, done)
 
     def init(params: Any) -> Any:

@@ -30,9 +30,9 @@ __all__ = [
     "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",
     "PartialDistributedOptimizer", "ProcessSet", "Shard", "Sum", "add_process_set", "allgather",
     "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
-    "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built",
-    "ddl_built", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
-    "is_initialized", "load_model", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
+    "load_model", "local_rank", "local_size", "mark_step", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built",
     "shard", "shutdown", "size", "start_timeline", "stop_timeline",
 ]

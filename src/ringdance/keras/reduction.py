@@ -108,17 +108,11 @@ class Reduction:
         return [None if one is None else next(reduced) for one in gradients]
 
     def _reduced(self, tensors: list[Any]) -> list[Any]:
-        hvd = binding()
+        reduce = binding().operations.reduce_gradients
         packed = [self.compression.compress(one) for one in tensors]
         small = [one for one, _ in packed]
-        reduce = hvd.grouped_allreduce
-        if keras.backend.backend() == "torch":
-            reduce = hvd.grouped_allreduce_  # in place: a step's gradients are not needed any more
-            small = [one.detach().contiguous() for one in small]
-        small = reduce(
-            small, name=self.name, op=int(self.operation), prescale_factor=self.prescale,
-            postscale_factor=self.postscale, process_set=self.process_set,
-        )
+        scales = self.prescale, self.postscale
+        small = reduce(small, self.name, int(self.operation), *scales, self.process_set)
         return [self.compression.decompress(one, pair[1]) for one, pair in zip(small, packed, strict=True)]
 
 

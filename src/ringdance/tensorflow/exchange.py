@@ -209,6 +209,8 @@ def _together(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tenso
             call.submit(engine, tuple([_view_of(tensor) for tensor in tensors])) for call, tensors in calls
         ]
         done = [[_tensor_of(array) for array in work.wait()] for work in works]
+        for call, _ in calls:
+            call.completed()
     for (call, tensors), results in zip(calls, done, strict=True):
         _private.record("RingdanceCall", tensors, partial(kernels.text_of, call), results)
     return done

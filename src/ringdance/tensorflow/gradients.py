@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.settings import level_of_caller
@@ -60,6 +61,7 @@ class GradientReducer:
         process_set: the ranks that take part.
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
         device_dense, device_sparse: devices on which gradients enter the exchange.
+        step_mark: who marks a step with each exchange.
 
     Raises:
         ArgumentError: arguments that exclude each other.
@@ -69,7 +71,7 @@ class GradientReducer:
         self, name: str, *, compression: Any = Compression.none, sparse_as_dense: bool = False,
         op: int = ReduceOp.AVERAGE, predivide: float = 1.0, groups: Any = None,
         process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
-        device_dense: str = "", device_sparse: str = "",
+        device_dense: str = "", device_sparse: str = "", step_mark: StepMark = StepMark.OPTIMIZER,
     ) -> None:
         self.name = name
         self.compression = compression
@@ -84,6 +86,7 @@ class GradientReducer:
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self.devices = device_dense, device_sparse
+        self.step_mark = step_mark
         self.local: set[int] = set()
 
     def register_local(self, variable: Any) -> None:
@@ -116,13 +119,14 @@ class GradientReducer:
         sparse = [index for index in reduced if isinstance(results[index], tf.IndexedSlices)]
         dense = [index for index in reduced if index not in set(sparse)]
         key = self._key(variables)
+        mark = self.step_mark
         with tf.name_scope(f"{self.name}_Allreduce"):
             if dense:
                 with tf.device(self.devices[0]):
-                    self._reduce_dense(results, dense, variables, key)
+                    self._reduce_dense(results, dense, variables, key, StepMark.NONE if sparse else mark)
             if sparse:
                 with tf.device(self.devices[1]):
-                    self._reduce_sparse(results, sparse, variables, key)
+                    self._reduce_sparse(results, sparse, variables, key, mark)
         return results
 
     def _key(self, variables: Sequence[Any]) -> str:
@@ -133,12 +137,13 @@ class GradientReducer:
             return key
         return str(graph.unique_name(key))  # a session may run two exchanges at once
 
-    def _call(self, name: str, grouped: bool) -> Call:
+    def _call(self, name: str, grouped: bool, mark: StepMark) -> Call:
         number = set_id(self.process_set)
-        return prepared(Collective.ALLREDUCE, name, self.operation, *self.scales, number, -1, grouped)
+        given = (Collective.ALLREDUCE, name, self.operation, *self.scales, number, -1, grouped)
+        return prepared(*given, step_mark=mark)
 
     def _reduce_dense(
-        self, results: list[Tensor], dense: list[int], variables: Sequence[Any], key: str
+        self, results: list[Tensor], dense: list[int], variables: Sequence[Any], key: str, mark: StepMark
     ) -> None:
         index_of = {id(variable_of(variables[index])): index for index in dense}
         groups = check_groups(self.groups, dense, lambda one: index_of.get(id(variable_of(one))))
@@ -148,7 +153,10 @@ class GradientReducer:
         buckets += parts_of(rest, lambda index: _nbytes(variables[index]))
         pairs = {index: self.compression.compress(results[index]) for index in dense}
         calls = [
-            (self._call(f"{key}.{number}", grouped=True), [pairs[index][0] for index in bucket])
+            (
+                self._call(f"{key}.{number}", True, mark if bucket is buckets[-1] else StepMark.NONE),
+                [pairs[index][0] for index in bucket],
+            )
             for number, bucket in enumerate(buckets)
         ]
         for bucket, tensors in zip(buckets, perform_all(calls), strict=True):
@@ -156,7 +164,7 @@ class GradientReducer:
                 results[index] = self.compression.decompress(tensor, pairs[index][1])
 
     def _reduce_sparse(
-        self, results: list[Tensor], sparse: list[int], variables: Sequence[Any], key: str
+        self, results: list[Tensor], sparse: list[int], variables: Sequence[Any], key: str, mark: StepMark
     ) -> None:
         if self.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise NotImplementedError(
@@ -164,7 +172,7 @@ class GradientReducer:
                 "sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
-        call = self._call(f"{key}.rows", grouped=False)
+        call = self._call(f"{key}.rows", False, mark)
         tables = [variable_of(variables[index]).shape[0] for index in sparse]
         reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
         for index, one in zip(sparse, reduced, strict=True):

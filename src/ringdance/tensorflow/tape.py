@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ringdance.core.recorder import StepMark
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import plain
@@ -90,6 +91,7 @@ def DistributedGradientTape(
         "DistributedGradientTape", compression=compression, sparse_as_dense=sparse_as_dense, op=op,
         predivide=gradient_predivide_factor, groups=groups_of(groups, num_groups), process_set=process_set,
         scale_local_gradients=scale_local_gradients, device_dense=device_dense, device_sparse=device_sparse,
+        step_mark=StepMark.GRADIENTS,
     )
     base = type(gradtape)
     if issubclass(base, _Tape):

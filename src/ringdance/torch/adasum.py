@@ -51,6 +51,7 @@ class AdasumOptimizer(Wrapped):
                 small = ops.grouped_allreduce_(small, name="adasum.changes", op=Adasum)
             for parameter, start, one, (_, context) in zip(trained, starts, small, packed, strict=True):
                 parameter.copy_(start + compression.decompress(one, context))
+        session.mark_step()
         return value
 
     _private.hooks_run_inside(step)

@@ -126,6 +126,16 @@ def grouped_allreduce_(
     return reduced
 
 
+def reduce_gradients(
+    tensors: Tensors, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet
+) -> list[Tensor]:
+    """Reduce all gradients of a step, which ends with it; results may use the memory of the inputs."""
+    given = [one.detach().contiguous() for one in tensors]
+    reduced = grouped_allreduce_(given, None, name, op, prescale, postscale, process_set)
+    session.mark_step()
+    return reduced
+
+
 def grouped_allreduce_async_(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,

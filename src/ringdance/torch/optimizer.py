@@ -148,14 +148,16 @@ class _Distributed(Wrapped):
             )
         self._by_hand = False
         if exchange is None:
-            return super().step(closure)  # type: ignore[misc]
-        if closure is None:
+            result = super().step(closure)  # type: ignore[misc]
+        elif closure is None:
             if not self._skip:
                 self._finish_exchange()
             result = super().step()  # type: ignore[misc]
         else:
             result = super().step(self._reducing(closure, exchange))  # type: ignore[misc]
-        exchange.on_step_end()
+        if exchange is not None:
+            exchange.on_step_end()
+        session.mark_step()
         return result
 
     _private.hooks_run_inside(step)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ringdance import session
+from ringdance.core.recorder import StepMark
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training import handles
 from ringdance.training.objects import allgather_json
@@ -16,7 +17,7 @@ from ringdance.training.process_sets import ProcessSet, bind, ranks_of
 
 __all__ = [
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mark_step", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size", "start_timeline",
     "stop_timeline",
 ]
@@ -109,6 +110,15 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Return whether this process has joined a job."""
     return session.is_initialized()
+
+
+def mark_step() -> None:
+    """Mark the end of a training step, for timelines, metrics and reports.
+
+    For scripts that reduce gradients by hand, or in which several optimizers make one step. From the first
+    call on the optimizers' own marks do not count. Without a job it does nothing.
+    """
+    session.mark_step(StepMark.SCRIPT)
 
 
 def rank() -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringdance import session
+from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
 from ringdance.training.checks import check_root, check_size, describe, pick_operation, split_rows
@@ -52,6 +53,7 @@ class Call:
         grouped: whether it has a list of tensors, exchanged together.
         equal_splits: of an alltoall without splits.
         tables: names of tables of which rows are reduced: see ``training.gradients.sparse.submit``.
+        step_mark: of a step's last exchange: who marks the step when it is complete, see ``completed``.
     """
 
     kind: Collective
@@ -64,6 +66,7 @@ class Call:
     grouped: bool = False
     equal_splits: bool = False
     tables: tuple[str, ...] = ()
+    step_mark: StepMark = StepMark.NONE
     # Data types and shapes of the last submission with their description: comparing is quicker than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
@@ -95,6 +98,7 @@ class Call:
         values["kind"] = Collective(values["kind"])
         values["operation"] = ReduceOp(values["operation"])
         values["tables"] = tuple(values["tables"])
+        values["step_mark"] = StepMark(values["step_mark"])
         return Call(**values)
 
     def submit(
@@ -157,12 +161,17 @@ class Call:
             request = Request(Description(self.kind), name=self.full_name, set_id=self.set_id)
             engine.refuse(request, str(error))
 
+    def completed(self) -> None:
+        """Mark a step that ends with this call, whose results are there now."""
+        if self.step_mark:
+            session.mark_step(self.step_mark)
+
     def backward(self) -> Backward:
         """Return how the gradient of the call is computed."""
         name = None if self.name is None else f"{self.name}.grad"
         same: dict[str, Any] = {"name": name, "set_id": self.set_id, "grouped": self.grouped}
         if self.kind is Collective.ALLREDUCE:
-            return Backward(self.but(name=name))
+            return Backward(self.but(name=name, step_mark=StepMark.NONE))
         if self.kind is Collective.ALLTOALL:
             return Backward(self.but(name=name, equal_splits=False), Keep.PADDED)
         if self.kind is Collective.REDUCESCATTER:
@@ -216,14 +225,15 @@ prepared = lru_cache(maxsize=4096)(Call)
 @lru_cache(maxsize=4096)
 def _reduction(
     kind: Collective, name: str | None, op: int | None, prescale: float, postscale: float, number: int,
-    grouped: bool,
+    grouped: bool, step_mark: StepMark,
 ) -> Call:
-    return Call(kind, name, pick_operation(None, op), prescale, postscale, number, -1, grouped)
+    operation = pick_operation(None, op)
+    return Call(kind, name, operation, prescale, postscale, number, -1, grouped, step_mark=step_mark)
 
 
 def reduction(
     kind: Collective, name: str | None, average: bool | None, op: int | None, prescale: float,
-    postscale: float, process_set: ProcessSet, grouped: bool = False,
+    postscale: float, process_set: ProcessSet, grouped: bool = False, step_mark: StepMark = StepMark.NONE,
 ) -> Call:
     """Return the call of an allreduce or reducescatter from a user's arguments.
 
@@ -233,9 +243,10 @@ def reduction(
     number = set_id(process_set)
     try:
         if average is None and type(prescale) is type(postscale) is float and (op is None or type(op) is int):
-            return _reduction(kind, name, op, prescale, postscale, number, grouped)
+            return _reduction(kind, name, op, prescale, postscale, number, grouped, step_mark)
         operation = pick_operation(average, op)
-        return prepared(kind, name, operation, float(prescale), float(postscale), number, -1, grouped)
+        scales = float(prescale), float(postscale)
+        return prepared(kind, name, operation, *scales, number, -1, grouped, step_mark=step_mark)
     except (ArgumentError, TypeError, ValueError) as error:
         _refuse_early(Call(kind, name, set_id=number, grouped=grouped), error)
         raise

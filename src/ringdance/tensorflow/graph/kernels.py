@@ -46,6 +46,7 @@ def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
     engine = session.engine()
     if call.kind is not Collective.ALLTOALL:
         results: list[Array] = submit(call, engine, inputs).wait()
+        call.completed()
         return results
     work = call.submit(engine, (inputs[0],), splits=(None if call.equal_splits else inputs[1],))
     output, received = work.wait(), work.received_splits
@@ -87,6 +88,7 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
             one.work.wait()
         finally:
             in_flight.release(one)
+        call.completed()
         return
     for index, array in enumerate(run(call, context.inputs())):
         context.set_output(index, array)
@@ -131,6 +133,7 @@ def _wait(_: str, context: Context) -> None:
         one = in_flight.take(int(number))
         try:
             one.work.wait()
+            one.call.completed()
         except BaseException as problem:
             error = error or problem
         in_flight.release(one)
