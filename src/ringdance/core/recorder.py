@@ -22,6 +22,7 @@ _NAME = re.compile(r"ringdance-flight-rank\d+-\d+\.json")
 _KEPT_S = 7 * 86400.0
 _KEPT_FILES = 32
 _MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
+_STEP, _STEPS, _LAST_STEP = int(Kind.STEP), int(Word.STEPS), int(Word.LAST_STEP)  # quicker than Enums
 
 
 class StepMark(enum.IntEnum):
@@ -107,14 +108,14 @@ class Recorder:
         if mark != self._step_mark:
             if mark < self._step_mark:
                 return
-            words[Word.STEPS] -= self._steps
+            words[_STEPS] -= self._steps
             self._step_mark, self._steps = mark, 0
         self._steps += 1
-        words[Word.STEPS] += 1
-        words[Word.LAST_STEP] = now
-        if words[Word.STEPS] == 1:
+        words[_STEPS] += 1
+        words[_LAST_STEP] = now
+        if words[_STEPS] == 1:
             words[Word.FIRST_STEP], words[Word.FIRST_WAITED] = now, words[Word.WAITED]
-        self.add(Kind.STEP, 0, 0, words[Word.STEPS], when=now)
+        self.add(_STEP, 0, 0, words[_STEPS], when=now)
 
     def text(self, what: str) -> None:
         """Record an event in words."""
