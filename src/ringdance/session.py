@@ -24,7 +24,7 @@ from typing import Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine
-from ringdance.core.recorder import StepMark
+from ringdance.core.recorder import Profiler, StepMark
 from ringdance.core.reports import dump
 from ringdance.core.ring import Ring, Word, shared_memory
 from ringdance.core.sets import buffer_bytes, vector_bytes
@@ -35,7 +35,7 @@ from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
 
 __all__ = [
-    "CAUSE_MARK", "bind", "engine", "init", "is_initialized", "mark_step", "regroup", "shutdown",
+    "CAUSE_MARK", "add_profiler", "bind", "engine", "init", "is_initialized", "mark_step", "regroup", "shutdown",
     "start_timeline", "stop_timeline",
 ]
 
@@ -69,6 +69,7 @@ class _Process:
     monitor: MonitorClient | None = None
     ring: Ring | None = None
     clean: bool = True  # every engine so far has stopped by agreement
+    profilers: tuple[Profiler, ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
 
 
@@ -101,6 +102,13 @@ def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
         found.recorder.step(mark)
 
 
+def add_profiler(profiler: Profiler) -> None:
+    """Show waits in a framework's profiler too, whenever that is running."""
+    _process.profilers += (profiler,)
+    if _process.engine is not None:
+        _process.engine.profilers = _process.profilers
+
+
 @contextlib.contextmanager
 def bind(bound: Engine) -> Iterator[Engine]:
     """Make ``bound`` the engine of this thread (tests on the loopback transport)."""
@@ -131,6 +139,7 @@ def init(comm: Any = None) -> None:
             settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
         _configure_log(settings)
         _process.engine = _start(comm, settings)
+        _process.engine.profilers = _process.profilers
         _process.comm = comm
         _start_monitor(_process.engine)
         _export_ranks(_process.engine)

@@ -87,7 +87,7 @@ def test_without_the_moments_of_batch_normalization(monkeypatch: pytest.MonkeyPa
     ("module", "name"),
     [
         ("eager.execute", "must_record_gradient"), ("eager.execute", "record_gradient"),
-        ("ops.control_flow_util", "GraphOrParentsInXlaContext"),
+        ("ops.control_flow_util", "GraphOrParentsInXlaContext"), ("profiler.trace", "enabled"),
     ],
 )
 def test_names_are_looked_up(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +96,6 @@ def test_names_are_looked_up(module: str, name: str, monkeypatch: pytest.MonkeyP
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
     assert again.RECORDS is not module.startswith("eager")
-    if again.RECORDS:
+    if name == "GraphOrParentsInXlaContext":
         assert again.in_xla_context(None) is False
+    assert again.profiler_running() is (name == "enabled")

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ringdance.core.exchange import Progress
 from ringdance.core.peers import Peers
 from ringdance.core.placement import pin, placement
 from ringdance.core.progress import ProgressEngine
-from ringdance.core.recorder import Recorder
+from ringdance.core.recorder import Profiler, Recorder, without_number
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.ring import Ring, Word
 from ringdance.core.sets import ProcessSets
@@ -56,6 +56,7 @@ class Engine:
         unclean: after a stop, whether some rank was still waiting for something.
         incomplete: after a stop, the names of this rank's operations that were not complete.
         post_all: sends a note to all other ranks; ``on_monitor`` is called with one of kind "monitor".
+        profilers: get a span for each wait of a thread while they run.
         departed: a rank whose program has ended, so that this job cannot be started again; else "".
 
     Args:
@@ -84,6 +85,7 @@ class Engine:
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
         self._words = self.recorder.words
+        self.profilers: Sequence[Profiler] = ()
         self.report = report or (lambda text: None)
         self.closed = False
         self.broken: CollectiveError | None = None
@@ -192,6 +194,16 @@ class Engine:
             event_count.notify_self()
 
     def _wait(self, work: Work, timeout: float | None) -> None:
+        running = [one.span for one in self.profilers if one.running()]
+        if not running:
+            self._wait_for(work, timeout)
+            return
+        with contextlib.ExitStack() as spans:
+            for span in running:
+                spans.enter_context(span(f"ringdance WAIT {without_number(work.name)}"))
+            self._wait_for(work, timeout)
+
+    def _wait_for(self, work: Work, timeout: float | None) -> None:
         known = self._registered.get(work.request.set_id)
         waiting = self.callers if known is None or known.state is None else known.state.waiting
         callers, progress_engine, me = self.callers, self._progress_engine, object()

@@ -24,6 +24,7 @@ from jax.extend import core
 from jax.interpreters import batching, mlir
 
 from ringdance import session
+from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import _private, ffi
@@ -289,6 +290,9 @@ def _call_from_xla(text: str, inputs: list[Array], outputs: list[Array]) -> None
     _run_compiled(_from_text(text), tuple(inputs), tuple(outputs), shapes)
 
 
+_Span = jax.profiler.TraceAnnotation
+# Not documented; without it each wait makes a span, which asks for itself.
+session.add_profiler(Profiler(getattr(_Span, "is_enabled", lambda: True), _Span))
 ffi.set_handler(_call_from_xla)
 mlir.register_lowering(_primitive, _by_callback)
 mlir.register_lowering(_primitive, _by_ffi, platform="cpu")

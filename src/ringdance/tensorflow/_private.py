@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["RECORDS", "check_moments", "in_xla_context", "numpy_of", "record"]
+__all__ = ["RECORDS", "check_moments", "in_xla_context", "numpy_of", "profiler_running", "record"]
 
 
 def _find(module: str, name: str, default: Any = None) -> Any:
@@ -34,6 +34,11 @@ def record(kind: str, inputs: Sequence[Any], text: Callable[[], str], outputs: S
     """Record an operation of type ``kind`` with the attribute ``text``, if a gradient tape is recording."""
     if RECORDS and _must_record():
         _record_gradient(kind, list(inputs), ("text", text().encode()), list(outputs))
+
+
+# profiler.trace.enabled: whether TensorFlow's profiler is recording. Without it each wait makes a span, which
+# asks for itself.
+profiler_running: Callable[[], bool] = _find("profiler.trace", "enabled", lambda: True)
 
 
 # ops.control_flow_util.GraphOrParentsInXlaContext: whether XLA will compile the graph. Without it XLA says

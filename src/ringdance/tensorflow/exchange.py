@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ringdance import session
 from ringdance.core.exchange import aligned_empty
+from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow import _private
@@ -32,6 +33,8 @@ Array = np.ndarray[Any, Any]
 Tensor = Any
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+session.add_profiler(Profiler(_private.profiler_running, tf.profiler.experimental.Trace))
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -24,6 +24,7 @@ __all__ = [
     "hooks_run_inside",
     "note_step",
     "outermost_function_node",
+    "profiler_running",
     "queue_callback",
     "sparse_entries",
 ]
@@ -164,3 +165,10 @@ def divided_by(tensor: Any) -> str | None:
     if hasattr(tensor, "device_mesh"):
         return "torch.distributed (it is a DTensor, as with fully_shard)"
     return "FullyShardedDataParallel" if getattr(tensor, "_fsdp_flattened", False) else None
+
+
+# torch.autograd.profiler._is_profiler_enabled: set while torch.profiler records. Without it each wait makes a
+# span, which takes some microseconds.
+def profiler_running() -> bool:
+    """Return whether a profiler of torch is recording."""
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)

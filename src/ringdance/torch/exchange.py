@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ringdance import session
+from ringdance.core.recorder import Profiler
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
-from ringdance.torch._private import compiler_disable
+from ringdance.torch._private import compiler_disable, profiler_running
 from ringdance.torch.memory import Array, Compression, array_of, from_array
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError
@@ -24,6 +25,8 @@ Tensors = Sequence[Tensor]
 
 # What a wrong argument may raise while it is converted; see Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
+
+session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 
 
 def submit(

@@ -1,0 +1,52 @@
+"""Waits in torch.profiler, while it runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch_nets import Net, loss_of, sgd
+
+import ringdance.torch as hvd
+from ringdance import session
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+PREFIX = "ringdance WAIT "
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_waits_are_spans(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    hvd.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        if RANK:
+            time.sleep(0.2)  # so that rank 0 waits
+        hvd.allreduce(torch.ones(3), name="late")
+        hvd.allreduce(torch.ones(3))
+        loss_of(net, 0, RANK).backward()
+        optimizer.step()
+    hvd.allreduce(torch.ones(3), name="later")
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {one["name"]: one["dur"] for one in events if one.get("name", "").startswith(PREFIX)}
+    assert {f"{PREFIX}allreduce.late", f"{PREFIX}allreduce.noname"} < set(spans)
+    assert any(name.startswith(f"{PREFIX}allreduce.gradients.") for name in spans)
+    assert f"{PREFIX}allreduce.later" not in spans
+    if RANK == 0:
+        assert spans[f"{PREFIX}allreduce.late"] > 0.1e6
+    rows = {one.key for one in profiler.key_averages()}
+    assert set(spans) <= rows
+
+
+def test_without_the_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = session.engine().profilers[0].running
+    assert not running()
+    monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
+    assert running()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [SIZE] * 2
