@@ -35,8 +35,8 @@ from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
 
 __all__ = [
-    "CAUSE_MARK", "add_profiler", "bind", "engine", "init", "is_initialized", "mark_step", "regroup", "shutdown",
-    "start_timeline", "stop_timeline",
+    "CAUSE_MARK", "add_profiler", "bind", "engine", "init", "is_initialized", "mark_step", "regroup",
+    "shutdown", "start_timeline", "stop_timeline",
 ]
 
 _log = logging.getLogger("ringdance")
