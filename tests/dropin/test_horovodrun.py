@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -119,6 +120,31 @@ def test_settings_take_effect_in_the_processes(program):
     ]
     done = horovodrun("-np", "2", *words, "python", path)
     assert lines(done.stdout, "[1]<stdout>:") == [f"{3 << 20} True error True"], done.stderr.decode()
+
+
+@pytest.mark.parametrize("form", ["options", "file"])
+def test_a_timeline(program, tmp_path, form):
+    timeline, config = tmp_path / "timeline.json", tmp_path / "config.yaml"
+    words = ["--timeline-filename", os.path.relpath(timeline), "--timeline-mark-cycles"]
+    if form == "file":
+        config.write_text(f"timeline: {{filename: {timeline}, mark_cycles: true}}\n")
+        words = ["--config-file", str(config)]
+    path = program(
+        """
+        import numpy as np, ringdance.numpy as hvd
+        hvd.init()
+        hvd.allreduce(np.ones(3), name="test_allreduce")
+        time.sleep(0.1)
+        if rank == 0:
+            print(open(sys.argv[1]).read(), flush=True)
+        """
+    )
+    done = horovodrun("-np", "2", *words, "python", path, str(timeline))
+    assert done.returncode == 0, done.stderr
+    for text in (done.stdout.decode(), timeline.read_text()):
+        for word in ("allreduce.test_allreduce", '"NEGOTIATE_ALLREDUCE"', '"ALLREDUCE"', '"CYCLE_START"'):
+            assert word in text
+    assert json.loads(timeline.read_text())
 
 
 def test_what_has_no_effect_is_said_once(program):

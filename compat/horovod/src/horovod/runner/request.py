@@ -36,6 +36,9 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> JobSpec:
     """
     exports: dict[str, str] = {}
     config_parser.set_env_from_args(exports, args)
+    timeline = ""  # a file on this host, wherever rank 0 runs
+    if exports.get("HOROVOD_TIMELINE") != "DYNAMIC":
+        timeline = exports.pop("HOROVOD_TIMELINE", "")
     if args.elastic_timeout is not None:
         exports["HOROVOD_ELASTIC_TIMEOUT"] = str(args.elastic_timeout)
     ranks, hosts = _size(args)
@@ -54,6 +57,7 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         exports=exports,
         style=Style("[{rank}]<{stream}>:", clock=args.prefix_output_with_timestamp, closes=False),
         output_directory=args.output_filename or "",
+        timeline=timeline,
         start_timeout=args.start_timeout,
         verbose=args.verbose,
         binding=None if args.binding_args is None else _words("--binding-args", args.binding_args),
