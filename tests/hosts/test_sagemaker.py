@@ -112,7 +112,8 @@ def start(two_hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., list[Conta
             "mpi": {
                 "enabled": True,
                 "processes_per_host": 2,
-                "custom_mpi_options": "-verbose --COLOUR=red --NCCL_DEBUG=WARN -mca btl_tcp_links 2",
+                "custom_mpi_options": "-verbose --COLOUR=red --NCCL_DEBUG=WARN -mca btl_tcp_links 2 "
+                "-x HOROVOD_TIMELINE=/opt/ml/output/timeline.json",
             }
         }
         with pytest.warns(UserWarning, match="COLOUR"):
@@ -138,6 +139,15 @@ def start(two_hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., list[Conta
             subprocess.run(["kill", "-9", str(pid)], check=False, capture_output=True)
 
 
+def ranks_in(timeline: Path) -> set[str]:
+    """The ranks in a timeline that have exchanged something."""
+    events = json.loads(timeline.read_text())
+    named = [one for one in events if one["name"] == "process_name" and one["pid"]]
+    names = {one["pid"]: one["args"]["name"] for one in named}
+    active = {names[one["pid"]] for one in events if one["ph"] in "BX" and one["pid"]}
+    return {name.partition(" (")[0] for name in active if name.startswith("rank ")}
+
+
 def test_a_job_on_two_hosts(start: Callable[..., list[Container]], two_hosts: Hosts) -> None:
     first, second = start()
     assert first.process.wait(200) == 0, first.said + first.failure
@@ -148,6 +158,8 @@ def test_a_job_on_two_hosts(start: Callable[..., list[Container]], two_hosts: Ho
     assert first.said.count("variables red 3 WARN 3") == 4
     assert (first.ml / "model" / "model.txt").read_text() == "trained"
     assert not (second.ml / "model" / "model.txt").exists()
+    assert ranks_in(first.ml / "output" / "timeline.json") == {f"rank {i} on h{1 + i // 2}" for i in range(4)}
+    assert not (second.ml / "output" / "timeline.json").exists()
     # The other host has seen the job's daemon, and the end.
     assert second.process.wait(100) == 0, second.said
     assert "Orted process exited" in second.said
