@@ -240,19 +240,27 @@ def _ring(settings: Settings) -> Ring:
 def _start_monitor(found: Engine) -> None:
     """Start the monitor of this host, if something is wanted that it does."""
     settings = found.settings
-    if found.local_rank or not (settings.timeline or settings.metrics_dir):
+    metrics = bool(settings.metrics_dir or settings.metrics_port)
+    if found.local_rank or not (settings.timeline or metrics):
         return
     identities = found.transport.identities
     try:
-        monitor = MonitorClient([identities[rank].pid for rank in found.transport.host_group])
+        monitor = MonitorClient([identities[rank].pid for rank in found.transport.host_group], metrics)
     except OSError as error:
         _log.error("ringdance: no timeline and no metrics are written: %s", error)
         return
     _process.monitor = monitor
     if settings.timeline:
         _start_timeline(found, monitor)
-    if settings.metrics_dir:
-        _start_metrics(found, monitor)
+    if metrics:
+        monitor.metrics(
+            host=found.identity.host,
+            interval=settings.metrics_interval,
+            directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
+            anew=not _process.pid,
+            tensorboard=settings.metrics_tensorboard,
+            address=settings.metrics_port,
+        )
 
 
 def _start_timeline(found: Engine, monitor: MonitorClient) -> None:
@@ -268,18 +276,6 @@ def _start_timeline(found: Engine, monitor: MonitorClient) -> None:
             monitor.start(settings.timeline, settings.timeline_mark_cycles, anew=False)
     except OSError as error:
         _log.error("ringdance: no timeline is written: %s", error)
-
-
-def _start_metrics(found: Engine, monitor: MonitorClient) -> None:
-    settings, host = found.settings, found.identity.host
-    try:
-        monitor.metrics(
-            interval=settings.metrics_interval,
-            directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
-            anew=not _process.pid,
-        )
-    except OSError as error:
-        _log.error("ringdance: no metrics of host %s: %s", host, error)
 
 
 def _end_monitor(found: Engine) -> None:

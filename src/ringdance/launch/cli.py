@@ -25,6 +25,7 @@ from ringdance.launch.spec import (
     resolve_command,
     run_in_terminal,
 )
+from ringdance.settings.parse import ADDRESS
 
 _EPILOG = """\
 examples:
@@ -69,6 +70,14 @@ def parser() -> argparse.ArgumentParser:
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
+    add(
+        "--metrics-port",
+        metavar="[ADDRESS:]PORT",
+        type=_address,
+        help="serve each host's figures for Prometheus, to its own programs unless ADDRESS is given (0.0.0.0)",
+    )
+    add("--tensorboard", action="store_true", help="with --output-filename: figures for TensorBoard in DIR too")
+    add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
     add(
         "--prefix",
         action=argparse.BooleanOptionalAction,
@@ -192,6 +201,25 @@ def _style(arguments: argparse.Namespace) -> Style | None:
     return None if arguments.prefix else Style("", clock=arguments.timestamps)
 
 
+def _address(text: str) -> str:
+    try:
+        return ADDRESS.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {ADDRESS.expected}") from None
+
+
+def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the settings that options stand for."""
+    if arguments.tensorboard and not arguments.output_filename:
+        raise LaunchError("--tensorboard: specify where to, with --output-filename DIR")
+    found = {
+        "RINGDANCE_METRICS_PORT": arguments.metrics_port,
+        "RINGDANCE_METRICS_TENSORBOARD": "1" if arguments.tensorboard else "",
+        "RINGDANCE_SUMMARY_TIME": "0" if arguments.quiet else "",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
 def spec_of(arguments: argparse.Namespace) -> JobSpec:
     """Build the job that the options of ``ringdance run`` ask for.
 
@@ -205,6 +233,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         hosts, source = parse_hostfile(arguments.hostfile), f"--hostfile {arguments.hostfile}"
     if not arguments.host_timeout > 0:
         raise LaunchError(f"--host-timeout {arguments.host_timeout:g}: it must be more than 0 seconds")
+    exports = parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ)
     return JobSpec(
         resolve_command(arguments.command),
         ranks=arguments.num_proc,
@@ -214,7 +243,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         chdir=arguments.chdir,
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],
         check=not (arguments.dry_run and arguments.no_check),
-        exports=parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ),
+        exports=_exports_of_options(arguments) | exports,
         forward=forwarding(",".join(text for text in arguments.env if "=" not in text) or "all"),
         style=_style(arguments),
         clock=arguments.timestamps,

@@ -70,6 +70,12 @@ OWN_DIRECTORY = "{directory}"
 TIMELINE = "timeline."
 """Beginning of a file's name in the job's directory: a timeline that the launcher gets at the end."""
 
+OUTPUT = "output"
+"""Name in the job's directory of another host: what is in it goes to the launcher's ``--output-filename``."""
+
+METRICS_DIR = "RINGDANCE_METRICS_DIR"
+"""Variable with the directory of such files."""
+
 SHARED = "{shared}"
 """Placeholder in a variable's value for :func:`host_shared` of the host where a rank runs."""
 

@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, signal_name
-from ringdance.launch.directories import OWN_DIRECTORY, TIMELINE, bases, host_directory, host_shared, usable
+from ringdance.launch.directories import (
+    OUTPUT,
+    OWN_DIRECTORY,
+    TIMELINE,
+    bases,
+    host_directory,
+    host_shared,
+    usable,
+)
 from ringdance.launch.hosts import Host
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
 from ringdance.launch.output.merge import spans
-from ringdance.launch.output.results import Results, TimelineFile
+from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.ranks import Rank, RankTable
@@ -76,7 +84,7 @@ class Job:
         self._spec, self._plan, self._remotes = prepared.spec, prepared.plan, prepared.remotes
         self.id = id or uuid.uuid4().hex
         self._stdin, self._files, self._results, self._grace = stdin, files or {}, results, grace
-        self._timeline = TimelineFile(self._spec.timeline, self._err)
+        self._collected: dict[str, CollectedFile] = {}
         self._began = time.time()
         self._state, self._deadline = State.PREPARING, math.inf
         self._selector = selectors.DefaultSelector()
@@ -111,7 +119,8 @@ class Job:
             local = start_local(name, environ, self._stdin, self._remotes)
             self._agents = Agents(local, self._remotes, self._selector, self, self._spec.heartbeat_timeout)
             self._ranks = RankTable(self._prepared, self._screen, self._stdin, self._agents)
-            messages = job_messages(self._plan, self.id, self._bases, self._prepared.needed)
+            output = self._spec.output_directory
+            messages = job_messages(self._plan, self.id, self._bases, self._prepared.needed, output)
             self._agents.begin(*messages, self._files)
             self._deadline = time.monotonic() + self._spec.start_timeout
             while self._state is not State.DONE:
@@ -365,8 +374,10 @@ class Job:
 
     def on_file(self, name: str, data: bytes, last: bool) -> None:
         """A part of a file that a rank has left in the job's directory on its host, or its end."""
-        if name.startswith(TIMELINE):
-            self._timeline.take(data)
+        timeline = name.startswith(TIMELINE)
+        if timeline or name.startswith(f"{OUTPUT}/"):
+            path = self._spec.timeline if timeline else self._spec.output_directory + name[len(OUTPUT) :]
+            self._collected.setdefault(name, CollectedFile(path, self._err)).take(data)
         elif self._results and self._results_wanted:
             try:
                 self._results.take(self._directory, name, data, last)

@@ -12,7 +12,7 @@ from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
-from ringdance.launch.directories import OWN_DIRECTORY, TIMELINE
+from ringdance.launch.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
 from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.job import Job
 from ringdance.launch.mpi import find_mpi
@@ -26,7 +26,6 @@ from ringdance.launch.system import machine
 from ringdance.launch.system.linux import usable_cores
 
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
-METRICS = "RINGDANCE_METRICS_DIR"
 
 
 class CommandError(LaunchError):
@@ -144,7 +143,7 @@ class JobSpec:
         facts |= {remote.host: remote.facts for remote in remotes}
         exports = dict(spec.exports)
         if spec.output_directory:  # records of a failing rank and figures over time are output too
-            for name in (_RECORDS, METRICS):
+            for name in (_RECORDS, METRICS_DIR):
                 if name not in os.environ:
                     exports.setdefault(name, os.path.abspath(spec.output_directory))
         if spec.timeline:  # rank 0's host writes it; the agent there sends it if that is another one

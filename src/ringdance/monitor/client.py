@@ -20,17 +20,19 @@ class MonitorClient:
 
     Args:
         pids: processes of the host's ranks.
+        metrics: ``metrics`` will be called, and needs this process's stderr for a while.
 
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int], metrics: bool) -> None:
         root = str(Path(__file__).resolve().parents[2])
         # A session of its own: Ctrl-C and the end of this process are no reason to end before all is written.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,
+            start_new_session=True,
         )  # fmt: skip
 
     def start(self, file: str, mark_cycles: bool, anew: bool = True) -> None:
@@ -50,19 +52,13 @@ class MonitorClient:
         """Complete the timeline's file. Raises OSError if there is no monitor."""
         self._ask(do="stop")
 
-    def metrics(self, **options: object) -> dict[str, Any]:
-        """Write and serve the ranks' figures.
+    def metrics(self, **options: object) -> None:
+        """Write and serve the ranks' figures. Does not wait: what cannot be done is said on stderr.
 
         Args:
             options: of ``metrics.Metrics``, without ``readers`` and ``path``.
-
-        Returns:
-            What could be done only in part: ``warnings``; where figures are served: ``address``.
-
-        Raises:
-            OSError: a file cannot be written, or the monitor has ended.
         """
-        return self._ask(do="metrics", path=sys.path, **options)
+        self._send(do="metrics", path=sys.path, **options)
 
     def listen(self) -> dict[str, Any]:
         """Listen for monitors of other hosts; return the arguments of their ``connect``. Raises OSError."""

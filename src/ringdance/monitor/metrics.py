@@ -7,10 +7,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import FileIO
+from typing import TYPE_CHECKING
 
 from ringdance.core.ring import RingReader
+
+if TYPE_CHECKING:
+    from ringdance.monitor.tensorboard import TensorBoard
 
 __all__ = ["Metrics"]
 
@@ -26,25 +30,56 @@ class Metrics:
         interval: seconds between two samples that are written.
         directory: for ``metrics-<lowest rank>.jsonl``, or "".
         anew: overwrite the file.
-
-    Raises:
-        OSError: a file cannot be written.
+        tensorboard: write event files too.
+        address: ``[ADDRESS:]PORT`` to serve them at, or "".
+        host: for messages; what cannot be done is said on stderr.
     """
 
     def __init__(
-        self, readers: Sequence[RingReader], path: Sequence[str], interval: float, directory: str, anew: bool
-    ) -> None:
+        self, readers: Sequence[RingReader], path: Sequence[str], interval: float, directory: str, anew: bool,
+        tensorboard: bool, address: str, host: str,
+    ) -> None:  # fmt: skip
         sys.path += [one for one in path if one not in sys.path]
         from ringdance.monitor.sampler import Sampler
 
         self._sampler = Sampler(readers)
         self._file: FileIO | None = None
+        self._board: TensorBoard | None = None
         self._interval, self._began = interval, time.monotonic()
         self._next = self._began + min(1.0, interval)
+        self._host = host
         if directory:
-            os.makedirs(directory, exist_ok=True)
-            name = f"metrics-{min(reader.who.rank for reader in readers)}.jsonl"
-            self._file = FileIO(os.path.join(directory, name), "w" if anew else "a")
+            with self._problem("no figures are written"):
+                os.makedirs(directory, exist_ok=True)
+                name = f"metrics-{min(reader.who.rank for reader in readers)}.jsonl"
+                self._file = FileIO(os.path.join(directory, name), "w" if anew else "a")
+        if directory and tensorboard:
+            with self._problem("nothing is written for TensorBoard"):
+                from ringdance.monitor.tensorboard import TensorBoard
+
+                self._board = TensorBoard(directory, interval)
+        if address:
+            with self._problem("metrics are not served"):
+                from ringdance.monitor.openmetrics import serve
+
+                url = serve(address, self._sampler.rows)
+                if address.rpartition(":")[2] == "0":
+                    self._say(f"metrics are at {url}")
+
+    @contextlib.contextmanager
+    def _problem(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ImportError as error:
+            package = f"the package {error.name} is missing" if error.name else str(error)
+            self._say(f"{what}: {package}. Install it by: pip install 'ringdance[metrics]'")
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            self._say(f"{what}: {where}{error.strerror or error}")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"ringdance: {self._host}: {text}\n".encode())
 
     def write_if_due(self) -> None:
         """Write a sample if it is time for one."""
@@ -66,10 +101,16 @@ class Metrics:
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
             with contextlib.suppress(OSError):
                 if (written := self._file.write(data)) < len(data):
-                    self._file.truncate(self._file.tell() - written)
+                    self._file.seek(-written, os.SEEK_CUR)
+                    self._file.truncate()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.write(rows)
 
     def close(self) -> None:
         """Close the files."""
         if self._file is not None:
+            self._file.close()
+        if self._board is not None:
             with contextlib.suppress(OSError):
-                self._file.close()
+                self._board.close()

@@ -60,6 +60,8 @@ class Sampler:
             for pid, (reader, process) in self._ranks.items():
                 words, who = reader.words, reader.who
                 row = {"time": round(time.time(), 3), **who._asdict(), "size": words[Word.SIZE]}
+                if words[Word.STEPS]:
+                    row["last_step_time"] = round((words[Word.LAST_STEP] + words[Word.EPOCH_OFFSET]) / 1e9, 3)
                 rows.append(row | counters(words) | process.sample() | self._shared | self._used.get(pid, {}))
             return rows
 
@@ -100,8 +102,9 @@ def _descendants(pid: int) -> Iterator[int]:
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                 for child in map(int, file.read().split()):
-                    yield child
-                    yield from _descendants(child)
+                    if child != os.getpid():  # a rank has started this process
+                        yield child
+                        yield from _descendants(child)
 
 
 class _Gpus:

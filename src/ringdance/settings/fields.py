@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ringdance.settings.names import NO_EFFECT
-from ringdance.settings.parse import BYTES, CORES, COUNT, NUMBER, POSITIVE, SWITCH, TEXT, Parser, choice
+from ringdance.settings.parse import (
+    ADDRESS,
+    BYTES,
+    CORES,
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    SWITCH,
+    TEXT,
+    Parser,
+    choice,
+)
 
 T = TypeVar("T")
 
@@ -158,12 +169,17 @@ class Settings:
     timeline_mark_cycles: bool = _switch(
         False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
     )
+    metrics_port: str = _setting(
+        "", ADDRESS, "Where each host serves its ranks' figures for Prometheus: port, or ADDRESS:PORT for "
+        "more than this host's programs; 0: any free port, which is printed; empty: nowhere.",
+    )
     metrics_dir: str = _setting(
-        "", TEXT, "Directory for each rank's figures over time: metrics-<rank>.jsonl, one for each host.",
+        "", TEXT, "Directory for each host's metrics-<lowest rank>.jsonl: the ranks' figures over time.",
     )
     metrics_interval: float = _setting(
         5.0, POSITIVE, "Time between two samples in files of metrics_dir; grows in long runs.", unit="s"
     )
+    metrics_tensorboard: bool = _switch(False, "Write TensorBoard's event files into metrics_dir too.")
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

@@ -65,6 +65,13 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _address(text: str) -> str:
+    port = text.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(text)
+    return text
+
+
 def choice(*words: str) -> Parser[str]:
     """One of `words`, which are in lower case, in any case."""
     return Parser("one of " + ", ".join(words), str.lower, words.__contains__)
@@ -80,6 +87,7 @@ COUNT = Parser("a whole number, 0 or more", int, lambda value: value >= 0)
 NUMBER = Parser("a number not below 0", float, lambda value: 0 <= value < math.inf)
 POSITIVE = Parser("a number greater than 0", float, lambda value: 0 < value < math.inf)
 TEXT = Parser("text", str)
+ADDRESS = Parser("a port from 0 to 65535, or ADDRESS:PORT", _address)
 CORES = Parser(
     "core numbers separated by commas, one for each local rank", _cores, lambda value: min(value) >= 0
 )

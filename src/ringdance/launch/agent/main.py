@@ -27,7 +27,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from ..directories import OWN_DIRECTORY, TIMELINE, bases, free_port, host_directory, host_shared, usable
+from ..directories import (
+    OUTPUT,
+    OWN_DIRECTORY,
+    TIMELINE,
+    bases,
+    free_port,
+    host_directory,
+    host_shared,
+    usable,
+)
 from ..messages import AGENT_SPEAKS, Frames, watch
 from ..system import linux
 from ..system.cleanup import Cleanup, make_directories
@@ -226,9 +235,11 @@ class _Agent:
         self._drain(0)
 
     def _results(self, wanted: bool) -> list[tuple[str, BinaryIO]]:
-        """Open what the launcher gets: it can be read when the directory is gone. A timeline in any case."""
+        """Open what the launcher gets: it can be read when the directory is gone. Results not in any case."""
         names = sorted(os.listdir(self._directory)) if os.path.isdir(self._directory) else []
         found = [name for name in names if name.startswith(TIMELINE) or (wanted and _RESULT.fullmatch(name))]
+        for place, _, files in os.walk(os.path.join(self._directory, OUTPUT)):
+            found += [os.path.relpath(os.path.join(place, name), self._directory) for name in files]
         return [(name, open(os.path.join(self._directory, name), "rb")) for name in found]
 
     def _drain(self, most: int) -> bool:

@@ -14,8 +14,8 @@ from ringdance.launch.output.stream import Sink
 _OPEN = 200  # files at once
 
 
-class TimelineFile:
-    """Write a timeline that comes from another host in chunks.
+class CollectedFile:
+    """Write a file that comes from another host in chunks.
 
     Args:
         path: of the file, which is overwritten.
@@ -28,10 +28,11 @@ class TimelineFile:
     def take(self, data: bytes) -> None:
         """Append a chunk."""
         try:
+            os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
             with open(self._path, self._mode) as file:
                 file.write(data)
         except OSError as error:
-            self._err(f"ringdance: --timeline {self._path}: {error.strerror}\n".encode())
+            self._err(f"ringdance: {self._path}: {error.strerror}\n".encode())
         self._mode = "ab"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance.launch.agent import paths
-from ringdance.launch.directories import OWN_DIRECTORY, SHARED, host_shared
+from ringdance.launch.directories import METRICS_DIR, OUTPUT, OWN_DIRECTORY, SHARED, host_shared
 from ringdance.launch.mpi.options import session_environment
 from ringdance.launch.plan import Plan
 from ringdance.launch.system import linux, machine
@@ -30,7 +30,7 @@ def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:
 
 
 def job_messages(
-    plan: Plan, job: str, bases: Sequence[str], needed: Sequence[str]
+    plan: Plan, job: str, bases: Sequence[str], needed: Sequence[str], output_directory: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the message for this host, whose environment is set, and that for the others.
 
@@ -39,17 +39,21 @@ def job_messages(
         job: its id.
         bases: where its directory may be made, the best first.
         needed: files that other hosts must have.
+        output_directory: gets files of other hosts at the end; "" for none.
     """
     common: dict[str, Any] = {"job": job, "bases": bases, "environ": {}, "needed": [], "launcher": None}
     # Hydra's daemons go to mpiexec's directory, which may be nowhere else; ranks to their own.
     local = {**common, "cwd": "/" if plan.paths_differ else os.getcwd()}
     session = session_environment(plan.mpi.family, OWN_DIRECTORY, SHARED)
+    forwarded = plan.forwarded(os.environ)
+    if output_directory and forwarded.get(METRICS_DIR) == os.path.abspath(output_directory):
+        session[METRICS_DIR] = f"{OWN_DIRECTORY}/{OUTPUT}"
     remote = {
         **common,
         "cwd": plan.chdir or os.getcwd(),
         "launcher": paths.launcher_paths() if plan.paths_differ else None,
         "needed": needed,
-        "environ": {**plan.forwarded(os.environ), **session},
+        "environ": {**forwarded, **session},
     }
     return local, remote
 

@@ -1,0 +1,54 @@
+"""Write the figures of a host's ranks for TensorBoard, by tensorboardX: a run for each rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+__all__ = ["TensorBoard"]
+
+_RATES = {
+    "steps": "steps_per_second", "bytes": "bytes_per_second", "exposed_seconds": "exposed_share",
+    "cpu_seconds": "cores",
+}  # fmt: skip
+_GAUGES = ("rss_bytes", "host_cpu_percent", "host_memory_percent", "gpu_percent", "gpu_memory_bytes")
+
+
+class TensorBoard:
+    """Event files of ranks.
+
+    Args:
+        directory: gets ``rank.<r>/events.out.tfevents.*``.
+        interval: seconds; of two rows much closer than that the second is left out.
+    """
+
+    def __init__(self, directory: str, interval: float) -> None:
+        self._directory, self._interval = directory, interval
+        self._writers: dict[int, Any] = {}
+        self._last: dict[int, dict[str, Any]] = {}
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write what has changed since the last rows."""
+        for row in rows:
+            rank = row["rank"]
+            last = self._last.get(rank)
+            seconds = row["time"] - last["time"] if last else 0.0
+            if last and seconds < self._interval / 2:
+                continue
+            self._last[rank] = row
+            if rank not in self._writers:
+                self._writers[rank] = SummaryWriter(os.path.join(self._directory, f"rank.{rank}"))
+            values = {name: row[name] for name in _GAUGES if name in row}
+            if last:
+                values |= {name: (row[key] - last[key]) / seconds for key, name in _RATES.items()}
+            for name, value in values.items():
+                self._writers[rank].add_scalar(f"ringdance/{name}", value, row["steps"], row["time"])
+            self._writers[rank].flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
