@@ -154,11 +154,18 @@ def init(comm: Any = None) -> None:
 
 def shutdown() -> None:
     """Leave the job. All ranks stop: what is pending on others fails with ShutDownError."""
+    found = _leave()
+    if found is not None:
+        _show_summary(found)
+        _end_monitor(found)
+
+
+def _leave() -> Engine | None:
     with _lock:
         found, _process.engine = _process.engine, None
     if found is not None:
         _process.clean &= found.shutdown()
-        _end_monitor(found)
+    return found
 
 
 def regroup() -> Any:
@@ -173,7 +180,8 @@ def regroup() -> Any:
         RankLostError: a process has ended, or did not call this within the setting ``elastic_timeout``.
     """
     ended = engine()
-    shutdown()
+    _leave()
+    _end_monitor(ended)
     if _process.mpi and ended.size > 1:
         from ringdance.transport.world import wait_for_restart
 
@@ -390,12 +398,21 @@ def _at_exit() -> None:
             _process.clean = False
             time.sleep(_GRACE)
         _process.clean &= not found.unclean
+        _show_summary(found)
     if found is not None:
         _end_monitor(found)
     if _process.mpi:
         from ringdance.transport.library import finalize
 
         finalize(_process.clean and not _process.failed)
+
+
+def _show_summary(found: Engine) -> None:
+    """Show the summary of a run that has ended well, by rank 0."""
+    if found.rank == 0 and _process.clean:
+        with contextlib.suppress(Exception):  # stderr may be closed
+            for line in found.summary.lines(found.transport.identities):
+                print(f"ringdance: {line}", file=sys.stderr)
 
 
 def _warn_of_incomplete(found: Engine) -> None:

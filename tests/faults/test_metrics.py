@@ -52,3 +52,34 @@ def test_figures_of_all_ranks_are_in_the_output_directory(tmp_path: Path, event:
         assert 0 < last["exposed_seconds"] < last["time"] - own[0]["time"] + 30
         assert last["cpu_seconds"] > 0
         assert last["rss_bytes"] > 1 << 20
+
+
+SLOW = """
+import sys, time
+import numpy as np, ringdance.numpy as hvd
+hvd.init()
+for step in range(51):
+    time.sleep(0.026 if hvd.rank() == 1 else 0.02)
+    hvd.allreduce(np.ones(1000, np.float32), name="gradient")
+    hvd.mark_step()
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "hvd.shutdown()"])
+def test_a_rank_that_is_30_percent_slower_is_named_at_the_end(tmp_path: Path, end: str) -> None:
+    done = run(tmp_path, SLOW.format(end=end), 3, RINGDANCE_SUMMARY_TIME="0.5")
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("ringdance: ")[2] for line in done.stderr.splitlines()]
+    assert len(lines) == 3, done.stderr
+    assert lines[0].startswith("3 ranks, 0 min ")
+    assert "51 steps" in lines[0]
+    assert lines[1].startswith("exposed communication: ")
+    assert lines[2].startswith("slowest rank: rank 1 on host ")
+    assert "slower than the others" in lines[2]
+
+
+def test_no_summary_where_none_is_wanted(tmp_path: Path) -> None:
+    for options, environ in ((["--quiet"], {"RINGDANCE_SUMMARY_TIME": "0.5"}), ([], {})):
+        done = run(tmp_path, SLOW.format(end=""), 2, *options, **environ)
+        assert (done.returncode, done.stderr) == (0, "")

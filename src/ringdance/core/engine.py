@@ -20,6 +20,7 @@ from ringdance.core.peers import Peers
 from ringdance.core.placement import pin, placement
 from ringdance.core.progress import ProgressEngine
 from ringdance.core.recorder import Profiler, Recorder, without_number
+from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.ring import Ring, Word
 from ringdance.core.sets import ProcessSets
@@ -48,6 +49,7 @@ class Engine:
     Attributes:
         rank, size; local_rank, local_size; cross_rank, cross_size: see ``Placement``.
         hosts: the host name of each rank.
+        summary: of the run, for rank 0 to show at its end.
         progress: counters of its exchanges; ``callers``: what threads wait for.
         sets: the process sets; ``members(set_id)`` returns the ranks of one, ``process_sets()`` of all.
         closed: nothing can be submitted any more.
@@ -97,6 +99,7 @@ class Engine:
         self._stop_reason = ""
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.Lock()
+        self.summary = RunSummary(self._words, settings.summary_time, self.size)
         self.progress = Progress(self.recorder)
         self.callers: dict[object, Work] = self.progress.callers
         self.sets = ProcessSets(transport, settings, self.progress, self._lock, self.recorder)
@@ -343,6 +346,7 @@ class Engine:
     def _close(self) -> None:
         """Free everything: all sets have agreed to stop."""
         self.closed = True
+        self._peers.exchange_figures()
         limit = time.monotonic() + 0.2  # the note with the reason can be slower than the round
         while not self._stop_reason and time.monotonic() < limit:
             self._peers.read_notes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from ringdance.core.reports.stalls import StallWatch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Peers"]
 
+_FIGURES_S = 1.0  # all ranks send them at the same time
 _ERRORS = {"StallError": StallError, "DeadlockError": DeadlockError}
 
 
@@ -31,11 +33,14 @@ class Peers:
 
     def post_all(self, note: dict[str, Any]) -> None:
         """Send a note to all other ranks, as far as they can be reached."""
-        message = json.dumps(note).encode()
         for rank in range(self._transport.size):
             if rank != self._transport.rank:
-                with contextlib.suppress(Exception):
-                    self._transport.post(rank, message)
+                self.post(rank, note)
+
+    def post(self, rank: int, note: dict[str, Any]) -> None:
+        """Send a note to a rank, if it can be reached."""
+        with contextlib.suppress(Exception):
+            self._transport.post(rank, json.dumps(note).encode())
 
     def read_notes(self) -> None:
         """Act on the notes that have arrived."""
@@ -51,12 +56,25 @@ class Peers:
             self.watch.on_status(sender, note)
         elif kind == "monitor":
             engine.on_monitor(note)
+        elif kind == "figures":
+            engine.summary.on_note(sender, note)
         elif kind == "stop":
             engine.departed = engine.departed or note["departed"]
             engine.stop(f"{self._transport.identities[sender]} {note['reason']}")
         elif kind == "failed" and not engine.closed:
             engine.departed = engine.departed or note["departed"]
             engine.fail(_ERRORS.get(note["error"], RankLostError)(note["message"]), notify=False)
+
+    def exchange_figures(self) -> None:
+        """Send this rank's figures for the summary to rank 0, which waits a moment for those of all ranks."""
+        summary, limit = self._engine.summary, time.monotonic() + _FIGURES_S
+        if self._transport.rank:
+            if summary.wanted(0.5):  # rank 0's clock decides
+                self.post(0, {"kind": "figures", "figures": summary.figures()})
+            return
+        while summary.wanted() and not summary.complete and time.monotonic() < limit:
+            self.read_notes()
+            time.sleep(1e-3)
 
     def check(self) -> None:
         """Read notes, notice lost peers, check for stalls."""

@@ -25,6 +25,7 @@ _KEPT_S = 7 * 86400.0
 _KEPT_FILES = 32
 _MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
 _STEP, _STEPS, _LAST_STEP = int(Kind.STEP), int(Word.STEPS), int(Word.LAST_STEP)  # quicker than Enums
+_WAITED, _LAST_WAITED = int(Word.WAITED), int(Word.LAST_WAITED)
 
 
 class StepMark(enum.IntEnum):
@@ -127,6 +128,7 @@ class Recorder:
         self._steps += 1
         words[_STEPS] += 1
         words[_LAST_STEP] = now
+        words[_LAST_WAITED] = words[_WAITED]
         if words[_STEPS] == 1:
             words[Word.FIRST_STEP], words[Word.FIRST_WAITED] = now, words[Word.WAITED]
         self.add(_STEP, 0, 0, words[_STEPS], when=now)

@@ -63,6 +63,7 @@ class Word(enum.IntEnum):
     LAST_STEP = 14  # when the last step ended
     FIRST_STEP = 15  # when the first one ended, which often compiles
     FIRST_WAITED = 16  # WAITED then
+    LAST_WAITED = 17  # WAITED when the last step ended
 
 
 class Kind(enum.IntEnum):

@@ -74,9 +74,9 @@ def parser() -> argparse.ArgumentParser:
         "--metrics-port",
         metavar="[ADDRESS:]PORT",
         type=_address,
-        help="serve each host's figures for Prometheus, to its own programs unless ADDRESS is given (0.0.0.0)",
+        help="serve figures for Prometheus on each host; without ADDRESS (0.0.0.0) to its own programs only",
     )
-    add("--tensorboard", action="store_true", help="with --output-filename: figures for TensorBoard in DIR too")
+    add("--tensorboard", action="store_true", help="with --output-filename: also event files for TensorBoard")
     add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
     add(
         "--prefix",

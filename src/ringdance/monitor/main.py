@@ -2,9 +2,9 @@
 
 Started by the lowest rank of a host, without ``site``: standard library only. Commands come on stdin, a line
 of JSON each: ``start`` (``file``, ``detail``, ``anew``), ``stop`` and ``listen`` are answered by a line on
-stdout, ``connect`` (``addresses``, ``port``, ``token``) and ``metrics`` are not. The monitor on rank 0's host writes the file;
-the others send it their records (see ``links``). It ends when all ranks have left the job or their processes
-have ended, so that also what a killed rank has done is written.
+stdout, ``connect`` (``addresses``, ``port``, ``token``) and ``metrics`` (see ``Metrics``) are not. The
+monitor on rank 0's host writes the timeline; the others send it their records (see ``links``). It ends when
+all ranks have left the job or their processes have ended: what a killed rank has done is written too.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Monitor:
     def _metrics_to(self, interval: float, **options: Any) -> None:
         self._metrics = Metrics(self._readers, interval=interval, **options)
         self._interval = interval
-        # Whoever waits for the end of the rank's output must not wait for this process.
+        # Else the end of the rank's output is that of this process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _set_detail(self, detail: int, anew: bool) -> None:

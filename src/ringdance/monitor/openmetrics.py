@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -67,7 +67,7 @@ class RankCollector(Collector):
         rows: returns the current ones, see ``sampler.Sampler.rows``.
     """
 
-    def __init__(self, rows: Callable[[], list[Mapping[str, Any]]]) -> None:
+    def __init__(self, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self._rows = rows
 
     def describe(self) -> list[Metric]:
@@ -91,7 +91,7 @@ class RankCollector(Collector):
                     yield metric
 
 
-def serve(text: str, rows: Callable[[], list[Mapping[str, Any]]]) -> str:
+def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
     """Serve rows at ``[ADDRESS:]PORT``, on the loopback interface by default; return the URL.
 
     Raises:

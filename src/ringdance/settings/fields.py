@@ -169,6 +169,9 @@ class Settings:
     timeline_mark_cycles: bool = _switch(
         False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
     )
+    summary_time: float = _setting(
+        60.0, NUMBER, "Runs that last at least so long end with a summary of their speed; 0: none.", unit="s"
+    )
     metrics_port: str = _setting(
         "", ADDRESS, "Where each host serves its ranks' figures for Prometheus: port, or ADDRESS:PORT for "
         "more than this host's programs; 0: any free port, which is printed; empty: nowhere.",

@@ -1,0 +1,131 @@
+"""The summary at the end of a run: how fast it was, how long it waited, which rank is the slowest."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ringdance.core.ring import Word
+from ringdance.transport.base import Identity
+
+__all__ = ["Figures", "RunSummary", "summary_lines"]
+
+_FEW_STEPS = 10
+_SLOW = 0.05  # slower by less is called even
+
+
+class Figures(NamedTuple):
+    """What one rank has done from the end of its first step, which often compiles, to that of its last.
+
+    Attributes:
+        steps: how many; 0 if there were too few to be counted: then the times are those of the whole run.
+        seconds: of time.
+        waited: seconds of them in which training waited for results.
+    """
+
+    steps: int
+    seconds: float
+    waited: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds by step, or in all, that were not spent waiting."""
+        return max(0.0, self.seconds - self.waited) / (self.steps or 1)
+
+
+class RunSummary:
+    """Collects the figures of all ranks at rank 0 while the ranks agree on their end.
+
+    Args:
+        words: of this rank's ring.
+        after: seconds that a run must have lasted; 0: no summary.
+        size: number of ranks.
+    """
+
+    def __init__(self, words: Sequence[int], after: float, size: int) -> None:
+        self._words, self._after, self._size = words, after, size
+        self._began, self._waited = time.monotonic(), words[Word.WAITED]
+        self._others: dict[int, Figures] = {}
+
+    def wanted(self, tolerance: float = 1.0) -> bool:
+        """Return whether the run has lasted for the setting's time multiplied by ``tolerance``."""
+        return self._after > 0 and time.monotonic() - self._began >= self._after * tolerance
+
+    def figures(self) -> Figures:
+        """Return those of this rank."""
+        words = self._words
+        if words[Word.STEPS] > _FEW_STEPS:
+            seconds = words[Word.LAST_STEP] - words[Word.FIRST_STEP]
+            waited = words[Word.LAST_WAITED] - words[Word.FIRST_WAITED]
+            return Figures(words[Word.STEPS] - 1, seconds / 1e9, waited / 1e9)
+        return Figures(0, time.monotonic() - self._began, (words[Word.WAITED] - self._waited) / 1e9)
+
+    def on_note(self, rank: int, note: dict[str, Any]) -> None:
+        """Take another rank's figures in."""
+        self._others[rank] = Figures(*note["figures"])
+
+    @property
+    def complete(self) -> bool:
+        """Whether those of all ranks are here."""
+        return len(self._others) + 1 >= self._size
+
+    def lines(self, identities: Sequence[Identity]) -> list[str]:
+        """Return the summary, at rank 0; empty if none is wanted."""
+        if not self.wanted():
+            return []
+        return summary_lines(identities, {0: self.figures(), **self._others}, time.monotonic() - self._began)
+
+
+def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], seconds: float) -> list[str]:
+    """Return the lines.
+
+    Args:
+        identities: of all ranks.
+        ranks: the figures that are known, with rank 0's.
+        seconds: how long the run was.
+    """
+    size, hosts = len(identities), len({one.host for one in identities})
+    where = f"{size} rank{'s' * (size > 1)}" + f" on {hosts} hosts" * (hosts > 1)
+    own, took = ranks[0], f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    if size == 1 and not own.steps:
+        return []
+    if own.steps:
+        speed = f"{own.steps / own.seconds:.4g} steps/s ({_ms(own.seconds / own.steps)} each)"
+        lines = [f"{where}, {took}: {own.steps + 1} steps, {speed}"]
+    else:
+        lines = [f"{where}, {took}: no steps were counted; hvd.mark_step() after each counts them"]
+    if size == 1:
+        return lines
+    ranks = {rank: one for rank, one in ranks.items() if bool(one.steps) == bool(own.steps)}
+    share = statistics.mean(min(1.0, one.waited / one.seconds) for one in ranks.values())
+    text = f"exposed communication: {share:.1%} of the time"
+    if own.steps:
+        by_step = [one.waited / one.steps for one in ranks.values()]
+        mean = statistics.mean(by_step)
+        # The slowest rank never waits for another one: what it waits is communication.
+        text += f", {_ms(mean)} per step; {_ms(mean - min(by_step))} of it waiting for slower ranks"
+    lines.append(text)
+    if len(ranks) < size:
+        lines.append(f"slowest rank: unknown, the figures of {size - len(ranks)} ranks are missing")
+    else:
+        lines.append(_slowest(identities, ranks, " per step" if own.steps else ""))
+    return lines
+
+
+def _slowest(identities: Sequence[Identity], ranks: dict[int, Figures], unit: str) -> str:
+    slowest = max(ranks, key=lambda rank: ranks[rank].busy)
+    most = ranks[slowest].busy
+    others = statistics.median(one.busy for rank, one in ranks.items() if rank != slowest)
+    by = most / others - 1 if others else 0.0
+    if by <= _SLOW:
+        return f"slowest rank: {identities[slowest]}, by {by:.0%}: all are about equally fast"
+    return (
+        f"slowest rank: {identities[slowest]}, {by:.0%} slower than the others: "
+        f"{_ms(most)}{unit} without waiting, against {_ms(others)}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"

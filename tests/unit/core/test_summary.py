@@ -1,0 +1,51 @@
+"""The summary at the end of a run."""
+
+from __future__ import annotations
+
+from ringdance.core.reports.summary import Figures, RunSummary, summary_lines
+from ringdance.core.ring import Ring, Word
+from ringdance.transport.base import Identity
+
+RANKS = [Identity(rank, f"h{rank // 2}", 100 + rank) for rank in range(4)]
+
+
+def figures(*busy: float, step: float = 0.02, steps: int = 1000) -> dict[int, Figures]:
+    return {rank: Figures(steps, steps * step, steps * (step - one)) for rank, one in enumerate(busy)}
+
+
+def test_three_lines_name_the_rank_that_waits_least() -> None:
+    lines = summary_lines(RANKS, figures(0.01, 0.0101, 0.0135, 0.01), 125)
+    assert lines == [
+        "4 ranks on 2 hosts, 2 min 5 s: 1001 steps, 50 steps/s (20 ms each)",
+        "exposed communication: 45.5% of the time, 9.1 ms per step; 2.6 ms of it waiting for slower ranks",
+        "slowest rank: rank 2 on host h1 (pid 102), 35% slower than the others: 13.5 ms per step without "
+        "waiting, against 10 ms",
+    ]
+
+
+def test_small_differences_are_called_so() -> None:
+    lines = summary_lines(RANKS, figures(0.0101, 0.01, 0.01, 0.01), 60)
+    assert lines[2] == "slowest rank: rank 0 on host h0 (pid 100), by 1%: all are about equally fast"
+
+
+def test_what_is_missing_is_said() -> None:
+    known = figures(0.01, 0.01)
+    assert summary_lines(RANKS, known, 60)[2] == "slowest rank: unknown, the figures of 2 ranks are missing"
+    known = {rank: Figures(0, 100, 25) for rank in range(4)}
+    first, second, _ = summary_lines(RANKS, known, 100)
+    assert first.endswith("no steps were counted; hvd.mark_step() after each counts them")
+    assert second == "exposed communication: 25.0% of the time"
+    assert len(summary_lines(RANKS[:1], figures(0.02), 60)) == 1
+    assert summary_lines(RANKS[:1], known, 60) == []
+
+
+def test_what_is_before_the_first_step_and_after_the_last_does_not_count() -> None:
+    words = Ring().words
+    summary = RunSummary(words, 1e-9, 1)
+    second = 1_000_000_000
+    words[Word.STEPS], words[Word.FIRST_STEP], words[Word.LAST_STEP] = 101, 50 * second, 60 * second
+    words[Word.FIRST_WAITED], words[Word.LAST_WAITED] = 40 * second, 42 * second
+    words[Word.WAITED] = 99 * second
+    assert summary.figures() == (100, 10, 2)
+    assert summary.lines(RANKS[:1])[0].endswith("101 steps, 10 steps/s (100 ms each)")
+    assert RunSummary(words, 0, 1).lines(RANKS[:1]) == []
