@@ -71,8 +71,9 @@ class Metrics:
         try:
             yield
         except ImportError as error:
-            package = f"the package {error.name} is missing" if error.name else str(error)
-            self._say(f"{what}: {package}. Install it by: pip install 'ringdance[metrics]'")
+            missing = isinstance(error, ModuleNotFoundError) and error.name
+            why = f"the package {missing.partition('.')[0]} is missing" if missing else str(error)
+            self._say(f"{what}: {why}. Install it by: pip install 'ringdance[metrics]'")
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._say(f"{what}: {where}{error.strerror or error}")

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.summary_pb2 import Summary
 
 __all__ = ["TensorBoard"]
 
@@ -39,13 +41,16 @@ class TensorBoard:
             if last and seconds < self._interval / 2:
                 continue
             self._last[rank] = row
-            if rank not in self._writers:
-                self._writers[rank] = SummaryWriter(os.path.join(self._directory, f"rank.{rank}"))
+            if rank not in self._writers:  # without SummaryWriter's queue, which loses events of a short run
+                path = os.path.join(self._directory, f"rank.{rank}")
+                os.makedirs(path, exist_ok=True)
+                self._writers[rank] = EventsWriter(os.path.join(path, "events"))
             values = {name: row[name] for name in _GAUGES if name in row}
             if last:
                 values |= {name: (row[key] - last[key]) / seconds for key, name in _RATES.items()}
-            for name, value in values.items():
-                self._writers[rank].add_scalar(f"ringdance/{name}", value, row["steps"], row["time"])
+            scalars = [Summary.Value(tag=f"ringdance/{name}", simple_value=v) for name, v in values.items()]
+            event = Event(wall_time=row["time"], step=row["steps"], summary=Summary(value=scalars))
+            self._writers[rank].write_event(event)
             self._writers[rank].flush()
 
     def close(self) -> None:

@@ -1,0 +1,208 @@
+"""Figures of ranks: samples, JSON lines, OpenMetrics, TensorBoard's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import types
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringdance.core.ring import Ring, RingReader, Word
+from ringdance.monitor.metrics import Metrics
+from ringdance.monitor.sampler import Sampler
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def rings(count: int) -> list[Ring]:
+    made = [Ring() for _ in range(count)]
+    for rank, ring in enumerate(made, 4):
+        ring.describe(rank, 8, "node1")
+        ring.words[Word.PID] = os.getpid() if rank == 4 else os.getppid()
+    return made
+
+
+def metrics_of(rings: list[Ring], **options: Any) -> Metrics:
+    readers = [RingReader(ring.memory) for ring in rings]
+    usual = {"path": [], "interval": 0.01, "directory": "", "anew": True, "tensorboard": False, "address": ""}
+    return Metrics(readers, **{**usual, "host": "node1", **options})
+
+
+def count(ring: Ring, steps: int) -> None:
+    words = ring.words
+    words[Word.STEPS] += steps
+    words[Word.LAST_STEP] = time.monotonic_ns()
+    words[Word.BATCHES] += 2 * steps
+    words[Word.TENSORS] += 10 * steps
+    words[Word.BYTES] += 4000 * steps
+    words[Word.WAITED] += 1_500_000 * steps
+
+
+def exposition(address: str, **headers: str) -> tuple[str, str]:
+    request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.headers["Content-Type"], answer.read().decode()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_lines_have_the_counters_and_the_last_of_each_rank(tmp_path: Path) -> None:
+    one, two = rings(2)
+    metrics = metrics_of([one, two], directory=str(tmp_path / "new"))
+    count(one, 3)
+    time.sleep(0.02)
+    metrics.write_if_due()
+    metrics.write_if_due()  # too early
+    count(one, 4)
+    metrics.leave([os.getppid()])
+    count(one, 1)
+    metrics.leave([os.getpid()])
+    metrics.close()
+    rows = [json.loads(line) for line in (tmp_path / "new" / "metrics-4.jsonl").read_text().splitlines()]
+    assert [(row["rank"], row["steps"]) for row in rows] == [(4, 3), (5, 0), (4, 7), (5, 0), (4, 8)]
+    last = rows[-1]
+    exact = {
+        "rank": 4, "host": "node1", "pid": os.getpid(), "size": 8, "steps": 8, "batches": 16, "tensors": 80,
+        "bytes": 32000, "exposed_seconds": 0.012,
+    }  # fmt: skip
+    assert last.items() >= exact.items()
+    assert abs(last["time"] - time.time()) < 60
+    assert abs(last["last_step_time"] - time.time()) < 60
+    assert last["cpu_seconds"] > 0
+    assert last["rss_bytes"] > 1 << 20
+    assert 0 <= last["host_cpu_percent"] <= 100
+    assert 0 < last["host_memory_percent"] < 100
+    metrics_of([one], directory=str(tmp_path / "new"), anew=False).leave([os.getpid()])
+    assert len((tmp_path / "new" / "metrics-4.jsonl").read_text().splitlines()) == 6
+
+
+def test_the_time_of_children_counts(tmp_path: Path) -> None:
+    (ring,) = rings(1)
+    sampler = Sampler([RingReader(ring.memory)])
+    before = sampler.rows()[0]["cpu_seconds"]
+    text = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE)
+    until = time.monotonic() + 30
+    while sampler.rows()[0]["cpu_seconds"] < before + 0.3 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert sampler.rows()[0]["cpu_seconds"] >= before + 0.3
+    child.communicate(b"\n")
+
+
+def test_the_endpoint_speaks_openmetrics() -> None:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    made = rings(2)
+    address = f"127.0.0.1:{free_port()}"
+    metrics_of(made, address=address)
+    count(made[0], 2)
+    kind, text = exposition(address, Accept=OPENMETRICS)
+    assert kind.startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    exposed = families["ringdance_exposed_seconds"]
+    assert (exposed.type, exposed.unit) == ("counter", "seconds")
+    assert [(s.name, s.labels, s.value) for s in exposed.samples] == [
+        ("ringdance_exposed_seconds_total", {"rank": "4", "host": "node1"}, 0.003),
+        ("ringdance_exposed_seconds_total", {"rank": "5", "host": "node1"}, 0),
+    ]
+    (cpu,) = families["ringdance_host_cpu_ratio"].samples
+    assert cpu.labels == {"host": "node1"}
+    assert 0 <= cpu.value <= 1
+    (last_step,) = families["ringdance_last_step_timestamp_seconds"].samples
+    assert last_step.labels["rank"] == "4"
+    kind, text = exposition(address)
+    assert kind.startswith("text/plain")
+    if promtool := shutil.which("promtool"):
+        subprocess.run([promtool, "check", "metrics"], input=text, text=True, check=True)
+
+
+def test_a_port_that_is_taken_is_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        metrics_of(rings(1), address=str(port), directory=str(tmp_path)).leave([os.getpid()])
+    assert capfd.readouterr().err == (
+        f"ringdance: node1: metrics are not served: port {port}: Address already in use (by another job?). "
+        "Give another one with --metrics-port; 0 takes any that is free\n"
+    )
+    assert (tmp_path / "metrics-4.jsonl").exists()
+    metrics_of(rings(1), address="0", directory=str(tmp_path / "metrics-4.jsonl"))
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == f"ringdance: node1: no figures are written: {tmp_path}/metrics-4.jsonl: File exists"
+    assert "ringdance_steps_total" in exposition(second.partition("http://")[2].removesuffix("/metrics"))[1]
+
+
+@pytest.mark.parametrize("missing", ["prometheus_client", "tensorboardX"])
+def test_a_package_that_is_missing_is_said_with_its_extra(
+    missing: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ringdance.monitor.openmetrics", "ringdance.monitor.tensorboard"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [missing, *(name for name in sys.modules if name.startswith(f"{missing}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    metrics = metrics_of(rings(1), address="0", directory=str(tmp_path), tensorboard=True)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "are at" not in line]
+    assert line.endswith(f"the package {missing} is missing. Install it by: pip install 'ringdance[metrics]'")
+    metrics.leave([os.getpid()])
+    assert (tmp_path / "metrics-4.jsonl").read_text()
+
+
+def test_event_files_for_tensorboard(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    (ring,) = rings(1)
+    metrics = metrics_of([ring], directory=str(tmp_path), tensorboard=True, interval=0.1)
+    for _ in range(3):
+        count(ring, 5)
+        time.sleep(0.12)
+        metrics.write_if_due()
+    (path,) = (tmp_path / "rank.4").glob("events.out.tfevents.*")
+    data, events = path.read_bytes(), []  # complete although nothing is closed
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    values = [(event.step, one.tag, one.simple_value) for event in events for one in event.summary.value]
+    waited = [value for value in values if value[1] == "ringdance/exposed_share"]
+    assert [step for step, _, _ in waited] == [10, 15]
+    for step, tag, value in values:
+        if tag == "ringdance/steps_per_second":
+            assert 0 < value < 5 / 0.1, step
+    tags = {tag.removeprefix("ringdance/") for _, tag, _ in values}
+    assert tags >= {"rss_bytes", "bytes_per_second", "cores", "host_cpu_percent"}
+
+
+def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test with NVML's functions as they are, but two devices that are not here; a rank is on the second."""
+    nvml: Any = types.ModuleType("pynvml")
+    used = {0: [], 1: [types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 << 30)]}
+    nvml.NVMLError = RuntimeError
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetCount = lambda: 2
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetComputeRunningProcesses = used.__getitem__
+    nvml.nvmlDeviceGetUtilizationRates = lambda device: types.SimpleNamespace(gpu=[10, 80][device])
+    nvml.nvmlDeviceGetMemoryInfo = lambda device: types.SimpleNamespace(used=[1 << 30, 4 << 30][device])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    one, two = rings(2)
+    first, second = Sampler([RingReader(ring.memory) for ring in (one, two)]).rows()
+    assert (first["gpu_percent"], first["gpu_memory_bytes"]) == (80, 3 << 30)
+    # Not seen by NVML: the device of its local rank, 1.
+    assert (second["gpu_percent"], second["gpu_memory_bytes"]) == (80, 4 << 30)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "gpu_percent" not in Sampler([RingReader(one.memory)]).rows()[0]
