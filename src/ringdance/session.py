@@ -35,8 +35,8 @@ from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
 
 __all__ = [
-    "CAUSE_MARK", "add_profiler", "bind", "engine", "init", "is_initialized", "mark_step", "regroup",
-    "shutdown", "start_timeline", "stop_timeline",
+    "CAUSE_MARK", "add_profiler", "bind", "engine", "init", "is_initialized", "mark_step", "metrics",
+    "regroup", "shutdown", "start_timeline", "stop_timeline",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -107,6 +107,12 @@ def add_profiler(profiler: Profiler) -> None:
     _process.profilers += (profiler,)
     if _process.engine is not None:
         _process.engine.profilers = _process.profilers
+
+
+def metrics() -> dict[str, Any]:
+    """Return this rank's figures. Raises NotInitializedError before ``init()``."""
+    found = engine()
+    return {"rank": found.rank, "size": found.size, "host": found.identity.host} | found.summary.metrics()
 
 
 @contextlib.contextmanager

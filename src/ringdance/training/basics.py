@@ -17,9 +17,9 @@ from ringdance.training.process_sets import ProcessSet, bind, ranks_of
 
 __all__ = [
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mark_step", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size", "start_timeline",
-    "stop_timeline",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mark_step", "metrics", "mpi_built",
+    "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size",
+    "start_timeline", "stop_timeline",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -119,6 +119,21 @@ def mark_step() -> None:
     call on the optimizers' own marks do not count. Without a job it does nothing.
     """
     session.mark_step(StepMark.SCRIPT)
+
+
+def metrics() -> dict[str, Any]:
+    """Return what this rank has done so far; local and cheap, so call it as often as you like.
+
+    Returns:
+        ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
+        first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds`` in which training
+        waited for results, as ``exposed_share`` of the time since the first step, and
+        ``recent_exposed_share`` since the last call; ``batches``, ``tensors`` and ``bytes`` exchanged.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+    """
+    return session.metrics()
 
 
 def rank() -> int:

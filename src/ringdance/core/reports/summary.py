@@ -12,15 +12,14 @@ from ringdance.transport.base import Identity
 
 __all__ = ["Figures", "RunSummary", "summary_lines"]
 
-_FEW_STEPS = 10
 _SLOW = 0.05  # slower by less is called even
 
 
 class Figures(NamedTuple):
-    """What one rank has done from the end of its first step, which often compiles, to that of its last.
+    """What one rank has done in some time.
 
     Attributes:
-        steps: how many; 0 if there were too few to be counted: then the times are those of the whole run.
+        steps: how many; of a whole run 0 if they were not counted.
         seconds: of time.
         waited: seconds of them in which training waited for results.
     """
@@ -34,33 +33,72 @@ class Figures(NamedTuple):
         """Seconds by step, or in all, that were not spent waiting."""
         return max(0.0, self.seconds - self.waited) / (self.steps or 1)
 
+    @property
+    def rate(self) -> float:
+        """Steps per second."""
+        return self.steps / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def share(self) -> float:
+        """Share of the time that was spent waiting."""
+        return min(1.0, self.waited / self.seconds) if self.seconds > 0 else 0.0
+
 
 class RunSummary:
-    """Collects the figures of all ranks at rank 0 while the ranks agree on their end.
+    """Figures of this rank, and at rank 0, as the ranks agree on their end, of all ranks.
 
     Args:
         words: of this rank's ring.
-        after: seconds that a run must have lasted; 0: no summary.
+        after: seconds that a run must have lasted for a summary; 0: none.
         size: number of ranks.
     """
 
     def __init__(self, words: Sequence[int], after: float, size: int) -> None:
         self._words, self._after, self._size = words, after, size
-        self._began, self._waited = time.monotonic(), words[Word.WAITED]
+        self._began, self._waited = time.monotonic_ns(), words[Word.WAITED]
+        self._shown: Figures | None = None
         self._others: dict[int, Figures] = {}
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has lasted."""
+        return (time.monotonic_ns() - self._began) / 1e9
 
     def wanted(self, tolerance: float = 1.0) -> bool:
         """Return whether the run has lasted for the setting's time multiplied by ``tolerance``."""
-        return self._after > 0 and time.monotonic() - self._began >= self._after * tolerance
+        return self._after > 0 and self.seconds >= self._after * tolerance
 
     def figures(self) -> Figures:
-        """Return those of this rank."""
+        """Return this rank's, from the end of its first step, which often compiles, to that of its last.
+
+        Without steps they are those of the whole run.
+        """
         words = self._words
-        if words[Word.STEPS] > _FEW_STEPS:
+        if words[Word.STEPS] > 1:
             seconds = words[Word.LAST_STEP] - words[Word.FIRST_STEP]
             waited = words[Word.LAST_WAITED] - words[Word.FIRST_WAITED]
             return Figures(words[Word.STEPS] - 1, seconds / 1e9, waited / 1e9)
-        return Figures(0, time.monotonic() - self._began, (words[Word.WAITED] - self._waited) / 1e9)
+        return Figures(0, self.seconds, (words[Word.WAITED] - self._waited) / 1e9)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return this rank's figures for people; the recent ones since the last call."""
+        words, now, then = self._words, self.figures(), self._shown
+        recent = now
+        if then is not None and then.steps <= now.steps and then.seconds <= now.seconds:
+            recent = Figures(*(new - old for new, old in zip(now, then, strict=True)))
+        self._shown = now
+        return {
+            "seconds": round(self.seconds, 3),
+            "steps": words[Word.STEPS],
+            "steps_per_second": round(now.rate, 4),
+            "recent_steps_per_second": round(recent.rate, 4),
+            "exposed_seconds": round(words[Word.WAITED] / 1e9, 6),
+            "exposed_share": round(now.share, 4),
+            "recent_exposed_share": round(recent.share, 4),
+            "batches": words[Word.BATCHES],
+            "tensors": words[Word.TENSORS],
+            "bytes": words[Word.BYTES],
+        }
 
     def on_note(self, rank: int, note: dict[str, Any]) -> None:
         """Take another rank's figures in."""
@@ -75,7 +113,7 @@ class RunSummary:
         """Return the summary, at rank 0; empty if none is wanted."""
         if not self.wanted():
             return []
-        return summary_lines(identities, {0: self.figures(), **self._others}, time.monotonic() - self._began)
+        return summary_lines(identities, {0: self.figures(), **self._others}, self.seconds)
 
 
 def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], seconds: float) -> list[str]:
@@ -92,14 +130,14 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
     if size == 1 and not own.steps:
         return []
     if own.steps:
-        speed = f"{own.steps / own.seconds:.4g} steps/s ({_ms(own.seconds / own.steps)} each)"
+        speed = f"{own.rate:.4g} steps/s ({_ms(own.seconds / own.steps)} each)"
         lines = [f"{where}, {took}: {own.steps + 1} steps, {speed}"]
     else:
         lines = [f"{where}, {took}: no steps were counted; hvd.mark_step() after each counts them"]
     if size == 1:
         return lines
     ranks = {rank: one for rank, one in ranks.items() if bool(one.steps) == bool(own.steps)}
-    share = statistics.mean(min(1.0, one.waited / one.seconds) for one in ranks.values())
+    share = statistics.mean(one.share for one in ranks.values())
     text = f"exposed communication: {share:.1%} of the time"
     if own.steps:
         by_step = [one.waited / one.steps for one in ranks.values()]
