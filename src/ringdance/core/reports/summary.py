@@ -84,8 +84,8 @@ class RunSummary:
         """Return this rank's figures for people; the recent ones since the last call."""
         words, now, then = self._words, self.figures(), self._shown
         recent = now
-        if then is not None and then.steps <= now.steps and then.seconds <= now.seconds:
-            recent = Figures(*(new - old for new, old in zip(now, then, strict=True)))
+        if then is not None and (then.steps > 0) == (now.steps > 0) and then.steps <= now.steps:
+            recent = Figures(now.steps - then.steps, now.seconds - then.seconds, now.waited - then.waited)
         self._shown = now
         return {
             "seconds": round(self.seconds, 3),
