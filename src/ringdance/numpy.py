@@ -31,8 +31,8 @@ __all__ = [
     "broadcast_object", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "join",
     "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "poll", "rank", "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown",
-    "size", "start_timeline", "stop_timeline", "synchronize",
+    "nccl_built", "pause_stall_check", "poll", "rank", "reducescatter", "remove_process_set", "rocm_built",
+    "shard", "shutdown", "size", "start_timeline", "stop_timeline", "synchronize",
 ]
 
 Array = np.ndarray[Any, Any]

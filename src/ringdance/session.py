@@ -36,7 +36,7 @@ from ringdance.transport.loopback import single_transport
 
 __all__ = [
     "CAUSE_MARK", "add_profiler", "bind", "engine", "init", "is_initialized", "mark_step", "metrics",
-    "regroup", "shutdown", "start_timeline", "stop_timeline",
+    "pause_stall_check", "regroup", "shutdown", "start_timeline", "stop_timeline",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -113,6 +113,11 @@ def metrics() -> dict[str, Any]:
     """Return this rank's figures. Raises NotInitializedError before ``init()``."""
     found = engine()
     return {"rank": found.rank, "size": found.size, "host": found.identity.host} | found.summary.metrics()
+
+
+def pause_stall_check(what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Mark what takes long on this rank; see ``training.basics.pause_stall_check``."""
+    return engine().pause_stall_check(what, seconds) if is_initialized() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -396,10 +401,12 @@ def _at_exit() -> None:
     if _process.pid != os.getpid():
         return
     if found is not None and not _process.failed:
-        _process.clean &= found.shutdown("has ended its program", departing=True)
+        done = f" after {found.recorder.progress()}"
+        _process.clean &= found.shutdown(f"has ended its program{done}", departing=True)
         _warn_of_incomplete(found)
         if found.unclean and found.stopped_first:
-            ended = f"{found.identity} ended its program while other ranks waited for it. {OUT_OF_DATA}"
+            ended = f"{found.identity} ended its program{done}, while other ranks waited for it. "
+            ended += OUT_OF_DATA
             _cause(found, "exit", ended)
             _process.clean = False
             time.sleep(_GRACE)

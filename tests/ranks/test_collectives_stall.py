@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import shutil
@@ -105,7 +106,7 @@ def test_a_rank_that_computes_is_named_with_its_line(hasty: None, said: list[str
     told = []
 
     def listen() -> None:
-        told.append(wait_for(said, "it does not wait for anything; its main thread is at"))
+        told.append(wait_for(said, "it does not wait for anything; its main thread computes, at "))
         (directory / "told").touch()
 
     if RANK == 0:
@@ -147,7 +148,7 @@ def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]
     text = ""
     if RANK == 0:
         try:
-            text = wait_for(said, "its thread 'loader' is at ")
+            text = wait_for(said, "its thread 'loader' sleeps, at ")
         finally:
             (directory / "told").touch()
     trainer.join()
@@ -155,8 +156,8 @@ def test_threads_that_are_not_the_main_one_are_shown(late: None, said: list[str]
         shutil.rmtree(directory)
         own, _, other = text.partition("Not submitted by")
         assert "(its thread 'trainer' is at " in own
-        assert " in train_in_thread; its main thread is at " in own
-        assert "its thread 'loader' is at " in other
+        assert " in train_in_thread; its main thread sleeps, at " in own
+        assert "its thread 'loader' sleeps, at " in other
         assert " in load" in other
 
 
@@ -169,8 +170,7 @@ def test_a_rank_that_holds_pythons_lock_is_seen_from_outside(late: None, said: l
     if RANK == 0:
         text = wait_for(said, "'allreduce.after the call'")
         assert f"No answer from rank {SIZE - 1} on host" in text
-        assert "its main thread sleeps in the kernel (state S" in text
-        assert "probably in a call that holds Python's lock, at " in text
+        assert "its main thread sleeps, probably in a call that holds Python's lock, at " in text
         assert "test_collectives_stall.py:" in text
         assert "in test_a_rank_that_holds_pythons_lock_is_seen_from_outside" in text
 
@@ -192,6 +192,27 @@ def test_a_stopped_rank_is_named(late: None, said: list[str]) -> None:
     if RANK == 0:
         thread.join()
         assert f"No answer from rank {SIZE - 1} on host" in said[0]
+
+
+@several
+def test_what_is_marked_is_no_stall_until_its_timeout(late: None, said: list[str]) -> None:
+    hvd.barrier()
+    with hvd.pause_stall_check("epoch"), hvd.pause_stall_check("evaluation"):
+        time.sleep(1.5 * (RANK == SIZE - 1))
+    hvd.allreduce(np.ones(2), name="after the evaluation")
+    assert said == []
+    if RANK == SIZE - 1:
+        with hvd.pause_stall_check("export", timeout=0.1):
+            time.sleep(1.5)
+    hvd.allreduce(np.ones(2), name="after the export")
+    if RANK == 0:
+        assert "it is in what it has marked as 'export'; it does not wait" in said[0]
+        assert "its main thread sleeps, at " in said[0]
+        report = json.loads(Path(said[0].rpartition("(Details and stacks: ")[2][:-1]).read_text())
+        assert report["name"] == "allreduce.after the export"
+        assert report["culprits"] == [SIZE - 1]
+        assert report["ranks"][-1]["paused"] == "export"
+        assert "test_collectives_stall.py" in report["ranks"][-1]["threads"][0]["frames"][0]
 
 
 @several

@@ -57,6 +57,7 @@ class Engine:
         stopped_first: this rank asked for the stop before it received another's request.
         unclean: after a stop, whether some rank was still waiting for something.
         incomplete: after a stop, the names of this rank's operations that were not complete.
+        pause_stall_check: see ``Peers.pause``.
         post_all: sends a note to all other ranks; ``on_monitor`` is called with one of kind "monitor".
         profilers: get a span for each wait of a thread while they run.
         departed: a rank whose program has ended, so that this job cannot be started again; else "".
@@ -106,7 +107,7 @@ class Engine:
         self.members, self.process_sets = self.sets.members, self.sets.ranks
         self._registered = self.sets.registered
         self._peers = Peers(self)
-        self.post_all = self._peers.post_all
+        self.post_all, self.pause_stall_check = self._peers.post_all, self._peers.pause
         self.on_monitor: Callable[[dict[str, Any]], None] = lambda note: None
         self._last_submitted = self._peers.watch.submitters.last
         self._progress_engine: ProgressEngine | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ringdance.core.reports.stacks import all_stacks
 from ringdance.core.reports.stalls import StallWatch
 from ringdance.errors import DeadlockError, RankLostError, StallError
 
@@ -29,7 +31,8 @@ class Peers:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._transport = engine.transport
-        self.watch = StallWatch(engine.transport, engine.settings, engine.sets.ranks)
+        self._outbox: list[dict[str, Any]] = []  # notes of other threads, posted by the next check
+        self.watch = StallWatch(engine.transport, engine.settings, engine.sets.ranks, engine.recorder)
 
     def post_all(self, note: dict[str, Any]) -> None:
         """Send a note to all other ranks, as far as they can be reached."""
@@ -41,6 +44,30 @@ class Peers:
         """Send a note to a rank, if it can be reached."""
         with contextlib.suppress(Exception):
             self._transport.post(rank, json.dumps(note).encode())
+
+    @contextlib.contextmanager
+    def pause(self, what: str, seconds: float) -> Iterator[None]:
+        """Let no rank report stalls while this rank is in ``what``, for at most so many seconds."""
+        outer, until = self.watch.pauses.get(self._transport.rank, (what, 0.0))
+        self._post_pause(what, seconds)
+        try:
+            yield
+        finally:
+            self._post_pause(outer, max(0.0, until - time.monotonic()))
+
+    def _post_pause(self, what: str, seconds: float) -> None:
+        note = {"kind": "pause", "what": what, "seconds": seconds}
+        self._on_pause(self._transport.rank, note)
+        if self._transport.several_threads and self._transport.size > 1:
+            self._outbox.append(note)
+        else:
+            self.post_all(note)
+
+    def _on_pause(self, rank: int, note: dict[str, Any]) -> None:
+        if note["seconds"]:
+            self.watch.pauses[rank] = note["what"], time.monotonic() + note["seconds"]
+        else:
+            self.watch.pauses.pop(rank, None)
 
     def read_notes(self) -> None:
         """Act on the notes that have arrived."""
@@ -54,6 +81,10 @@ class Peers:
             self._transport.post(sender, json.dumps(status).encode())
         elif kind == "status":
             self.watch.on_status(sender, note)
+        elif kind == "pause":
+            self._on_pause(sender, note)
+        elif kind == "stacks":
+            self._save_stacks(engine.rank, all_stacks())
         elif kind == "monitor":
             engine.on_monitor(note)
         elif kind == "figures":
@@ -77,7 +108,9 @@ class Peers:
             time.sleep(1e-3)
 
     def check(self) -> None:
-        """Read notes, notice lost peers, check for stalls."""
+        """Exchange notes, notice lost peers, check for stalls."""
+        while self._outbox:
+            self.post_all(self._outbox.pop(0))
         self.read_notes()
         engine = self._engine
         if engine.closed:
@@ -97,10 +130,27 @@ class Peers:
         if text is None:
             return
         engine.recorder.text(text)
+        path = self._save(text)
         if error is not None:
             engine.fail(error(text))
         else:
-            engine.report(text)
+            engine.report(text + (f" (Details and stacks: {path})" if path else ""))
+
+    def _save(self, text: str) -> str | None:
+        """Write what was reported as JSON, and let all ranks write their stacks; return the file's path."""
+        engine, stall = self._engine, self.watch.reported
+        if stall is None:
+            return None
+        self.post_all({"kind": "stacks"})
+        self._save_stacks(engine.rank, all_stacks())
+        for rank, stacks in stall.stacks.items():  # they cannot do so themselves
+            self._save_stacks(rank, stacks)
+        content = {"time": time.time(), "message": text, **stall.as_json()}
+        return engine.recorder.save("stall", engine.identity, json.dumps(content, indent=1))
+
+    def _save_stacks(self, rank: int, text: str) -> None:
+        if text:
+            self._engine.recorder.save("stacks", self._transport.identities[rank], text)
 
     def missing(self) -> str:
         """Return the ranks of this host that rounds wait for, or "other ranks"."""

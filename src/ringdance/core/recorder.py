@@ -20,7 +20,7 @@ from ringdance.transport.base import Identity
 
 __all__ = ["Profiler", "Recorder", "StepMark", "without_number"]
 
-_NAME = re.compile(r"ringdance-flight-rank\d+-\d+\.json")
+_NAME = re.compile(r"ringdance-(flight|stall|stacks)-rank\d+-\d+\.(json|txt)")
 _KEPT_S = 7 * 86400.0
 _KEPT_FILES = 32
 _MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
@@ -133,6 +133,11 @@ class Recorder:
             words[Word.FIRST_STEP], words[Word.FIRST_WAITED] = now, words[Word.WAITED]
         self.add(_STEP, 0, 0, words[_STEPS], when=now)
 
+    def progress(self) -> str:
+        """Return how far this rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
+        steps, batches = self.words[Word.STEPS], self.words[Word.BATCHES]
+        return f"{steps} steps" if steps else f"{batches} exchanges"
+
     def text(self, what: str) -> None:
         """Record an event in words."""
         self.add(Kind.TEXT, self.label(what))
@@ -166,16 +171,27 @@ class Recorder:
             "pending": pending,
             "records": self._records(),
         }
+        return self.save("flight", who, json.dumps(content, default=str, indent=1))
+
+    def save(self, kind: str, who: Identity, text: str) -> str | None:
+        """Write a file about a rank beside the flight records; return its path, or None if that fails.
+
+        Args:
+            kind: "flight" or "stall" for JSON, "stacks" for text.
+            who: the rank.
+            text: what to write.
+        """
+        ending = "txt" if kind == "stacks" else "json"
         try:
             directory = self._directory or tempfile.gettempdir()
-            path = os.path.join(directory, f"ringdance-flight-rank{who.rank}-{who.pid}.json")
+            path = os.path.join(directory, f"ringdance-{kind}-rank{who.rank}-{who.pid}.{ending}")
             os.makedirs(directory, exist_ok=True)
             _remove_old(directory)
             descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600
             )
             with os.fdopen(descriptor, "w") as file:
-                json.dump(content, file, default=str, indent=1)
+                file.write(text)
         except OSError:
             return None
         return path

@@ -24,6 +24,6 @@ __all__ = [
     "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters", "cross_rank",
     "cross_size", "distributed", "global_process_set", "grouped_allgather", "grouped_allreduce",
     "grouped_broadcast", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "mark_step", "metrics", "rank", "reducescatter", "remove_process_set",
-    "shard", "shutdown", "size", "start_timeline", "stop_timeline",
+    "local_rank", "local_size", "mark_step", "metrics", "pause_stall_check", "rank", "reducescatter",
+    "remove_process_set", "shard", "shutdown", "size", "start_timeline", "stop_timeline",
 ]

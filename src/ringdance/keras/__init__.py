@@ -33,6 +33,6 @@ __all__ = [
     "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
     "load_model", "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built",
-    "shard", "shutdown", "size", "start_timeline", "stop_timeline",
+    "mpi_threads_supported", "nccl_built", "pause_stall_check", "rank", "reducescatter", "remove_process_set",
+    "rocm_built", "shard", "shutdown", "size", "start_timeline", "stop_timeline",
 ]

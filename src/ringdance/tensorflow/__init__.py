@@ -26,7 +26,7 @@ __all__ = [
     "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
     "grouped_allreduce", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join",
     "local_rank", "local_rank_op", "local_size", "local_size_op", "mark_step", "metrics", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank", "rank_op",
-    "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size", "size_op",
-    "sparse_routes", "start_timeline", "stop_timeline",
+    "mpi_enabled", "mpi_threads_supported", "nccl_built", "pause_stall_check", "process_set_included_op",
+    "rank", "rank_op", "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size",
+    "size_op", "sparse_routes", "start_timeline", "stop_timeline",
 ]

@@ -32,7 +32,7 @@ __all__ = [
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
     "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
     "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shard",
-    "shutdown", "size", "sparse_allreduce_async", "sparse_routes", "start_timeline", "stop_timeline",
-    "synchronize",
+    "pause_stall_check", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
+    "rocm_built", "shard", "shutdown", "size", "sparse_allreduce_async", "sparse_routes", "start_timeline",
+    "stop_timeline", "synchronize",
 ]

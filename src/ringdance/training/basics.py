@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ringdance import session
@@ -18,8 +19,8 @@ from ringdance.training.process_sets import ProcessSet, bind, ranks_of
 __all__ = [
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
     "is_homogeneous", "is_initialized", "local_rank", "local_size", "mark_step", "metrics", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size",
-    "start_timeline", "stop_timeline",
+    "mpi_enabled", "mpi_threads_supported", "nccl_built", "pause_stall_check", "rank", "rocm_built",
+    "shutdown", "size", "start_timeline", "stop_timeline",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -222,6 +223,23 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Return False."""
     return False
+
+
+def pause_stall_check(what: str, timeout: float = 3600.0) -> AbstractContextManager[None]:
+    """Mark what takes long on one rank: ``with hvd.pause_stall_check("evaluation"):``.
+
+    Meanwhile no rank warns that it waits for this one, nor gives up after the stall shutdown time.
+
+    Args:
+        what: a word or two; after ``timeout`` the warnings name it.
+        timeout: seconds that it may take.
+
+    Raises:
+        ArgumentError: ``timeout`` is not above 0.
+    """
+    if not timeout > 0:
+        raise ArgumentError(f"pause_stall_check(timeout={timeout!r}): give a number of seconds above 0.")
+    return session.pause_stall_check(str(what), timeout)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

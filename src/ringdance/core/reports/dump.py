@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["enable", "own_lines", "stack_of"]
+__all__ = ["enable", "main_frames", "own_lines", "stack_of", "stacks_of"]
 
 _NAME = "ringdance-stacks"
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 12
@@ -40,13 +40,22 @@ def enable() -> None:
 def stack_of(pid: int) -> list[str]:
     """Return the main thread's frames of a process of this host, innermost first; [] if they are not known.
 
-    A frame reads ``file:line in function``. One that is stopped is looked at by py-spy, if that is installed.
+    A frame reads ``file:line in function``.
+    """
+    return main_frames(stacks_of(pid))
+
+
+def stacks_of(pid: int) -> str:
+    """Return the stacks of all threads of a process of this host, "" if they are not known.
+
+    One that is stopped is looked at by py-spy, if that is installed; then the main thread's has its name,
+    else it is the one whose identifier is on the first line.
     """
     path = _memory_of(pid)
     if not path or not _handles(pid):
-        return []
+        return ""
     with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
-        main = int(file.readline(), 16)
+        main = file.readline()
         begin = file.seek(0, os.SEEK_END)
         if _is_stopped(pid):
             return _by_py_spy(pid)
@@ -58,8 +67,8 @@ def stack_of(pid: int) -> list[str]:
             before, text = text, file.read()
             if text and text == before:
                 break
-        return _main_frames(text.decode(errors="replace"), main)
-    return []
+        return (b"Main thread: 0x" + main + text).decode(errors="replace") if text else ""
+    return ""
 
 
 def own_lines(frames: list[str]) -> list[str]:
@@ -67,10 +76,15 @@ def own_lines(frames: list[str]) -> list[str]:
     return [frame for frame in frames if not _OWN.search(frame)] or frames
 
 
-def _main_frames(text: str, main: int) -> list[str]:
-    """Return the frames of the thread ``main`` in what faulthandler has written."""
-    for block in text.split("hread 0x")[1:]:
-        if int(re.split(r"[^0-9a-f]", block, maxsplit=1)[0], 16) == main:
+def main_frames(text: str) -> list[str]:
+    """Return the main thread's frames in what ``stacks_of`` returns, as from ``stack_of``."""
+    if '"MainThread"' in text:  # by py-spy
+        thread = text.partition('"MainThread"')[2].partition("\nThread")[0]
+        return [f"{file}:{line} in {name}" for name, file, line in _PY_SPY.findall(thread)]
+    main, *blocks = re.split(r"thread:? 0x0*", text, flags=re.IGNORECASE)[1:] or [""]
+    number = main.strip()
+    for block in blocks:
+        if re.match(rf"{number}\b", block):
             return [f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(block)]
     return []
 
@@ -100,13 +114,11 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _by_py_spy(pid: int) -> list[str]:
+def _by_py_spy(pid: int) -> str:
     program = shutil.which("py-spy")
     if program is None:
-        return []
+        return ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         line = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        text = subprocess.run(line, capture_output=True, text=True, timeout=3, check=True).stdout
-        main = text.partition('"MainThread"')[2].partition("\nThread")[0]
-        return [f"{file}:{number} in {name}" for name, file, number in _PY_SPY.findall(main)]
-    return []
+        return subprocess.run(line, capture_output=True, text=True, timeout=3, check=True).stdout
+    return ""

@@ -6,6 +6,8 @@ import contextlib
 import os
 import time
 
+from ringdance.core.reports.activity import activity
+
 __all__ = ["CpuSample", "describe_threads", "sample_cpu"]
 
 _COMPUTES = 0.5  # of a core
@@ -37,13 +39,15 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
     share = float(letter == "R")
     if before is not None and time.monotonic() - before[0] > 0.1:
         share = (used - before[1]) / (time.monotonic() - before[0])
-    where = _read_wchan(pid, pid)
+    where, doing = _read_wchan(pid, pid), activity(pid, pid)
     if share >= _COMPUTES:
         text = f"its main thread computes{_IN_CALL}"
     elif letter == "R":
         text = f"its main thread computes, but with {share:.0%} of a core: the cores of its host are busy"
     elif where.startswith("futex"):
         text = f"its main thread waits for a lock (state {letter}, {where})"
+    elif doing:
+        text = f"its main thread {doing}{'' if letter == 'D' else _IN_CALL}"
     else:
         state = f"{letter}, {where}" if where else letter
         text = f"its main thread sleeps in the kernel (state {state}){_IN_CALL}"

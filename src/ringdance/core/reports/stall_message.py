@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.errors import OUT_OF_DATA
@@ -13,6 +13,7 @@ __all__ = ["Stall", "pending_names", "stall_message"]
 
 _MOST_NAMES = 6
 _MOST_THREADS = 3
+_IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Stall:
         behind: the members of this host that have not signalled in it.
         idle: seconds since anything was achieved.
         moving: whether data move.
+        pauses: what ranks are in that they have marked with ``pause_stall_check``.
+        stacks: of ranks that have not answered, as far as they are known.
     """
 
     identities: tuple[Identity, ...]
@@ -50,6 +53,8 @@ class Stall:
     behind: Collection[int] = ()
     idle: float = 0.0
     moving: bool = False
+    pauses: Mapping[int, str] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         answered = [rank for rank in self.others if rank in self.answers]
@@ -60,6 +65,29 @@ class Stall:
             rank for rank in answered if has[rank] and self.set_id not in self.answers[rank]["due"]
         ]
         self.unknown = [rank for rank in self.others if rank not in self.answers]
+
+    @property
+    def culprits(self) -> list[int]:
+        """The ranks that the others wait for: the late ones, or this one if it alone has submitted."""
+        if len(self.missing) == len(self.others) > 1:
+            names = [set(pending_names(self.answers[rank], self.set_id)) for rank in self.missing]
+            if set.intersection(*names):
+                return [self.rank]
+        return self.missing or self.unstarted or self.unknown or list(self.behind)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is known, for a file."""
+        statuses = {self.rank: self.status, **self.answers}
+        return {
+            "name": self.name, "process_set": self.set_id, "seconds": round(self.seconds, 3),
+            "culprits": self.culprits, "missing": self.missing, "not_waited_for": self.unstarted,
+            "ranks": [
+                {"rank": who.rank, "host": who.host, "pid": who.pid, "paused": self.pauses.get(who.rank)}
+                | {key: statuses[who.rank].get(key) for key in _IN_FILE if who.rank in statuses}
+                | ({"no_answer": self.unanswered[who.rank]} if who.rank in self.unanswered else {})
+                for who in self.identities if who.rank in {self.rank, *self.others}
+            ],
+        }  # fmt: skip
 
     def under_way(self, timeout: float) -> bool:
         """Whether its exchange moves, or all have submitted it and idle for less than ``timeout``."""
@@ -78,7 +106,7 @@ def stall_message(stall: Stall) -> str:
     who, own = stall.identities, _frames(stall.status)
     parts = []
     if stall.missing:
-        late = [f"{who[rank]}: {_late(stall, stall.answers[rank], own)}" for rank in stall.missing]
+        late = [f"{who[rank]}: {_late(stall, rank, own)}" for rank in stall.missing]
         parts.append(f"Not submitted by {'; by '.join(late)}.")
     if stall.unstarted:
         late = [f"{who[rank]}: {_locations(stall.answers[rank], own)}" for rank in stall.unstarted]
@@ -87,6 +115,8 @@ def stall_message(stall: Stall) -> str:
         descriptions = [f"{who[rank]}: {stall.unanswered[rank]}" for rank in stall.unknown]
         parts.append(f"No answer from {'; from '.join(descriptions)}.")
     if stall.missing:
+        if stall.culprits == [stall.rank]:
+            parts.append(f"Only rank {stall.rank} has submitted '{stall.name}'.")
         parts.append("All ranks must make the same calls.")
         # Ranks that have no more batches can join, which helps with the reductions of all ranks.
         if stall.set_id == 0 and "allreduce." in stall.name:
@@ -107,17 +137,23 @@ def _head(stall: Stall) -> str:
     return f"{stall.identities[stall.rank]} {kind} '{stall.name}'{where} ({location})."
 
 
-def _late(stall: Stall, status: dict[str, Any], own: set[str]) -> str:
+def _late(stall: Stall, rank: int, own: set[str]) -> str:
     """Describe what a rank does that has not submitted the request."""
+    status = stall.answers[rank]
     names = pending_names(status, stall.set_id)
     if status["joined"]:
-        doing = "it has joined"
+        doing = f"it has joined after {status['after']}"
     elif names:
         more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
         doing = "it waits for " if status["waiting"] else "it has submitted "
         doing += ", ".join(f"'{n}'" for n in names[:_MOST_NAMES]) + more
+        others = [stall.status, *(one for one in stall.answers.values() if one is not status)]
+        if len(others) > 1 and not any(set(names) & set(pending_names(one, stall.set_id)) for one in others):
+            doing += ", which no other rank has submitted"
     else:
         doing = "it waits in another set" if status["waiting"] else "it does not wait for anything"
+    if what := stall.pauses.get(rank):
+        doing = f"it is in what it has marked as '{what}'; {doing}"
     return f"{doing}; {_locations(status, own)}"
 
 
@@ -151,5 +187,7 @@ def _locations(status: dict[str, Any], others: Collection[str], only_pending: bo
             continue
         inner, *outer = thread["frames"]
         caller = next((frame for frame in outer if frame not in others), None)
-        shown.append(f"its {thread['name']} is at {inner}" + (f", called from {caller}" if caller else ""))
+        doing = f"{thread['doing']}," if thread.get("doing") else "is"
+        place = inner + (f", called from {caller}" if caller else "")
+        shown.append(f"its {thread['name']} {doing} at {place}")
     return "; ".join(shown)

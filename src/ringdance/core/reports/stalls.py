@@ -11,16 +11,19 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ringdance.core.recorder import Recorder
 from ringdance.core.reports.deadlock import Submitters, deadlocked
-from ringdance.core.reports.dump import own_lines, stack_of
+from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
 from ringdance.core.reports.stacks import thread_locations
 from ringdance.core.reports.stall_message import Stall, stall_message
 from ringdance.core.request import Work
+from ringdance.core.ring import Word
 from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
@@ -36,6 +39,7 @@ _DEADLOCK = (
 )
 _ANSWER_TIMEOUT = 0.5
 _RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
+_MOST_PATIENCE = 120.0
 _Verdict = tuple[str | None, type[StallError] | None]
 
 
@@ -58,12 +62,21 @@ class StallWatch:
 
     Args:
         transport: of the whole job; carries the notes.
-        settings: report after ``stall_check_time``, and again after twice, four times that; give up after
-            ``stall_shutdown_time``, or ``deadlock_time`` where no rank can ever go on.
+        settings: report after ``stall_check_time`` (see Note [Patience]), and again after twice, four times
+            that; give up after ``stall_shutdown_time``, or ``deadlock_time`` where no rank can ever go on.
         process_sets: returns the ranks of all process sets.
+        recorder: counts batches and steps.
 
     Attributes:
         submitters: to be updated at each submission.
+        pauses: by rank, what it has marked with ``pause_stall_check``, and until when (monotonic) others
+            are to tolerate it.
+        reported: the last stall that was reported.
+
+    Note [Patience]
+        With the default ``stall_check_time`` others may be late by as long as a step took lately (the median
+        of nine), and by as long as this rank itself computed before it began to wait: where all ranks compile
+        for a minute, some need seconds more than others. At most by two minutes.
     """
 
     def __init__(
@@ -71,6 +84,7 @@ class StallWatch:
         transport: Transport,
         settings: Settings,
         process_sets: Callable[[], Mapping[int, Sequence[int]]],
+        recorder: Recorder,
     ) -> None:
         self.submitters = Submitters()
         self._transport = transport
@@ -80,6 +94,13 @@ class StallWatch:
         self._quiet_until = 0.0  # a report on one request covers those behind it
         self._inquiry: _Inquiry | None = None
         self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and since when
+        self._recorder, self._words = recorder, recorder.words
+        self._adaptive = settings.origin("stall_check_time") == "default"
+        self._last_batch = self._last_step = (0, time.monotonic())
+        self._step_times = deque[float](maxlen=9)
+        self.pauses: dict[int, tuple[str, float]] = {}
+        self._resumed = 0.0
+        self.reported: Stall | None = None
 
     def status(self, sets: list[ProcessSetState]) -> dict[str, Any]:
         """Return this rank's answer to an inquiry.
@@ -87,7 +108,8 @@ class StallWatch:
         Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
         in rounds now; ``waiting``: whether a thread
         waits; ``joined``; ``stopped``: the ranks of this host whose processes are stopped; ``threads``: see
-        ``stacks.thread_locations``; ``blocked`` and ``quiet``: see ``deadlock.Submitters``.
+        ``stacks.thread_locations``; ``after``: see ``Recorder.progress``; ``blocked`` and ``quiet``: see
+        ``deadlock.Submitters``.
         """
         works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
         return {
@@ -98,6 +120,7 @@ class StallWatch:
             "joined": any(s.pending.join is not None for s in sets),
             "stopped": [r for r in self._transport.host_group if self._transport.state(r) == "stopped"],
             "threads": thread_locations({work.thread for _, work in works}),
+            "after": self._recorder.progress(),
             **self.submitters.status(list(sets[0].exchange.progress.callers.values()) if sets else ()),
         }
 
@@ -115,12 +138,39 @@ class StallWatch:
             count = _count(state)
             if self._moved.get(state.set_id, (-1, 0.0))[0] != count:
                 self._moved[state.set_id] = count, now
+        self._note_pace(now)
+        if self._paused(now):
+            self._inquiry = None
+            return None, None
         if self._inquiry is not None:
             return self._conclude(self._inquiry, now, sets)
         oldest = self._oldest(sets, now)
         if oldest is not None:
             self._ask(*oldest, now)
         return None, None
+
+    def _note_pace(self, now: float) -> None:
+        batches, steps = self._words[Word.BATCHES], self._words[Word.STEPS] or self._words[Word.BATCHES]
+        if batches != self._last_batch[0]:
+            self._last_batch = batches, now
+        if steps != self._last_step[0]:
+            self._step_times.append(now - self._last_step[1])
+            self._last_step = steps, now
+
+    def _limit(self, since: float) -> float:
+        """Return after how long a request that is pending ``since`` then is reported."""
+        limit = self._settings.stall_check_time
+        if not self._adaptive:
+            return limit
+        usual = sorted(self._step_times)[len(self._step_times) // 2] if self._step_times else 0.0
+        return max(limit, min(_MOST_PATIENCE, max(usual, since - self._last_batch[1])))
+
+    def _paused(self, now: float) -> bool:
+        """Whether some rank is in what it has marked."""
+        paused = any(now < until for _, until in list(self.pauses.values()))
+        if paused:
+            self._resumed = now
+        return paused
 
     def _oldest(self, sets: list[ProcessSetState], now: float) -> tuple[ProcessSetState, Work, float] | None:
         """Return what has waited longest, of what is due for a report."""
@@ -135,9 +185,12 @@ class StallWatch:
             self._next_report.clear()
             return None
         oldest = state, work, age = max(waiting, key=lambda item: item[2])
-        ends = 0 < self._settings.stall_shutdown_time <= age
+        counted = min(age, now - self._resumed)
+        ends = 0 < self._settings.stall_shutdown_time <= counted
         at = self._next_report.get((state.set_id, work.name), 0.0 if ends else self._quiet_until)
-        return oldest if now >= at and (ends or age >= self._settings.stall_check_time) else None
+        # The inquiry begins before the time, so that the report comes in time.
+        limit = 0.0 if ends else self._limit(now - age)
+        return oldest if now >= at and counted >= limit - min(_ANSWER_TIMEOUT, limit / 8) else None
 
     def _ask(self, state: ProcessSetState, work: Work, age: float, now: float) -> None:
         inquiry = self._inquiry = _Inquiry(now, state, work, age, state.rounds, _count(state))
@@ -167,7 +220,8 @@ class StallWatch:
         if now - inquiry.asked < _ANSWER_TIMEOUT and len(inquiry.answers) < self._transport.size - 1:
             return None, None
         self._inquiry = None
-        give_up = 0 < self._settings.stall_shutdown_time <= inquiry.seconds + 0.001
+        waited = min(inquiry.seconds, inquiry.asked - self._resumed) + 0.001
+        give_up = 0 < self._settings.stall_shutdown_time <= waited
         if not give_up and any(inquiry.answers.get(p, {}).get("waiting") for p in others if p < own):
             return None, None  # a lower rank waits too, and reports it
         stall = self._describe(inquiry, now, others)
@@ -179,6 +233,7 @@ class StallWatch:
                 self._next_report[(state.set_id, work.name)] = now + _RECHECK
                 return None, None
         self._quiet_until = now + self._settings.stall_check_time
+        self.reported = stall
         text = stall_message(stall)
         return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
 
@@ -197,26 +252,29 @@ class StallWatch:
         window = state.transport.window
         group = state.transport.host_group
         behind = window.missing() if window is not None and state.in_round else []
+        stacks: dict[int, str] = {}
         return Stall(
             identities=transport.identities,
             rank=transport.rank,
             status=self.status([state]),
-            seconds=inquiry.seconds,
+            seconds=inquiry.seconds + now - inquiry.asked,
             waits=bool(work.waited_since and state.waiting),
             name=work.name,
             set_id=state.set_id,
             others=others,
             answers=inquiry.answers,
-            unanswered={r: self._outside(r, inquiry) for r in others if r not in inquiry.answers},
+            unanswered={r: self._outside(r, inquiry, stacks) for r in others if r not in inquiry.answers},
+            stacks=stacks,
             in_round=state.in_round,
             behind=[state.members[group[index]] for index in behind],
             idle=now - self._moved[state.set_id][1],
             # Within one round: rounds that follow each other and achieve nothing move no data.
             moving=state.in_round and state.rounds == inquiry.rounds and _count(state) != inquiry.count,
+            pauses={rank: what for rank, (what, _) in self.pauses.items()},
         )
 
-    def _outside(self, rank: int, inquiry: _Inquiry) -> str:
-        """Describe a rank that does not answer."""
+    def _outside(self, rank: int, inquiry: _Inquiry, stacks: dict[int, str]) -> str:
+        """Describe a rank that does not answer, and add its stacks."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state in ("running", "stopped") and pid != os.getpid()
         if any(rank in answer["stopped"] for answer in inquiry.answers.values()):  # by a rank on its host
@@ -224,7 +282,8 @@ class StallWatch:
         if state == "gone":
             return "its process is gone"
         seen = describe_threads(pid, inquiry.cpu[rank]) if here else ""
-        frames = own_lines(stack_of(pid)) if here else []
+        stacks[rank] = stacks_of(pid) if here else ""
+        frames = own_lines(main_frames(stacks[rank]))
         place = f", at {frames[0]}" if frames else ""
         if state == "stopped":
             return f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"

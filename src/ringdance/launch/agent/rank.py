@@ -7,7 +7,8 @@ ends are sent over that socket, so output has a rank under every MPI library. St
 
 Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, then
 ``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
-seconds since the epoch, "by_mpiexec": did mpiexec end it}``.
+seconds since the epoch, "by_mpiexec": did mpiexec end it,
+"oom": was a process of its cgroup killed for want of memory meanwhile}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
 reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
 ends the rank at once.
@@ -15,6 +16,7 @@ ends the rank at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -95,6 +97,11 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
+def _forward(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
+
+
 class _Supervisor:
     """Parent of the rank, out of mpiexec's reach.
 
@@ -120,7 +127,7 @@ class _Supervisor:
         if go is None:
             return 1
         where, port, stdin = go
-        parent = os.getpid()
+        parent, killed = os.getpid(), linux.killed_for_memory()
         self._child = os.fork()
         if self._child == 0:
             _exec(command, where, port, [stdin, out[1], err[1]], parent)
@@ -133,7 +140,8 @@ class _Supervisor:
         if code is None:
             return 1
         by_mpiexec = self._front_gone or (self._told_to_end and code == -signal.SIGTERM)
-        self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec})
+        oom = code == -signal.SIGKILL and linux.killed_for_memory() > killed
+        self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec, "oom": oom})
         if not self._front_gone:
             # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
             # code: give them a moment to report what they saw.
@@ -226,7 +234,7 @@ def main(arguments: list[str]) -> None:
         os._exit(_Supervisor(channel, read).run(command))
     os.close(read)
     for number in _FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(supervisor, number))
+        signal.signal(number, lambda number, _: _forward(supervisor, number))
     _, status = os.waitpid(supervisor, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)

@@ -234,6 +234,13 @@ def cgroups(controller: str) -> Iterator[str]:
             yield from (os.path.join(base, *parts[:depth]) for depth in range(len(parts) + 1))
 
 
+def killed_for_memory() -> int:
+    """Return how many processes the kernel has killed because this process's cgroup had no memory left."""
+    names = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
+    text = b"".join(_read(f"{place}/{name}") for place in cgroups("memory") for name in names)
+    return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
+
+
 def _quotas() -> Iterator[float]:
     """Yield the CPU quotas, in cores, of this process's cgroup and those above it."""
     for directory in cgroups("cpu"):

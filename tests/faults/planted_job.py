@@ -1,0 +1,215 @@
+"""A training loop on three ranks with a planted cause: ``planted_job.py CAUSE``, see test_planted_causes.
+
+After some steps a cause calls ``begin``, which writes down the time. The line at which a rank must be
+reported ends with ``# <cause>``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import numpy as np
+
+import ringdance.numpy as hvd
+
+HERE = Path(os.environ["PLANTED"])
+STEPS = 10  # before the cause
+
+
+def begin() -> None:
+    (HERE / "began.part").write_text(str(time.time()))
+    (HERE / "began.part").rename(HERE / "began")
+
+
+def reduce(name: str) -> None:
+    hvd.allreduce(np.ones(1000), name=name)
+
+
+def loader_sleeping() -> None:
+    def load() -> None:
+        begin()
+        time.sleep(600)  # loader_sleeping
+
+    load()
+
+
+def stopped() -> None:
+    begin()
+    os.kill(os.getpid(), signal.SIGSTOP)  # stopped
+
+
+def infinite_loop() -> None:
+    begin()
+    number = 0
+    while True: number += 1  # noqa: E701  # infinite_loop
+
+
+def lock_held_in_c() -> None:
+    begin()
+    ctypes.PyDLL(None).sleep(600)  # lock_held_in_c
+
+
+def exception() -> None:
+    begin()
+    raise ValueError("image 17 cannot be read")  # exception
+
+
+def ended_early() -> None:
+    begin()
+    sys.exit(0)
+
+
+def killed() -> None:
+    begin()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full_disk() -> None:
+    begin()
+    with open(HERE / "disk" / "checkpoint", "wb") as file:
+        while True:
+            file.write(bytes(1 << 20))  # full_disk
+
+
+def fifo() -> None:
+    os.mkfifo(HERE / "samples")
+    begin()
+    open(HERE / "samples").read()  # noqa: SIM115  # fifo
+
+
+def file_lock() -> None:
+    path = HERE / "cache.lock"
+    path.touch()
+    other = subprocess.Popen(["flock", str(path), "sh", "-c", "echo; sleep 600"], stdout=subprocess.PIPE)
+    assert other.stdout
+    other.stdout.readline()
+    with open(path) as file:
+        begin()
+        fcntl.flock(file, fcntl.LOCK_EX)  # file_lock
+
+
+def full_shared_memory() -> None:
+    memory = SharedMemory(create=True, size=1 << 30)
+    begin()
+    np.frombuffer(memory.buf, np.uint8)[:] = 1  # full_shared_memory
+
+
+def out_of_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
+    begin()
+    np.ones(1 << 28)  # out_of_memory
+
+
+def killed_for_memory() -> None:
+    begin()
+    np.ones(1 << 28)
+
+
+def deadlocked_threads() -> None:
+    first, second = threading.Lock(), threading.Lock()
+    both = threading.Barrier(2)
+
+    def prefetch() -> None:
+        with second:
+            both.wait()
+            with first:  # in the other thread
+                pass
+
+    threading.Thread(target=prefetch, name="prefetch", daemon=True).start()
+    with first:
+        both.wait()
+        begin()
+        second.acquire()  # deadlocked_threads
+
+
+def silent_server() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    (HERE / "port").write_text(str(server.getsockname()[1]))
+    begin()
+    client.recv(1)  # silent_server
+
+
+def endless_child() -> None:
+    begin()
+    subprocess.run(["sleep", "600"], check=True)  # endless_child
+
+
+def forked_child() -> None:
+    def work() -> None:
+        reduce("loss of a child")  # forked_child
+
+    begin()
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+
+
+def log() -> None:
+    reduce("log")  # branch
+
+
+def evaluate() -> None:
+    reduce("accuracy")  # forgotten_join
+
+
+def disturbed(cause: str) -> None:
+    """Run a cause that is in the calls of all ranks."""
+    mine = hvd.rank() == 1
+    if mine:
+        begin()
+    if cause == "swapped":
+        if mine:
+            reduce("b")  # swapped
+        reduce("a")
+        reduce("b")
+    elif cause == "branch":
+        if mine:
+            log()
+        reduce("loss")  # in the others
+    elif cause == "shapes":
+        hvd.allreduce(np.ones(1000 + mine), name="features")  # shapes
+    elif cause == "forgotten_join":
+        if not mine:
+            reduce("loss")
+            hvd.join()
+        evaluate()
+    elif cause == "batches":
+        for _ in range(0 if mine else 2):
+            reduce("loss")
+        hvd.barrier()  # batches
+
+
+IN_ALL_RANKS = ("swapped", "branch", "shapes", "forgotten_join", "batches")
+
+
+def main() -> None:
+    cause = sys.argv[1]
+    hvd.init()
+    for _ in range(STEPS):
+        time.sleep(0.02)
+        reduce("loss")
+    if cause in IN_ALL_RANKS:
+        disturbed(cause)
+    elif hvd.rank() == 1:
+        call: Callable[[], None] = globals()[cause]
+        call()
+    reduce("loss")
+
+
+if __name__ == "__main__":
+    main()
