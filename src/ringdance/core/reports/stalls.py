@@ -199,7 +199,8 @@ class StallWatch:
             for limit in (self._settings.stall_shutdown_time, self._settings.deadlock_time)
             if limit > age
         ]
-        self._next_report[(state.set_id, work.name)] = now + min(age, *limits, age)
+        again = 2 * max(age, self._settings.stall_check_time) - age
+        self._next_report[(state.set_id, work.name)] = now + min([again, *limits])
         for rank in range(self._transport.size):
             if rank != self._transport.rank:
                 inquiry.cpu[rank] = self._sample(rank)
@@ -217,7 +218,9 @@ class StallWatch:
             return None, None
         own = self._transport.rank
         others = [rank for rank in state.members if rank != own]
-        if now - inquiry.asked < _ANSWER_TIMEOUT and len(inquiry.answers) < self._transport.size - 1:
+        silent = [p for p in range(self._transport.size) if p != own and p not in inquiry.answers]
+        busy = any(self._transport.state(rank) in ("running", "unknown") for rank in silent)
+        if silent and now - inquiry.asked < _ANSWER_TIMEOUT * (1 + busy):
             return None, None
         self._inquiry = None
         waited = min(inquiry.seconds, inquiry.asked - self._resumed) + 0.001
@@ -225,6 +228,7 @@ class StallWatch:
         if not give_up and any(inquiry.answers.get(p, {}).get("waiting") for p in others if p < own):
             return None, None  # a lower rank waits too, and reports it
         stall = self._describe(inquiry, now, others)
+        self.reported = stall
         if self._deadlocked(inquiry, sets):
             return f"{_DEADLOCK.format(self._settings.deadlock_time)} {stall_message(stall)}", DeadlockError
         if stall.under_way(self._settings.stall_check_time):
@@ -233,7 +237,6 @@ class StallWatch:
                 self._next_report[(state.set_id, work.name)] = now + _RECHECK
                 return None, None
         self._quiet_until = now + self._settings.stall_check_time
-        self.reported = stall
         text = stall_message(stall)
         return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
 
@@ -257,7 +260,7 @@ class StallWatch:
             identities=transport.identities,
             rank=transport.rank,
             status=self.status([state]),
-            seconds=inquiry.seconds + now - inquiry.asked,
+            seconds=inquiry.seconds,
             waits=bool(work.waited_since and state.waiting),
             name=work.name,
             set_id=state.set_id,
