@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import Compression, forms, keras, ops, variables_of
@@ -97,12 +98,14 @@ class Reduction:
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""
-        if not takes_part(self.process_set):
-            return list(gradients)
         if self._in_tensorflow is not None:
             self._in_tensorflow.name = self.name
             done: list[Any] = self._in_tensorflow.reduce(gradients, variables)
             return done
+        if not takes_part(self.process_set):
+            if keras.backend.backend() == "torch":
+                session.mark_step()
+            return list(gradients)
         present = [one for one in gradients if one is not None]
         reduced = iter(self._reduced(present) if present else ())
         return [None if one is None else next(reduced) for one in gradients]

@@ -17,12 +17,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from ringdance import session
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.settings import level_of_caller
+from ringdance.tensorflow._private import in_xla_context
 from ringdance.tensorflow.compression import Compression
-from ringdance.tensorflow.exchange import perform, perform_all, plain, reduce_rows
+from ringdance.tensorflow.exchange import number, perform, perform_all, plain, reduce_rows
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
 from ringdance.training.gradients.options import check_groups, parts_of, reduce_shared, scales_of
@@ -106,9 +108,19 @@ class GradientReducer:
             variables: one for each gradient; alike on all ranks.
         """
         if not takes_part(self.process_set):
+            self._mark_step()
             return list(gradients)
         share = 1 / (self.process_set.size() or 1) if self.scale_local_gradients else 1.0
         return reduce_shared(self._reduce, gradients, variables, self.is_local, share)
+
+    def _mark_step(self) -> None:
+        """Mark a step in which nothing is exchanged; in a session nothing would run it."""
+        if tf.executing_eagerly():
+            session.mark_step(self.step_mark)
+            return
+        graph = tf.compat.v1.get_default_graph()
+        if graph.building_function and not in_xla_context(graph):
+            number("step", self.step_mark)
 
     def _reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
         results = list(gradients)

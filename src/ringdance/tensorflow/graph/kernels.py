@@ -18,6 +18,7 @@ import numpy as np
 
 from ringdance import session
 from ringdance.core.engine import Engine
+from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
 from ringdance.tensorflow.graph import capi, in_flight
 from ringdance.tensorflow.graph.capi import Context, Slot, drop
@@ -38,7 +39,13 @@ NUMBERS: dict[str, Callable[[int], int]] = {
     "local_rank": lambda _: basics.local_rank(),
     "included": lambda set_id: int(basics.rank() in session.engine().members(set_id)),
     "join": lambda _: collectives.join(session.engine()),
+    "step": lambda mark: _mark_step(StepMark(mark)),
 }
+
+
+def _mark_step(mark: StepMark) -> int:
+    session.mark_step(mark)
+    return 0
 
 
 def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
