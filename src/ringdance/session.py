@@ -112,6 +112,7 @@ def add_profiler(profiler: Profiler) -> None:
 def metrics() -> dict[str, Any]:
     """Return this rank's figures. Raises NotInitializedError before ``init()``."""
     found = engine()
+    found.recorder.publish()
     return {"rank": found.rank, "size": found.size, "host": found.identity.host} | found.summary.metrics()
 
 
@@ -252,14 +253,21 @@ def _ring(settings: Settings) -> Ring:
     ring = _process.ring = _process.ring or Ring(shared_memory())
     ring.words[Word.CLOSED] = 0
     if settings.timeline not in ("", DYNAMIC):  # from the first operation, whenever the monitor is ready
-        ring.words[Word.DETAIL] = 2 if settings.timeline_mark_cycles else 1
+        ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
     return ring
+
+
+def _detail(settings: Settings) -> int:
+    return 2 if settings.timeline_mark_cycles else 1
 
 
 def _start_monitor(found: Engine) -> None:
     """Start the monitor of this host, if something is wanted that it does."""
     settings = found.settings
     metrics = bool(settings.metrics_dir or settings.metrics_port)
+    if settings.timeline_steps:
+        first, end = settings.timeline_steps
+        found.recorder.window = first, end, _detail(settings)
     if found.local_rank or not (settings.timeline or metrics):
         return
     identities = found.transport.identities
@@ -292,7 +300,8 @@ def _start_timeline(found: Engine, monitor: MonitorClient) -> None:
         if found.local_size < found.size:
             found.post_all({"kind": "monitor", **monitor.listen()})
         if settings.timeline != DYNAMIC:
-            monitor.start(settings.timeline, settings.timeline_mark_cycles, anew=False)
+            detail = None if settings.timeline_steps else _detail(settings)
+            monitor.start(settings.timeline, detail, anew=False)
     except OSError as error:
         _log.error("ringdance: no timeline is written: %s", error)
 
@@ -317,7 +326,7 @@ def start_timeline(path: str, mark_cycles: bool) -> None:
             "start_timeline() has to be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
             "(or HOROVOD_TIMELINE)."
         )
-    _ask_monitor(lambda monitor: monitor.start(path, mark_cycles))
+    _ask_monitor(lambda monitor: monitor.start(path, 2 if mark_cycles else 1))
 
 
 def stop_timeline() -> None:

@@ -61,6 +61,23 @@ def test_all_ranks_are_in_the_file(tmp_path: Path, event: str) -> None:
     assert not monitors()
 
 
+def test_a_timeline_of_some_steps(tmp_path: Path) -> None:
+    text = LOOP.format(event="pass").replace("    if step", "    hvd.mark_step()\n    if step")
+    path = tmp_path / "timeline.json"
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "--timeline", str(path)]
+    line += ["--timeline-steps", "5:8", "python", script(tmp_path, text)]
+    subprocess.run(line, check=True, timeout=60)
+    found = events_of(path)
+    marks = [one for one in found if one["name"].startswith("step ")]
+    assert sorted({one["name"] for one in marks}) == ["step 6", "step 7", "step 8"]
+    assert len(marks) == 6
+    names = {one["pid"]: one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
+    ended = [names[one["pid"]] for one in found if one["ph"] == "E" and one["name"] == "ALLREDUCE"]
+    assert ended.count("allreduce.large") == 6
+    waits = [one["args"]["tensor"] for one in found if one["name"] == "WAIT"]
+    assert waits.count("allreduce.large") == 6
+
+
 def test_a_timeline_is_started_and_stopped_by_the_script(tmp_path: Path) -> None:
     text = (
         "import numpy as np, ringdance.numpy as hvd\nhvd.init()\n"

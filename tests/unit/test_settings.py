@@ -9,6 +9,7 @@ import pytest
 
 from ringdance.errors import SettingError
 from ringdance.settings import SETTINGS, Settings, SettingWarning, load, show
+from ringdance.settings.parse import STEPS
 
 WORKING = [setting for setting in SETTINGS if not setting.no_effect]
 
@@ -209,6 +210,6 @@ def test_every_working_setting_can_be_set_by_its_own_name():
     for setting in WORKING:
         written = show(setting, setting.default).removesuffix(f" {setting.unit}")
         if written == "(empty)":
-            written = "1"
+            written = "1:2" if setting.parser is STEPS else "1"
         settings = quiet({setting.own: written})
         assert settings.origin(setting.name) == f"environment variable {setting.own}"

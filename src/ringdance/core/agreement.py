@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
+from ringdance.core.recorder import BatchRecord
 from ringdance.core.request import Description
 
 __all__ = ["PIGGYBACK_ENTRIES", "UNNAMED", "CacheEntry", "ResponseCache", "VectorLayout", "set_bits"]
@@ -33,9 +34,9 @@ __all__ = ["PIGGYBACK_ENTRIES", "UNNAMED", "CacheEntry", "ResponseCache", "Vecto
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
 UNNAMED = 8  # unnamed requests that a round can match
 PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the number of an entry
-# For data that fit into the vectors' part of the window: how they are reduced, and each member's buffer
-# there, for both parities.
-Piggyback = tuple[Reduction, list[list[np.ndarray[Any, Any]]]]
+# For data that fit into the vectors' part of the window: how they are reduced, each member's buffer there,
+# for both parities, and the record.
+Piggyback = tuple[Reduction, list[list[np.ndarray[Any, Any]]], BatchRecord]
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
 _DIGESTS = 32 * UNNAMED

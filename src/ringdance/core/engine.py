@@ -22,7 +22,7 @@ from ringdance.core.progress import ProgressEngine
 from ringdance.core.recorder import Profiler, Recorder, without_number
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Collective, Description, Request, Work
-from ringdance.core.ring import Ring, Word
+from ringdance.core.ring import Ring
 from ringdance.core.sets import ProcessSets
 from ringdance.errors import (
     OUT_OF_DATA,
@@ -40,7 +40,6 @@ from ringdance.transport.base import Transport
 __all__ = ["Engine"]
 
 _REFUSED = (-2,)
-_DETAIL, _WAITED = int(Word.DETAIL), int(Word.WAITED)  # quicker as numbers than as members of an Enum
 
 
 class Engine:
@@ -87,7 +86,6 @@ class Engine:
         self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
-        self._words = self.recorder.words
         self.profilers: Sequence[Profiler] = ()
         self.report = report or (lambda text: None)
         self.closed = False
@@ -100,7 +98,7 @@ class Engine:
         self._stop_reason = ""
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.Lock()
-        self.summary = RunSummary(self._words, settings.summary_time, self.size)
+        self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.progress = Progress(self.recorder)
         self.callers: dict[object, Work] = self.progress.callers
         self.sets = ProcessSets(transport, settings, self.progress, self._lock, self.recorder)
@@ -139,10 +137,10 @@ class Engine:
             raise self._closed_error()
         if known.alone:
             work = Work(request, request.name or "", self._wait)
-            if self._words[_DETAIL]:
+            if self.recorder.read_detail():
                 self.recorder.submit(work)
             complete_alone(work, self.rank, self.sets.change_alone)
-            if self._words[_DETAIL]:
+            if self.recorder.detail:
                 self.recorder.alone(work)
             return work
         state = known.state
@@ -160,7 +158,7 @@ class Engine:
                 raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
             state.add(work, name, wake)
         self._last_submitted[work.thread] = work.submitted
-        if self._words[_DETAIL]:
+        if self.recorder.detail:
             self.recorder.submit(work)
         engine_thread = self._progress_engine
         if wake and (self.callers or engine_thread is None or engine_thread.asleep):
@@ -198,14 +196,12 @@ class Engine:
             event_count.notify_self()
 
     def _wait(self, work: Work, timeout: float | None) -> None:
-        running = [one.span for one in self.profilers if one.running()]
-        if not running:
-            self._wait_for(work, timeout)
-            return
-        with contextlib.ExitStack() as spans:
-            for span in running:
-                spans.enter_context(span(f"ringdance WAIT {without_number(work.name)}"))
-            self._wait_for(work, timeout)
+        for profiler in self.profilers:
+            if profiler.running():
+                with profiler.span(f"ringdance WAIT {without_number(work.name)}"):
+                    self._wait_for(work, timeout)
+                return
+        self._wait_for(work, timeout)
 
     def _wait_for(self, work: Work, timeout: float | None) -> None:
         known = self._registered.get(work.request.set_id)
@@ -213,7 +209,6 @@ class Engine:
         callers, progress_engine, me = self.callers, self._progress_engine, object()
         if progress_engine is None:  # a Work from before the fork
             raise self._closed_error()
-        began = time.monotonic_ns()
         try:  # each statement by itself leaves nothing behind when Ctrl-C comes: Note [Interrupts]
             callers[me] = waiting[me] = work
             progress_engine.wait(work, timeout)
@@ -222,7 +217,6 @@ class Engine:
                 callers.pop(me, None)
             finally:
                 waiting.pop(me, None)
-            self._words[_WAITED] += time.monotonic_ns() - began
             if callers or progress_engine.asleep:
                 progress_engine.caller_left()
 

@@ -18,7 +18,7 @@ from ringdance.core.encoding import decode_call, encode_call
 from ringdance.core.exchange import Exchange, Steps
 from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.pending import PendingRequests
-from ringdance.core.recorder import Recorder, without_number
+from ringdance.core.recorder import BatchRecord, Recorder, without_number
 from ringdance.core.reports.mismatch import mismatch_message
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
@@ -27,7 +27,7 @@ from ringdance.transport.base import Transport
 __all__ = ["Executor"]
 
 _MAX_PLANS = 256
-Plan = list[tuple[list[CacheEntry], tuple[str, ...], Reduction, int, int]]
+Plan = list[tuple[list[CacheEntry], tuple[str, ...], Reduction, BatchRecord]]
 
 
 @dataclass(kw_only=True)
@@ -72,15 +72,13 @@ class Executor:
         named = pending.named
         with self.lock:
             pending.ready &= ~ready
-        for entries, names, how, label, nbytes in plan:
+        for entries, names, how, record in plan:
             began = time.monotonic_ns()
             works = [named[name] for name in names]
             for entry in entries:
                 entry.used = round_number
             outputs = yield from allreduce_flat(self.exchange, [work.request for work in works], how)
-            self.recorder.batch(
-                self.set_id, round_number, Collective.ALLREDUCE, label, began, nbytes, len(names)
-            )
+            self.recorder.batch(record, round_number, began, len(names))
             with self.lock:
                 for name in names:
                     del named[name]
@@ -103,7 +101,9 @@ class Executor:
             how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
             names = tuple(entry.name for entry in batch)
             nbytes = sum(description_bytes(entry.description) for entry in batch)
-            plan.append((batch, names, how, self.recorder.label(names), nbytes))
+            label = self.recorder.label(names)
+            record = self.recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
+            plan.append((batch, names, how, record))
         return plan
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:
@@ -159,7 +159,8 @@ class Executor:
             works = [item.work for item in batch if item.work is not None]
             nbytes = sum([view.nbytes for work in works for view in work.request.inputs])
             label = self.recorder.label(tuple([without_number(item.name) for item in batch]))
-            self.recorder.batch(self.set_id, round_number, kind, label, began, nbytes, len(batch))
+            record = self.recorder.describe(self.set_id, kind, label, nbytes)
+            self.recorder.batch(record, round_number, began, len(batch))
             self._finish(batch, results)
 
     def _forbidden(self, item: AgreedRequest) -> MismatchError | None:

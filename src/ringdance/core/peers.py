@@ -113,6 +113,7 @@ class Peers:
             self.post_all(self._outbox.pop(0))
         self.read_notes()
         engine = self._engine
+        engine.recorder.publish()
         if engine.closed:
             return
         states = engine.sets.states()

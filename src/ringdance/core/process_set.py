@@ -29,15 +29,15 @@ from ringdance.core.encoding import decode_misses, encode_misses
 from ringdance.core.exchange import Steps, aligned_empty
 from ringdance.core.exchange.arithmetic import Reduction, reduction
 from ringdance.core.executor import Executor
+from ringdance.core.recorder import BatchRecord
 from ringdance.core.request import Collective, Description, ReduceOp, Work
-from ringdance.core.ring import Kind, Word
+from ringdance.core.ring import Kind
 from ringdance.transport.window import PIGGYBACK_BYTES, Window
 
 __all__ = ["ProcessSetState"]
 
 _MISSES_AT_ONCE = 256
 _MAX_BACKOFF = 0.010
-_DETAIL = int(Word.DETAIL)
 
 
 class ProcessSetState:
@@ -77,7 +77,9 @@ class ProcessSetState:
         self._layout = VectorLayout(transport.size)
         self._last_joined = -1
         self._window = transport.window if transport.one_host else None
-        self._piggyback: tuple[int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]]] | None = None
+        self._piggyback: (
+            tuple[int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]], BatchRecord] | None
+        ) = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
 
@@ -179,18 +181,17 @@ class ProcessSetState:
         assert entry is not None
         if entry.piggyback is None or slot >= PIGGYBACK_ENTRIES:
             return 0
-        how, buffers = entry.piggyback
+        how, buffers, record = entry.piggyback
         parts = buffers[window.vector_parity ^ 1]
         work = pending.named[entry.name]
         how.prepare(work.request.inputs[0], parts[window.index])
-        self._piggyback = (slot, entry, work, how, parts)
+        self._piggyback = (slot, entry, work, how, parts, record)
         return self._layout.piggyback(slot)
 
     def _complete_piggyback(self) -> int:
         """Reduce the piggybacked data; return the entry's bit."""
         assert self._piggyback is not None
-        began = time.monotonic_ns()
-        slot, entry, work, how, parts = self._piggyback
+        slot, entry, work, how, parts, record = self._piggyback
         outputs = work.request.outputs
         target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
         how.combine(parts, target)
@@ -201,14 +202,11 @@ class ProcessSetState:
         with self._lock:
             pending.ready &= ~(1 << slot)
             del pending.named[entry.name]
-        label = self._recorder.label(entry.name)
-        self._recorder.batch(
-            self.set_id, self.rounds, Collective.ALLREDUCE, label, began, target.nbytes, 1
-        )
+        self._recorder.small_batch(record, self.rounds)
         work.finish([target])
         return 1 << slot
 
-    def _piggyback_of(self, d: Description) -> Piggyback | None:
+    def _piggyback_of(self, name: str, d: Description) -> Piggyback | None:
         """Return how a request's data are piggybacked; None if they do not fit."""
         window = self._window
         if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
@@ -218,9 +216,11 @@ class ProcessSetState:
             return None
         how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
         shape = d.shapes[0]
-        return how, [
+        buffers = [
             [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
         ]
+        label = self._recorder.label(name)
+        return how, buffers, self._recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
@@ -259,7 +259,7 @@ class ProcessSetState:
             vector = self._compose()
         agreed = yield from self._agree(vector, (layout.ready_at + len(pending.cache.entries) + 7) >> 3)
         self.rounds += 1
-        if self._recorder.words[_DETAIL] > 1:
+        if self._recorder.read_detail() > 1:
             self._recorder.add(Kind.ROUND, 0, self.set_id, self.rounds)
         ready = agreed >> layout.ready_at
         if agreed & layout.plain_mask == layout.plain and not pending.joined:  # fast path: only cache hits
@@ -313,7 +313,7 @@ class ProcessSetState:
         with self._lock:
             for number, (name, description) in enumerate(items):
                 mismatched = not agreed >> 2 * number & 1
-                piggyback = None if mismatched else self._piggyback_of(description)
+                piggyback = None if mismatched else self._piggyback_of(name, description)
                 entry = CacheEntry(name, description, self.rounds, mismatched, piggyback)
                 slot = pending.cache.install(entry)
                 if agreed >> 2 * number & 2:

@@ -118,14 +118,14 @@ class ProgressEngine:
             self.wake()
 
     def _lead(self, work: Work, deadline: float | None) -> None:
-        spin_until = time.monotonic() + self._spin
-        backoff = _FIRST_BACKOFF
+        began = time.monotonic()
+        spin_until, backoff = began + self._spin, _FIRST_BACKOFF
         while not work.done():
             if self._try_step():
                 spin_until = 0.0
                 continue
             if work.done():
-                return
+                break
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, backoff = now + self._spin, _FIRST_BACKOFF
@@ -138,14 +138,16 @@ class ProgressEngine:
                     time.sleep(1e-3)
             else:
                 backoff = self._sleep(now, backoff)
+        self._engine.recorder.wait(work, began)
 
     def _follow(self, work: Work, deadline: float | None) -> None:
         """Wait while another caller leads, until it leaves or the work is done."""
         seconds = _FOLLOWER_POLL if deadline is None else deadline - time.monotonic()
         if seconds < 0:
             raise _timeout(work)
-        event = work.waiter()
+        event, began = work.waiter(), time.monotonic()
         event.wait(min(_FOLLOWER_POLL, seconds))
+        self._engine.recorder.wait(work, began)
         if not work.done():
             event.clear()
 

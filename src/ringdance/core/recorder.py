@@ -7,25 +7,29 @@ import enum
 import json
 import os
 import re
+import struct
 import tempfile
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from itertools import islice
+from time import monotonic_ns
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringdance.core.request import Collective, Work
-from ringdance.core.ring import Kind, Ring, RingReader, Word
+from ringdance.core.ring import MASK, RECORD, Kind, Ring, RingReader, Word
 from ringdance.transport.base import Identity
 
-__all__ = ["Profiler", "Recorder", "StepMark", "without_number"]
+__all__ = ["BatchRecord", "Profiler", "Recorder", "StepMark", "without_number"]
 
 _NAME = re.compile(r"ringdance-(flight|stall|stacks)-rank\d+-\d+\.(json|txt)")
 _KEPT_S = 7 * 86400.0
 _KEPT_FILES = 32
 _MIN_KEPT_S = 600.0  # for so long all are kept: a large job writes one for each rank
-_STEP, _STEPS, _LAST_STEP = int(Kind.STEP), int(Word.STEPS), int(Word.LAST_STEP)  # quicker than Enums
-_WAITED, _LAST_WAITED = int(Word.WAITED), int(Word.LAST_WAITED)
 
 
 class StepMark(enum.IntEnum):
@@ -49,6 +53,27 @@ class Profiler(NamedTuple):
     span: Callable[[str], AbstractContextManager[Any]]
 
 
+_SLOT = np.dtype(
+    [
+        ("time", "<i8"), ("label", "<u4"), ("kind", "<u2"), ("set", "<u2"), ("values", "<u4", 5),
+        ("number", "<u4"),
+    ]
+)
+_COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
+_BATCH_RECORD = struct.Struct("<q8sII12sI").pack_into
+BatchRecord = tuple[bytes, bytes, int]
+"""What is the same in all records of a batch, and its bytes."""
+
+_U32 = 0xFFFFFFFF
+_SMALL = 64  # batches held back at most
+# Quicker as numbers than as members of an Enum.
+_SUBMIT, _CHUNK, _WAIT, _STEP = int(Kind.SUBMIT), int(Kind.CHUNK), int(Kind.WAIT), int(Kind.STEP)
+_DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
+    int(Word.DETAIL), int(Word.WRITTEN), int(Word.WAITED), int(Word.LAST_WAITED), int(Word.STEPS),
+    int(Word.LAST_STEP),
+)  # fmt: skip
+
+
 class Recorder:
     """Writes what this rank does into its ring, from which all reports are made.
 
@@ -58,49 +83,134 @@ class Recorder:
         ring: where records go; None for memory of this process alone.
 
     Attributes:
-        words: the ring's header, see ``ring.Word``; ``words[Word.DETAIL]`` asks for submissions and chunks.
+        words: the ring's header, see ``ring.Word``.
+        detail: ``words[Word.DETAIL]`` as of the last round of agreement: 1 asks for submissions, chunks and
+            waits, 2 for the rounds too.
         add, label: those of the ring.
+        window: numbers of the steps between which ``words[Word.DETAIL]`` is set, and to what; or None.
     """
 
     def __init__(self, capacity: int, directory: str, ring: Ring | None = None) -> None:
         self.ring = ring or Ring()
         self.words = self.ring.words
         self.add, self.label = self.ring.add, self.ring.label
+        self.window: tuple[int, int, int] | None = None
+        self.detail = self.words[Word.DETAIL]
+        self._slots, self._next, self._labels = self.ring.slots, self.ring.numbers.__next__, self.ring.labels
+        self._array = np.frombuffer(self._slots, _SLOT)
+        self._batches, self._tensors, self._bytes, waited = self.words[Word.BATCHES : Word.WAITED + 1]
+        self._waited = waited / 1e9
+        self._small: deque[tuple[BatchRecord, int, int, int]] = deque(maxlen=_SMALL)
+        self._small_batches = self._small_bytes = 0
         self._capacity, self._directory = capacity, directory
         self._step_mark, self._steps = StepMark.NONE, 0
 
-    def batch(
-        self, set_id: int, round_number: int, kind: int, label: int, began: int, nbytes: int, tensors: int
-    ) -> None:
-        """Record a batch that ends now; ``began``: in nanoseconds of ``time.monotonic_ns``."""
-        now = time.monotonic_ns()
-        self.add(
-            Kind.BATCH, label, set_id, (now - began) // 1000, round_number, kind, nbytes, nbytes >> 32, now
-        )
-        words = self.words
-        words[Word.BATCHES] += 1
-        words[Word.TENSORS] += tensors
-        words[Word.BYTES] += nbytes
+    def batch(self, what: BatchRecord, round_number: int, began: int = 0, tensors: int = 1) -> None:
+        """Record a batch that ends now.
+
+        Args:
+            what: from ``describe``.
+            round_number: of agreement.
+            began: in nanoseconds of ``time.monotonic_ns``; 0 if it took no time.
+            tensors: how many.
+        """
+        if self._small:
+            self._write_small()
+        now = monotonic_ns()
+        self._write(what, round_number, now, (now - began) // 1000 & _U32 if began else 0)
+        self._batches += 1
+        self._tensors += tensors
+        self._bytes += what[2]
+
+    def read_detail(self) -> int:
+        """Return ``detail``, read anew."""
+        self.detail = detail = self.words[_DETAIL]
+        return detail
+
+    def small_batch(self, what: BatchRecord, round_number: int) -> None:
+        """Record a batch of one small tensor: in the ring at once only if submissions are recorded too."""
+        if self.detail:
+            self.batch(what, round_number)
+        else:  # for a lone all-reduce a record in the ring would be a tenth of its time
+            self._small.append((what, round_number, monotonic_ns(), 0))
+            self._small_batches += 1
+            self._small_bytes += what[2]
+
+    def _write_small(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread may have taken the last one
+            while self._small:
+                self._write(*self._small.popleft())
+
+    def _write(self, what: BatchRecord, round_number: int, now: int, duration: int) -> None:
+        number = self._next()
+        at, round_number, last = (number & MASK) * 40, round_number & _U32, number & _U32
+        _BATCH_RECORD(self._slots, at, now, what[0], round_number, duration, what[1], last)
+        self.words[_WRITTEN] = number + 1
+
+    def describe(self, set_id: int, collective: int, label: int, nbytes: int) -> BatchRecord:
+        """Return what is the same in all records of a batch, for ``batch``."""
+        head = struct.pack("<IHH", label, Kind.BATCH, set_id & 0xFFFF)
+        return head, struct.pack("<III", collective, nbytes & _U32, nbytes >> 32), nbytes
+
+    def publish(self) -> None:
+        """Write what is held back, and the counters, into the ring."""
+        self._write_small()
+        small, nbytes = self._small_batches, self._bytes + self._small_bytes
+        counters = self._batches + small, self._tensors + small, nbytes, int(self._waited * 1e9)
+        _COUNTERS(self.ring.view, 8 * Word.BATCHES, *counters)
+
+    def step(self, mark: StepMark = StepMark.OPTIMIZER) -> None:
+        """Record that a step ends now; those that were marked by a lower ``mark`` were none."""
+        words, now = self.words, monotonic_ns()
+        if mark != self._step_mark:
+            if mark < self._step_mark:
+                return
+            words[_STEPS] -= self._steps
+            self._step_mark, self._steps = mark, 0
+        self._steps += 1
+        number = words[_STEPS] = words[_STEPS] + 1
+        words[_LAST_STEP] = now
+        self.publish()
+        words[_LAST_WAITED] = words[_WAITED]
+        if number == 1:
+            words[Word.FIRST_STEP], words[Word.FIRST_WAITED] = now, words[Word.WAITED]
+        self.add(_STEP, 0, 0, number, self.detail, when=now)
+        if self.window is not None and number in self.window[:2]:
+            words[_DETAIL] = self.window[2] if number == self.window[0] else 0
+        self.read_detail()
 
     def submit(self, work: Work) -> None:
         """Record a submission."""
-        request = work.request
-        nbytes = sum([view.nbytes for view in request.inputs])
-        label, kind = self.label(without_number(work.name)), request.description.kind
-        self.add(Kind.SUBMIT, label, request.set_id, nbytes, nbytes >> 32, kind)
+        request, number = work.request, self._next()
+        inputs, name = request.inputs, work.name
+        nbytes = inputs[0].nbytes if len(inputs) == 1 else sum([view.nbytes for view in inputs])
+        label = self._labels.get(name) or self.label(without_number(name))
+        RECORD.pack_into(  # as Ring.add, in half of the time
+            self._slots, (number & MASK) * 40, monotonic_ns(), label, _SUBMIT, request.set_id & 0xFFFF,
+            nbytes & _U32, nbytes >> 32, request.description.kind, 0, 0, number & _U32,
+        )  # fmt: skip
+        self.words[_WRITTEN] = number + 1
+
+    def wait(self, work: Work, began: float) -> None:
+        """Count, and record if wanted, that a thread has waited for a result since ``began`` (in seconds)."""
+        waited = time.monotonic() - began
+        self._waited += waited
+        if self.detail:
+            label = self.label(without_number(work.name))
+            self.add(_WAIT, label, work.request.set_id, int(waited * 1e6))
 
     def alone(self, work: Work) -> None:
         """Record the batch of a request that only this rank takes part in."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.label(without_number(work.name)), int(work.submitted * 1e9)
-        if self.words[Word.DETAIL] > 1:
+        if self.detail > 1:
             self.add(Kind.ROUND)
-        self.batch(request.set_id, 0, request.description.kind, label, began, nbytes, 1)
+        self.batch(self.describe(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
         """Return a list for the times between a batch's phases; empty, to be left so, if none are wanted."""
-        return [time.monotonic_ns()] if self.words[Word.DETAIL] else []
+        return [monotonic_ns()] if self.detail else []
 
     def chunks(self, set_id: int, marks: list[int]) -> None:
         """Record the phases of a batch's chunks.
@@ -108,30 +218,22 @@ class Recorder:
         Args:
             set_id: of the process set.
             marks: times: the begin; then for each chunk the ends of copying in, of waiting, of copying out
-                the chunk before, and of reducing. ``Kind.CHUNK`` begins with the waiting.
+                the chunk before, and of reducing. ``Kind.CHUNK`` begins with the waiting; the first record
+                is copying in alone, the last one has neither reducing nor copying in.
         """
-        self.add(Kind.CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
-        for number in range(1, len(marks) - 1, 4):
-            times = marks[number : number + 5]
-            wait, copy_out, *rest = [after - before for before, after in pairwise(times)]
-            reduce, copy_in = rest or (0, 0)
-            self.add(Kind.CHUNK, 0, set_id, wait, copy_out, reduce, copy_in, when=times[0])
-
-    def step(self, mark: StepMark = StepMark.OPTIMIZER) -> None:
-        """Record that a step ends now; those that were marked by a lower ``mark`` were none."""
-        words, now = self.words, time.monotonic_ns()
-        if mark != self._step_mark:
-            if mark < self._step_mark:
-                return
-            words[_STEPS] -= self._steps
-            self._step_mark, self._steps = mark, 0
-        self._steps += 1
-        words[_STEPS] += 1
-        words[_LAST_STEP] = now
-        words[_LAST_WAITED] = words[_WAITED]
-        if words[_STEPS] == 1:
-            words[Word.FIRST_STEP], words[Word.FIRST_WAITED] = now, words[Word.WAITED]
-        self.add(_STEP, 0, 0, words[_STEPS], when=now)
+        times = np.concatenate([[marks[0]] * 3, array("q", marks), [marks[-1]] * 2])
+        count = len(times) // 4
+        found = np.zeros(count, _SLOT)
+        found["time"], found["kind"], found["set"] = times[: 4 * count : 4], _CHUNK, set_id & 0xFFFF
+        spent = np.diff(times[: 4 * count + 1]).reshape(count, 4)
+        spent[:, 0] //= 1000
+        found["values"][:, :4] = np.minimum(spent, _U32)
+        numbers = np.fromiter(islice(self.ring.numbers, count), np.int64, count)
+        slots, everything = numbers & MASK, self._array
+        found["number"] = numbers + 1  # not those of the slots: complete with the next statement only
+        everything[slots] = found
+        everything["number"][slots] = numbers & _U32
+        self.words[_WRITTEN] = int(numbers[-1]) + 1
 
     def progress(self) -> str:
         """Return how far this rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
@@ -143,6 +245,7 @@ class Recorder:
         self.add(Kind.TEXT, self.label(what))
 
     def _records(self) -> list[dict[str, Any]]:
+        self.publish()
         reader = RingReader(self.ring.memory)
         offset = self.words[Word.EPOCH_OFFSET]
         found = []
@@ -150,7 +253,7 @@ class Recorder:
             names = reader.name(record.label)
             entry = {"time": (record.time + offset) / 1e9, "kind": Kind(record.kind).name.lower()}
             if record.kind == Kind.BATCH:
-                duration, round_number, kind, low, high = record.values
+                round_number, duration, kind, low, high = record.values
                 entry["details"] = {
                     "process_set": record.set_id, "round": round_number, "operation": Collective(kind).name,
                     "names": [names] if isinstance(names, str) else names, "bytes": low | high << 32,

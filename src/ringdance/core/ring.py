@@ -19,28 +19,31 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = [
-    "RING_NAME", "Kind", "Label", "Record", "Ring", "RingReader", "Who", "Word", "pack", "shared_memory",
-    "unpack",
+    "MASK", "RECORD", "RING_NAME", "Kind", "Label", "Record", "Ring", "RingReader", "Who", "Word", "records",
+    "shared_memory",
 ]
 
 RING_NAME = "ringdance-ring"
 """Name of the memory, in /proc/PID/fd of its process."""
 
 Label = str | tuple[str, ...]
-_RECORD = struct.Struct("<qIHH5II")
+RECORD = struct.Struct("<qIHH5II")
+"""Time, label, kind, process set, five values, number."""
+
 _LENGTH = struct.Struct("<i")
 _HEADER, _HOST = 4096, 1024
 _LABEL_BYTES = 1 << 20
 _CAPACITY = 1 << 15
-_MASK = _CAPACITY - 1
-_SIZE = _HEADER + _LABEL_BYTES + _CAPACITY * _RECORD.size
+MASK = _CAPACITY - 1
+_SIZE = _HEADER + _LABEL_BYTES + _CAPACITY * RECORD.size
 _START = _HEADER + _LABEL_BYTES
-_VERSION = 0x52440001
+_VERSION = 0x52440002
 _U32 = 0xFFFFFFFF
+_WRITERS = 64  # threads that may be writing a record at the same time
 
 
 class Word(enum.IntEnum):
@@ -55,7 +58,7 @@ class Word(enum.IntEnum):
     DETAIL = 6  # set by a reader: record submissions and chunks too
     LABELS = 7  # bytes of labels written
     WRITTEN = 8  # records so far, about
-    BATCHES = 9
+    BATCHES = 9  # this and the next three: as of the last step, or of some tenths of a second ago
     TENSORS = 10
     BYTES = 11
     WAITED = 12  # time that threads have waited for results
@@ -66,14 +69,17 @@ class Word(enum.IntEnum):
     LAST_WAITED = 17  # WAITED when the last step ended
 
 
+_WRITTEN = int(Word.WRITTEN)  # quicker as a number than as a member of an Enum
+
+
 class Kind(enum.IntEnum):
     """What a record is about, and its values."""
 
     SUBMIT = 1  # bytes (low, high), collective, wanted by a thread that waits
-    BATCH = 2  # ends now: microseconds, round, collective, bytes (low, high)
-    CHUNK = 3  # began: nanoseconds of waiting, copying out, reducing, copying in; its number in the batch
-    WAIT = 4  # ends now: microseconds
-    STEP = 5  # ends now: number
+    BATCH = 2  # ends now: round, microseconds, collective, bytes (low, high)
+    CHUNK = 3  # began: microseconds of waiting, nanoseconds of copying out, reducing, copying in
+    WAIT = 4  # of a thread for a result, ends now: microseconds
+    STEP = 5  # ends now: number, whether submissions and chunks are recorded
     TEXT = 6  # an event: the label says which
     ROUND = 7  # of agreement: number
 
@@ -111,15 +117,11 @@ class Who(NamedTuple):
     pid: int
 
 
-def pack(records: Iterable[Record]) -> bytes:
-    """Return records as bytes."""
-    return b"".join(_RECORD.pack(*record[:4], *record.values, 0) for record in records)
-
-
-def unpack(data: bytes) -> list[Record]:
-    """Return the records that ``pack`` has packed."""
-    rows = _RECORD.iter_unpack(data)
-    return [Record(when, label, kind, set_id, tuple(rest[:5])) for when, label, kind, set_id, *rest in rows]
+def records(first: int, data: bytes) -> Iterator[Record]:
+    """Yield the records that ``RingReader.take`` has returned, without those that were not complete."""
+    for expected, (when, label, kind, set_id, *values, number) in enumerate(RECORD.iter_unpack(data), first):
+        if number == expected & _U32:
+            yield Record(when, label, kind, set_id, tuple(values))
 
 
 class Ring:
@@ -130,15 +132,20 @@ class Ring:
 
     Attributes:
         words: the header, see ``Word``.
+        view: all of the memory.
+        slots: the memory of the records; that of record n is slot n & MASK.
+        numbers: of the next records.
+        labels: their numbers.
     """
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         self.memory = memory or mmap.mmap(-1, _SIZE)
         view = memoryview(self.memory)
         self.words = view[:512].cast("q")
-        self._view = view
-        self._next = itertools.count().__next__  # atomic: threads of this process need no lock
-        self._labels: dict[Label, int] = {}
+        self.view = view
+        self.slots = view[_START:]
+        self.numbers: Iterator[int] = itertools.count()  # atomic: threads of this process need no lock
+        self.labels: dict[Label, int] = {}
         self._ends = _HEADER
         self.words[Word.EPOCH_OFFSET] = time.time_ns() - time.monotonic_ns()
         self.words[Word.PID] = os.getpid()
@@ -149,24 +156,23 @@ class Ring:
         """Write whose ring this is."""
         self.words[Word.RANK], self.words[Word.SIZE] = rank, size
         text = host.encode()[:255]
-        self._view[_HOST : _HOST + len(text) + 1] = text + b"\0"
+        self.view[_HOST : _HOST + len(text) + 1] = text + b"\0"
 
     def add(
         self, kind: int, label: int = 0, set_id: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0,
         e: int = 0, when: int = 0,
     ) -> None:
         """Write one record; values are cut to 32 bits."""
-        number = self._next()
-        _RECORD.pack_into(
-            self._view, _START + (number & _MASK) * 40,
-            when or time.monotonic_ns(), label, kind, set_id & 0xFFFF,
+        number = next(self.numbers)
+        RECORD.pack_into(
+            self.slots, (number & MASK) * 40, when or time.monotonic_ns(), label, kind, set_id & 0xFFFF,
             a & _U32, b & _U32, c & _U32, d & _U32, e & _U32, number & _U32,
         )  # fmt: skip
-        self.words[Word.WRITTEN] = number + 1
+        self.words[_WRITTEN] = number + 1
 
     def label(self, names: Label) -> int:
         """Return the number of a name or of a list of names; 0 if there is no room for a new one."""
-        known = self._labels.get(names)
+        known = self.labels.get(names)
         if known is not None:
             return known
         if isinstance(names, str):
@@ -178,9 +184,9 @@ class Ring:
             length = -len(data)
         if self._ends + 4 + len(data) > _START:
             return 0
-        self._view[self._ends : self._ends + 4 + len(data)] = _LENGTH.pack(length) + data
+        self.view[self._ends : self._ends + 4 + len(data)] = _LENGTH.pack(length) + data
         self._ends += 4 + len(data)
-        number = self._labels[names] = len(self._labels)
+        number = self.labels[names] = len(self.labels)
         self.words[Word.LABELS] = self._ends - _HEADER
         return number
 
@@ -199,6 +205,7 @@ class RingReader:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._view = memoryview(memory)
+        self._slots = self._view[_START:]
         self.words = self._view[:512].cast("q")
         if self.words[Word.VERSION] != _VERSION:
             raise ValueError("not a ring of this version")
@@ -216,10 +223,11 @@ class RingReader:
     def name(self, number: int) -> Label:
         """Return a label."""
         if number >= len(self.labels):
-            self._load_labels()
+            self.load_labels()
         return self.labels[number] if number < len(self.labels) else ""
 
-    def _load_labels(self) -> None:
+    def load_labels(self) -> None:
+        """Read the labels that are new."""
         end = _HEADER + self.words[Word.LABELS]
         while self._read_labels < end:
             (length,) = _LENGTH.unpack_from(self._view, self._read_labels)
@@ -237,26 +245,36 @@ class RingReader:
         self._position = self.words[Word.WRITTEN]
 
     def last(self, count: int) -> Iterator[Record]:
-        """Yield the last records that are complete, oldest first; ``read`` goes on after them."""
-        self._position = max(0, self.words[Word.WRITTEN] - min(count, _CAPACITY))
+        """Yield the last records that are complete, oldest first."""
+        self._position = max(0, self.words[_WRITTEN] - min(count, _CAPACITY - _WRITERS))
         return self.read()
 
     def read(self) -> Iterator[Record]:
-        """Yield the records since the last call, oldest first. See Note [Sequence numbers]."""
-        behind = self.words[Word.WRITTEN] - _CAPACITY
-        if self._position < behind:
-            self.lost += behind - self._position
-            self._position = behind
-        while self._position < self.words[Word.WRITTEN]:
-            at = _START + (self._position & _MASK) * 40
-            when, label, kind, set_id, *values, number = _RECORD.unpack_from(self._view, at)
-            again = _RECORD.unpack_from(self._view, at)[-1]
-            expected = self._position & _U32
-            if number != expected or again != expected:
-                if (number - expected) & _U32 < 1 << 31:  # overwritten
-                    self.lost += 1
-                elif self.words[Word.WRITTEN] - self._position < 64:
-                    return  # another thread is still writing it
-            else:
-                yield Record(when, label, kind, set_id, tuple(values))
-            self._position += 1
+        """Yield the records since the last call, oldest first."""
+        return records(*self.take())
+
+    def take(self) -> tuple[int, bytes]:
+        """Return the number of the first record since the last call, and the records, for ``records``.
+
+        See Note [Sequence numbers].
+        """
+        self._leave_out(self.words[_WRITTEN])
+        first, end = self._position, self.words[_WRITTEN]
+        at, to = (first & MASK) * 40, (end & MASK) * 40
+        slots = self._slots
+        data = bytes(slots[at:to]) if at <= to else bytes(slots[at:]) + bytes(slots[:to])
+        self._leave_out(self.words[_WRITTEN])  # overwritten meanwhile
+        data = data[(self._position - first) * 40 :]
+        first = self._position
+        for number in range(max(first, end - _WRITERS), end):
+            if RECORD.unpack_from(data, (number - first) * 40)[-1] != number & _U32:
+                end = number  # another thread is still writing it
+                break
+        self._position = max(first, end)
+        return first, data[: (self._position - first) * 40]
+
+    def _leave_out(self, written: int) -> None:
+        before = written - _CAPACITY + _WRITERS
+        if self._position < before:
+            self.lost += before - self._position
+            self._position = before

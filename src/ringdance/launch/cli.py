@@ -25,7 +25,7 @@ from ringdance.launch.spec import (
     resolve_command,
     run_in_terminal,
 )
-from ringdance.settings.parse import ADDRESS
+from ringdance.settings.parse import ADDRESS, STEPS
 
 _EPILOG = """\
 examples:
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
+    add("--timeline-steps", type=_steps, metavar="A:B", help="only of steps A to B-1, counted from 0")
     add(
         "--metrics-port",
         metavar="[ADDRESS:]PORT",
@@ -136,6 +137,14 @@ def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not check the hosts before the start; with --dry-run: do not connect to any",
     )
+
+
+def _steps(text: str) -> str:
+    try:
+        STEPS.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected {STEPS.expected}") from None
+    return text
 
 
 def main(argv: Sequence[str], check: Check | None = None) -> int:
@@ -250,6 +259,7 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         colour=arguments.colour or (sys.stdout.isatty() and not os.environ.get("NO_COLOR")),
         fold=arguments.fold,
         timeline=arguments.timeline,
+        timeline_steps=arguments.timeline_steps or "",
         output_directory=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
         heartbeat_timeout=arguments.host_timeout,

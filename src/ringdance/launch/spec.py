@@ -56,6 +56,7 @@ class JobSpec:
         fold: whether equal lines of several ranks are shown once.
         output_directory: for a copy of each rank's output, or "".
         timeline: file for a timeline of all ranks, or "".
+        timeline_steps: of which it tells, as the setting; "" for all.
         start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
         heartbeat_timeout: seconds without a heartbeat after which a host is lost.
         verbose: whether to show steps.
@@ -79,6 +80,7 @@ class JobSpec:
     fold: bool = False
     output_directory: str = ""
     timeline: str = ""
+    timeline_steps: str = ""
     start_timeout: float = 60.0
     heartbeat_timeout: float = 6.0
     verbose: bool = False
@@ -150,6 +152,8 @@ class JobSpec:
             ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
             there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
             exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if hosts[0][0] in local else there
+            if spec.timeline_steps:
+                exports["RINGDANCE_TIMELINE_STEPS"] = spec.timeline_steps
         try:
             plan = build_plan(
                 replace(spec, exports=exports),

@@ -21,7 +21,7 @@ def phases(chunks: Sequence[Record]) -> Iterator[Span]:
     """Yield name, begin and end of each phase of the chunks."""
     for chunk in chunks:
         at = chunk.time
-        for name, duration in zip(_ORDER, chunk.values, strict=False):
+        for name, duration in zip(_ORDER, _durations(chunk), strict=False):
             if duration:
                 yield name, at, at + duration
             at += duration
@@ -55,5 +55,12 @@ def activities(chunks: Sequence[Record], nbytes: Sequence[int]) -> list[list[Spa
 
 def _phase(chunk: Record, number: int) -> tuple[int, int]:
     """Return begin and end of a phase of a chunk's record."""
-    began = chunk.time + sum(chunk.values[:number])
-    return began, began + chunk.values[number]
+    durations = _durations(chunk)
+    began = chunk.time + sum(durations[:number])
+    return began, began + durations[number]
+
+
+def _durations(chunk: Record) -> tuple[int, int, int, int]:
+    wait, *rest = chunk.values
+    copy_out, reduce, copy_in, _ = rest
+    return wait * 1000, copy_out, reduce, copy_in

@@ -13,6 +13,8 @@ from typing import Any
 __all__ = ["MonitorClient"]
 
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.monitor.main import main;main()"
+_WRITING_S = 60.0  # a file of the largest size takes five
+_OTHERS_S = 2.0
 
 
 class MonitorClient:
@@ -27,6 +29,7 @@ class MonitorClient:
     """
 
     def __init__(self, pids: Sequence[int], metrics: bool) -> None:
+        self._writes = False
         root = str(Path(__file__).resolve().parents[2])
         # A session of its own: Ctrl-C and the end of this process are no reason to end before all is written.
         self._process = subprocess.Popen(
@@ -35,18 +38,19 @@ class MonitorClient:
             start_new_session=True,
         )  # fmt: skip
 
-    def start(self, file: str, mark_cycles: bool, anew: bool = True) -> None:
+    def start(self, file: str, detail: int | None, anew: bool = True) -> None:
         """Start writing a timeline.
 
         Args:
             file: its path.
-            mark_cycles: with rounds of agreement.
+            detail: see ``Recorder.detail``; None: ranks set it themselves.
             anew: from now on, not from the beginning of the job.
 
         Raises:
             OSError: the file cannot be written, or the monitor has ended.
         """
-        self._ask(do="start", file=os.path.abspath(file), detail=2 if mark_cycles else 1, anew=anew)
+        self._writes = True
+        self._ask(do="start", file=os.path.abspath(file), detail=detail, anew=anew)
 
     def stop(self) -> None:
         """Complete the timeline's file. Raises OSError if there is no monitor."""
@@ -85,14 +89,14 @@ class MonitorClient:
             raise OSError(answer["error"])
         return answer
 
-    def close(self, timeout: float = 2.0) -> None:
+    def close(self) -> None:
         """Wait until the monitor has written everything: this rank's ring is closed."""
         pipe, answers = self._process.stdin, self._process.stdout
         assert pipe
         assert answers
         pipe.close()
         try:
-            self._process.wait(timeout)
+            self._process.wait(_WRITING_S if self._writes else _OTHERS_S)
         except subprocess.TimeoutExpired:
             pass  # it waits for other ranks
         answers.close()

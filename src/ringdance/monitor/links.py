@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ringdance.core.ring import Label, Record, RingReader, Who, pack, unpack
+from ringdance.core.ring import Label, RingReader, Who
 from ringdance.launch.messages import Frames
 from ringdance.launch.remote import tcp
 
@@ -57,12 +57,16 @@ class Clock:
 
 
 class RemoteRing:
-    """What has come of another host's ring."""
+    """What has come of another host's ring.
+
+    Attributes:
+        taken: what ``RingReader.take`` returned there, and how far that clock is ahead.
+    """
 
     def __init__(self, who: Who) -> None:
         self.who = who
         self.labels: list[Label] = []
-        self.records: list[Record] = []
+        self.taken: list[tuple[int, bytes, int]] = []
 
     def name(self, number: int) -> Label:
         """Return a label."""
@@ -95,7 +99,7 @@ class Follower:
                     self.rings[rank] = RemoteRing(Who(rank, message["host"], message["pid"]))
                 ring = self.rings[rank]
                 ring.labels += [one if isinstance(one, str) else tuple(one) for one in message["labels"]]
-                ring.records += unpack(data)
+                ring.taken.append((message["first"], data, self.clock.ahead))
             elif "stopped" in message:
                 self.stopped = True
         return alive
@@ -133,15 +137,16 @@ class Sender:
                 found.append(message)
         return found, alive
 
-    def send(self, reader: RingReader, records: Sequence[Record]) -> None:
-        """Send records, and the labels that are new."""
-        if not records:
+    def send(self, reader: RingReader) -> None:
+        """Send the records and labels that are new."""
+        first, data = reader.take()
+        if not data:
             return
         who = reader.who
-        reader.name(max(record.label for record in records))
+        reader.load_labels()
         sent = self._sent_labels.get(who.rank, 0)
         self._sent_labels[who.rank] = len(reader.labels)
-        self.frames.send({**who._asdict(), "labels": reader.labels[sent:]}, pack(records))
+        self.frames.send({**who._asdict(), "labels": reader.labels[sent:], "first": first}, data)
 
     def finish(self, seconds: float) -> None:
         """Send what is left, for so long at most, and close the connection."""

@@ -25,19 +25,14 @@ from typing import Any
 from ringdance.core.ring import Word
 from ringdance.launch.remote import tcp
 from ringdance.launch.system.machine import networks
-from ringdance.monitor.chrome import ChromeWriter
 from ringdance.monitor.links import Follower, Sender
 from ringdance.monitor.metrics import Metrics
-from ringdance.monitor.perfetto import PerfettoWriter
 from ringdance.monitor.processes import lives, open_ring, pidfd
-from ringdance.monitor.timeline import Timeline
+from ringdance.monitor.tracefile import TraceFile
 
 __all__ = ["main"]
 
-PERFETTO = (".perfetto-trace", ".pftrace")
-"""Endings of files in Perfetto's own format; others are JSON."""
-
-_POLL_S = 0.02  # while a timeline is written; the ring has room for some seconds
+_POLL_S = 0.05  # while a timeline is written; the ring has room for some seconds
 _IDLE_S = 1.0
 _OTHERS_S = 2.0  # for other hosts' last records
 
@@ -53,13 +48,13 @@ class Monitor:
         self._readers = [reader for pid in pids if (reader := open_ring(pid)) is not None]
         self._alive = {reader.who.pid: reader for reader in self._readers}
         self._selector = selectors.DefaultSelector()
-        self._trace: Timeline | None = None
+        self._trace: TraceFile | None = None
         self._sender: Sender | None = None
         self._followers: list[Follower] = []
         self._metrics: Metrics | None = None
         self._interval = _IDLE_S
         self._ending = False  # the rank that has started this process is about to leave
-        self._detail = 0
+        self._detail: int | None = 0
         self._input = b""
         self._commands: dict[str, Callable[..., Any]] = {
             "start": self._start, "stop": self._stop, "listen": self._listen, "connect": self._connect,
@@ -72,11 +67,14 @@ class Monitor:
 
     def run(self) -> None:
         """Serve until all ranks have left."""
+        os.nice(19)
         while self._alive:
             busy = self._trace or self._sender or self._followers or self._ending
             self._step(_POLL_S if busy else min(_IDLE_S, self._interval))
             gone = [pid for pid, reader in self._alive.items() if reader.words[Word.CLOSED] or not lives(pid)]
-            self._write()
+            self._take()
+            if self._trace is not None:
+                self._trace.convert()
             if self._metrics is not None:
                 self._metrics.write_if_due()
                 self._metrics.leave(gone)
@@ -114,15 +112,10 @@ class Monitor:
                 with contextlib.suppress(OSError):
                     os.write(1, json.dumps(answer or {}).encode() + b"\n")
 
-    def _start(self, file: str, detail: int, anew: bool) -> None:
+    def _start(self, file: str, detail: int | None, anew: bool) -> None:
         self._stop()
-        if file.endswith(PERFETTO):
-            self._trace = Timeline(PerfettoWriter(file))
-        else:
-            self._trace = Timeline(ChromeWriter(file, time.monotonic_ns(), time.time()))
-        self._set_detail(detail, anew)
-        for follower in self._followers:
-            follower.frames.send({"do": "start", "detail": detail, "anew": anew})
+        self._trace = TraceFile(file)
+        self._set_detail_everywhere(detail, anew)
 
     def _metrics_to(self, interval: float, **options: Any) -> None:
         self._metrics = Metrics(self._readers, interval=interval, **options)
@@ -130,21 +123,26 @@ class Monitor:
         # Else the end of the rank's output is that of this process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
-    def _set_detail(self, detail: int, anew: bool) -> None:
+    def _set_detail(self, detail: int | None, anew: bool = False) -> None:
+        """Say what ranks of this host record; None: they know (see the setting ``timeline_steps``)."""
         self._detail = detail
         for reader in self._readers:
             if anew:
                 reader.skip()
-            reader.words[Word.DETAIL] = detail
+            if detail is not None:
+                reader.words[Word.DETAIL] = detail
+
+    def _set_detail_everywhere(self, detail: int | None, anew: bool = False) -> None:
+        self._set_detail(detail, anew)
+        for follower in self._followers:
+            follower.frames.send({"do": "start", "detail": detail, "anew": anew})
 
     def _stop(self, last: bool = False) -> None:
         """Complete the file, with the records of other hosts until now or, the last time, until their end."""
-        for reader in self._readers:
-            reader.words[Word.DETAIL] = 0
-        self._detail = 0
+        self._set_detail(0)
         if self._trace is None and self._sender is None:
             return
-        self._write()
+        self._take()
         if self._sender is not None:
             self._sender.finish(_OTHERS_S)
         for follower in self._followers:
@@ -154,9 +152,9 @@ class Monitor:
         until = time.monotonic() + _OTHERS_S
         while not all(f.stopped for f in self._followers) and time.monotonic() < until:
             self._step(_POLL_S)
-        self._write()
+        self._take()
         if self._trace is not None:
-            self._trace.writer.close()
+            self._trace.close()
             self._trace = None
 
     # --- other hosts ---------------------------------------------------------------------------
@@ -193,30 +191,31 @@ class Monitor:
             if command.pop("do") == "start":
                 self._set_detail(**command)
             else:
-                self._set_detail(0, anew=False)
-                self._write()
+                self._set_detail(0)
+                self._take()
                 sender.frames.send({"stopped": True})
         if not alive:
             self._selector.unregister(sender.sock)
             self._sender = None
-            self._set_detail(0, anew=False)
+            self._set_detail(0)
 
-    def _write(self) -> None:
-        """Pass on what the rings and the links have brought."""
+    def _take(self) -> None:
+        """Take what the rings and the links have brought, which makes room in the rings."""
+        if self._sender is not None:
+            for reader in self._readers:
+                self._sender.send(reader)
+        if self._trace is None:
+            return
         for reader in self._readers:
-            if self._sender is not None:
-                self._sender.send(reader, list(reader.read()))
-            elif self._trace is not None:
-                self._trace.add(reader.who, reader.name, reader.read())
+            self._trace.add(reader, *reader.take())
         for follower in self._followers:
-            if not follower.clock.known:
-                continue
-            for ring in follower.rings.values():
-                records, ring.records = ring.records, []
-                if self._trace is not None:
-                    self._trace.add(ring.who, ring.name, records, -follower.clock.ahead)
-        if self._trace is not None:
-            self._trace.writer.flush()
+            if follower.clock.known:
+                for ring in follower.rings.values():
+                    taken, ring.taken = ring.taken, []
+                    for first, data, ahead in taken:
+                        self._trace.add(ring, first, data, -(ahead or follower.clock.ahead))
+        if self._trace.full and self._detail != 0:
+            self._set_detail_everywhere(0)
 
 
 def main() -> None:

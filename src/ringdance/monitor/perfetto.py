@@ -13,7 +13,7 @@ __all__ = ["PerfettoWriter"]
 _PACKET, _TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _TRACK_DESCRIPTOR = 1, 8, 10, 11, 60
 _UUID, _NAME, _PARENT, _ORDER = 1, 2, 5, 12
 _ANNOTATION, _TYPE, _TRACK, _EVENT_NAME = 4, 9, 11, 23
-_ANNOTATION_NAME, _ANNOTATION_INT = 10, 4
+_ANNOTATION_NAME, _ANNOTATION_INT, _ANNOTATION_TEXT = 10, 4, 6
 _BEGIN, _END, _INSTANT = 1, 2, 3
 
 
@@ -31,6 +31,7 @@ class PerfettoWriter:
     def __init__(self, path: str, limit: int = 1 << 30) -> None:
         self._file = open(path, "wb")  # noqa: SIM115 : closed by close()
         self._left = limit
+        self._known: dict[tuple[int, int, int, str], bytes] = {}
 
     def _write(self, *fields: bytes) -> None:
         packet = _bytes(_PACKET, b"".join([*fields, _int(_SEQUENCE, 1)]))
@@ -47,14 +48,17 @@ class PerfettoWriter:
         self._write(_bytes(_TRACK_DESCRIPTOR, descriptor))
 
     def _event(self, kind: int, pid: int, tid: int, when: int, name: str = "", **args: Any) -> None:
-        fields = [_int(_TYPE, kind), _int(_TRACK, _track(pid, tid))]
-        if name:
-            fields.append(_bytes(_EVENT_NAME, name.encode()))
-        for key, value in args.items():
-            fields.append(
-                _bytes(_ANNOTATION, _bytes(_ANNOTATION_NAME, key.encode()) + _int(_ANNOTATION_INT, value))
-            )
-        self._write(_int(_TIMESTAMP, when), _bytes(_TRACK_EVENT, b"".join(fields)))
+        key = kind, pid, tid, name
+        event = self._known.get(key)
+        if event is None:
+            event = _int(_TYPE, kind) + _int(_TRACK, _track(pid, tid))
+            event += _bytes(_EVENT_NAME, name.encode()) if name else b""
+            self._known[key] = event
+        for word, value in args.items():
+            text = isinstance(value, str)
+            data = _bytes(_ANNOTATION_TEXT, value.encode()) if text else _int(_ANNOTATION_INT, value)
+            event += _bytes(_ANNOTATION, _bytes(_ANNOTATION_NAME, word.encode()) + data)
+        self._write(_int(_TIMESTAMP, when), _bytes(_TRACK_EVENT, event))
 
     def begin(self, pid: int, tid: int, name: str, when: int) -> None:
         self._event(_BEGIN, pid, tid, when, name)

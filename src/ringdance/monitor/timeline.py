@@ -95,10 +95,11 @@ class Timeline:
             elif record.kind == Kind.CHUNK:
                 self._chunks[rank, record.set_id].append(record)
             elif record.kind == Kind.WAIT:
-                self.writer.span(pid, _WAITS, "WAIT", record.time - record.values[0] * 1000, record.time)
+                began, name = record.time - record.values[0] * 1000, str(name_of(record.label))
+                self.writer.span(pid, _WAITS, "WAIT", began, record.time, tensor=name)
             elif record.kind == Kind.ROUND:
                 self.writer.instant(pid, _STEPS, "CYCLE_START", record.time)
-            elif record.kind == Kind.STEP:
+            elif record.kind == Kind.STEP and record.values[1]:
                 self.writer.instant(pid, _STEPS, f"step {record.values[0]}", record.time)
             elif record.kind == Kind.TEXT:
                 self.writer.instant(pid, _STEPS, str(name_of(record.label)), record.time)
@@ -122,19 +123,21 @@ class Timeline:
         self.writer.span(pid, rank, str(rank), record.time, record.time)
 
     def _batch(self, rank: int, names: tuple[str, ...], record: Record) -> None:
-        duration, number, collective, low, high = record.values
+        number, duration, collective, low, high = record.values
         began, kind = record.time - duration * 1000, COLLECTIVES[collective]
         writer, chunks = self.writer, self._chunks.pop((rank, record.set_id), [])
+        submitted = []
+        for name in names:
+            waiting = self._submitted[rank, record.set_id, name]
+            submitted.append(waiting.popleft() if waiting else (0, 0))
+        if not any(when for when, _ in submitted):
+            return  # before or after the steps that are wanted
         writer.span(
             _RANKS + rank, _BATCHES, kind, began, record.time,
             round=number, bytes=low | high << 32, tensors=len(names), process_set=record.set_id,
         )  # fmt: skip
         for name, start, end in phases(chunks):
             writer.span(_RANKS + rank, _CHUNKS, name, start, end)
-        submitted = []
-        for name in names:
-            waiting = self._submitted[rank, record.set_id, name]
-            submitted.append(waiting.popleft() if waiting else (0, 0))
         found = activities(chunks, [nbytes for _, nbytes in submitted])
         for name, (when, nbytes), parts in zip(names, submitted, found, strict=True):
             if not when:

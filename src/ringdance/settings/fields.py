@@ -19,6 +19,7 @@ from ringdance.settings.parse import (
     COUNT,
     NUMBER,
     POSITIVE,
+    STEPS,
     SWITCH,
     TEXT,
     Parser,
@@ -168,6 +169,10 @@ class Settings:
     )
     timeline_mark_cycles: bool = _switch(
         False, "Mark each round of agreement in the timeline.", legacy="HOROVOD_TIMELINE_MARK_CYCLES"
+    )
+    timeline_steps: tuple[int, ...] = _setting(
+        (), STEPS, "Steps of which the timeline tells, such as 100:110; empty: all, up to its largest size.",
+        unit="steps",
     )
     summary_time: float = _setting(
         60.0, NUMBER, "Runs that last at least so long end with a summary of their speed; 0: none.", unit="s"

@@ -72,6 +72,11 @@ def _address(text: str) -> str:
     return text
 
 
+def _steps(text: str) -> tuple[int, ...]:
+    first, end = text.split(":")
+    return int(first or 0), int(end)
+
+
 def choice(*words: str) -> Parser[str]:
     """One of `words`, which are in lower case, in any case."""
     return Parser("one of " + ", ".join(words), str.lower, words.__contains__)
@@ -88,6 +93,11 @@ NUMBER = Parser("a number not below 0", float, lambda value: 0 <= value < math.i
 POSITIVE = Parser("a number greater than 0", float, lambda value: 0 < value < math.inf)
 TEXT = Parser("text", str)
 ADDRESS = Parser("a port from 0 to 65535, or ADDRESS:PORT", _address)
+STEPS = Parser(
+    "the first step and the one after the last, counted from 0, such as 100:110",
+    _steps,
+    lambda steps: 0 <= steps[0] < steps[1],
+)
 CORES = Parser(
     "core numbers separated by commas, one for each local rank", _cores, lambda value: min(value) >= 0
 )

@@ -251,11 +251,11 @@ def test_what_an_interrupt_has_taken_out_fails_too(settings: Settings, threaded:
     def program(engine: Engine) -> None:
         engine.submit(request_of("x"), wake=False).wait()  # from now on its data ride along
 
-        def interrupted(*record: int, when: int = 0) -> None:
+        def interrupted(*record: object) -> None:
             raise KeyboardInterrupt
 
         if engine.rank == 0:
-            engine.recorder.add = interrupted  # type: ignore[method-assign]
+            engine.recorder.small_batch = interrupted  # type: ignore[method-assign]
         work = engine.submit(request_of("x"), wake=False)
         if engine.rank == 0:
             with pytest.raises(KeyboardInterrupt):

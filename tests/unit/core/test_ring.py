@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from ringdance.core import ring as ring_module
-from ringdance.core.ring import Kind, Ring, RingReader, Who, Word, pack, shared_memory, unpack
+from ringdance.core.ring import Kind, Ring, RingReader, Who, Word, records, shared_memory
 from ringdance.monitor.processes import open_ring
 
 CAPACITY = ring_module._CAPACITY
@@ -29,8 +29,8 @@ def test_what_is_written_is_read_in_order() -> None:
     assert (second.time, reader.name(second.label), second.values[0]) == (11, ("b", "a", "c"), 7)
     assert first.time > second.time
     assert list(reader.read()) == []
-    assert unpack(pack([first, second])) == [first, second]
     assert [record.time for record in reader.last(1)] == [11]
+    assert list(reader.last(5)) == [first, second]
 
 
 def test_a_label_is_written_once_and_never_beyond_its_room() -> None:
@@ -52,8 +52,9 @@ def test_a_slow_reader_knows_how_much_it_has_lost() -> None:
     for number in range(CAPACITY + 10):
         ring.add(Kind.STEP, a=number)
     found = [record.values[0] for record in reader.read()]
-    assert found == list(range(10, CAPACITY + 10))
-    assert reader.lost == 10
+    lost = 10 + ring_module._WRITERS  # these slots might be overwritten while they are copied
+    assert found == list(range(lost, CAPACITY + 10))
+    assert reader.lost == lost
     ring.add(Kind.STEP, a=77)
     reader.skip()
     assert list(reader.read()) == []
@@ -76,6 +77,20 @@ def test_threads_write_without_losing_a_record() -> None:
     found += list(reader.read())
     for kind in (1, 2, 3):
         assert [record.values[0] for record in found if record.kind == kind] == list(range(each))
+
+
+def test_a_record_that_is_not_complete_is_left_for_later() -> None:
+    ring = Ring()
+    reader = RingReader(ring.memory)
+    ring.add(Kind.STEP, a=0)
+    unfinished = next(ring.numbers)  # of a thread that has not written yet
+    ring.add(Kind.STEP, a=2)
+    assert [record.values[0] for record in reader.read()] == [0]
+    ring.numbers = iter([unfinished, 3])
+    ring.add(Kind.STEP, a=1)
+    ring.words[Word.WRITTEN] = 3
+    assert [record.values[0] for record in reader.read()] == [1, 2]
+    assert list(records(7, b"")) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")

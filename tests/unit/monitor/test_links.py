@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from ringdance.core.ring import Kind, Ring, RingReader, Who
+from ringdance.core.ring import Kind, Ring, RingReader, Who, records
 from ringdance.launch.remote import tcp
 from ringdance.monitor.links import Clock, Follower, Sender
 
@@ -31,15 +31,16 @@ def test_records_and_labels_come_over() -> None:
     reader = RingReader(ring.memory)
     for name in ("a", "b", "a"):
         ring.add(Kind.SUBMIT, ring.label(name))
-        sender.send(reader, list(reader.read()))
+        sender.send(reader)
     ring.add(Kind.BATCH, ring.label(("a", "b")))
-    sender.send(reader, list(reader.read()))
+    sender.send(reader)
     sender.finish(1.0)
     while follower.receive():
         time.sleep(0.001)
     got = follower.rings[5]
     assert got.who == Who(5, "node2", reader.who.pid)
-    assert [got.name(record.label) for record in got.records] == ["a", "b", "a", ("a", "b")]
+    found = [record for first, data, _ in got.taken for record in records(first, data)]
+    assert [got.name(record.label) for record in found] == ["a", "b", "a", ("a", "b")]
     follower.sock.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective
-from ringdance.core.ring import Kind, RingReader, Who, Word
+from ringdance.core.ring import Kind, RingReader, Who
 from ringdance.monitor.activities import activities
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.monitor.timeline import COLLECTIVES, Timeline
@@ -24,10 +24,10 @@ def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
     for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
         label = recorder.label(name)
         recorder.add(Kind.SUBMIT, label, 0, size, 0, Collective.ALLREDUCE, when=number * MS)
-    recorder.words[Word.DETAIL] = 1
+    recorder.detail = 1
     # Copying in takes 1 ms, then each chunk 1 ms of waiting, copying out, reducing and copying in each.
     recorder.chunks(0, [(10 + number) * MS for number in range(4 + 4 * chunks)])
-    values = (90_000, 1, Collective.ALLREDUCE, sum(sizes))
+    values = (1, 90_000, Collective.ALLREDUCE, sum(sizes))
     recorder.add(Kind.BATCH, recorder.label(names), 0, *values, when=100 * MS)
     return recorder
 
@@ -76,7 +76,7 @@ def test_the_largest_size_is_kept(tmp_path: Path) -> None:
     trace = Timeline(ChromeWriter(str(path), 0, 0.0, limit=20_000))
     recorder = Recorder(0, "")
     for number in range(1000):
-        recorder.add(Kind.STEP, a=number)
+        recorder.add(Kind.STEP, a=number, b=1)
     reader = RingReader(recorder.ring.memory)
     for record in list(reader.read()):
         trace.add(Who(0, "node", 7), reader.name, [record])

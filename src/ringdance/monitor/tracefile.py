@@ -1,0 +1,90 @@
+"""A timeline's file: records wait for their conversion, which must not take time from the ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import Protocol
+
+from ringdance.core.ring import RECORD, Label, Who, records
+from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.perfetto import PerfettoWriter
+from ringdance.monitor.timeline import Timeline
+
+__all__ = ["Source", "TraceFile"]
+
+PERFETTO = (".perfetto-trace", ".pftrace")
+"""Endings of files in Perfetto's own format; others are JSON."""
+
+_SLICE = 500  # records converted at once
+_RECORDS = 1 << 19  # at most: about 200 MB of JSON, which viewers still open
+# Converting takes longer than the ranks take to write, and they may need all cores: while they run it gets so
+# much time, and then this part of one core. What is left is converted at the end.
+_FIRST_S, _SHARE = 0.3, 0.005
+
+
+class Source(Protocol):
+    """A ring."""
+
+    @property
+    def who(self) -> Who:
+        """Whose it is."""
+
+    def name(self, number: int) -> Label:
+        """Return a label."""
+
+
+class TraceFile:
+    """The file of a timeline.
+
+    Args:
+        path: its ending decides about the format.
+
+    Attributes:
+        full: whether it has its largest size; what comes later is left out.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        if path.endswith(PERFETTO):
+            self._timeline = Timeline(PerfettoWriter(path))
+        else:
+            self._timeline = Timeline(ChromeWriter(path, time.monotonic_ns(), time.time()))
+        self._taken: deque[tuple[Source, int, bytes, int]] = deque()
+        self._room = _RECORDS
+        self._spent, self._began = -_FIRST_S, time.monotonic()
+
+    @property
+    def full(self) -> bool:
+        return self._room <= 0
+
+    def add(self, source: Source, first: int, data: bytes, offset: int = 0) -> None:
+        """Add what ``RingReader.take`` has returned; ``offset``: nanoseconds to add to that clock."""
+        if self.full:
+            return
+        size = _SLICE * RECORD.size
+        for at in range(0, len(data), size):
+            self._taken.append((source, first + at // RECORD.size, data[at : at + size], offset))
+        self._room -= len(data) // RECORD.size
+
+    def convert(self, everything: bool = False) -> None:
+        """Write what was added, as far as there is time for it or everything; the file is valid after it."""
+        if not self._taken:
+            return
+        began = time.monotonic()
+        allowed = math.inf if everything else _SHARE * (began - self._began) - self._spent
+        now = began
+        while self._taken and now - began < allowed:
+            source, first, data, offset = self._taken.popleft()
+            self._timeline.add(source.who, source.name, records(first, data), offset)
+            now = time.monotonic()
+        self._timeline.writer.flush()
+        self._spent += time.monotonic() - began
+
+    def close(self) -> None:
+        """Write everything, and close the file."""
+        self.convert(everything=True)
+        self._timeline.writer.close()
