@@ -1,0 +1,16 @@
+"""Print the dashboard for Grafana, which docs/grafana/make.py writes."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Print the dashboard as JSON."""
+    print((resources.files("ringdance.monitor") / "dashboard.json").read_text(), end="")
+
+
+if __name__ == "__main__":
+    main()

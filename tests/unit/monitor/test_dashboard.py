@@ -1,0 +1,50 @@
+"""The dashboard for Grafana: it is what its script writes, and asks for what the endpoint has."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from ringdance.monitor.openmetrics import FIGURES, RankCollector
+
+ROOT = Path(__file__).parents[3]
+
+
+def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for one in dashboard["panels"]:
+        yield one
+        yield from one.get("panels") or ()
+
+
+def test_the_dashboard_is_that_of_its_script() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "grafana" / "make.py"))["dashboard"]()
+    line = [sys.executable, "-m", "ringdance.monitor.dashboard"]
+    shown = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown == written, "run docs/grafana/make.py"
+
+
+def test_every_query_is_of_metrics_that_the_endpoint_has() -> None:
+    row = {"rank": 0, "host": "h", **{figure.key: 1 for figure in FIGURES}}
+    registry = CollectorRegistry()
+    registry.register(RankCollector(lambda: [row]))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    names = {sample.name for family in families for sample in family.samples}
+    dashboard = json.loads((ROOT / "src/ringdance/monitor/dashboard.json").read_text())
+    queries = [target["expr"] for panel in panels(dashboard) for target in panel.get("targets") or ()]
+    queries += [one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    used = {name for query in queries for name in re.findall(r"ringdance_\w+", query)}
+    assert len(queries) > 20
+    assert used <= names
+    assert names == used, "no panel shows it"
+    ids = [panel["id"] for panel in panels(dashboard) if "id" in panel]
+    assert len(ids) == len(set(ids))
