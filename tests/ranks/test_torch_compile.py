@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from steps import counting_steps
 from torch import Tensor, nn
 from torch_nets import data, sgd
 
@@ -59,19 +60,23 @@ def calls(hvd: Any) -> dict[str, Callable[[Tensor], Any]]:
         "reducescatter": lambda x: hvd.reducescatter((x * 2).repeat(SIZE)) + 1,
         "allgather_object": lambda x: x + sum(hvd.allgather_object(hvd.rank())),
         "barrier": lambda x: (hvd.barrier(), x * 2)[1],
+        "mark_step": lambda x: (hvd.mark_step(), x * 2)[1],
     }
 
 
 @pytest.mark.parametrize("names", [
-    ("allreduce", "grouped_allreduce_", "allreduce_async"), pytest.param(None, marks=slow)
+    ("allreduce", "grouped_allreduce_", "allreduce_async", "mark_step"), pytest.param(None, marks=slow)
 ])
 def test_collectives_in_a_compiled_function(hvd: Any, names: tuple[str, ...] | None) -> None:
     every = calls(hvd)
+    lengths = (3, 3) if names else (3, 3, 5)
     for name in names or every:
         compiled = torch.compile(every[name], backend="eager")
-        for length in (3, 3) if names else (3, 3, 5):
-            x = torch.arange(float(length)) + RANK
-            assert torch.equal(compiled(x), every[name](x)), name
+        with counting_steps() as steps:
+            for length in lengths:
+                x = torch.arange(float(length)) + RANK
+                assert torch.equal(compiled(x), every[name](x)), name
+            assert steps() == 2 * len(lengths) * (name == "mark_step")
 
 
 def test_gradients_of_a_compiled_collective(hvd: Any) -> None:

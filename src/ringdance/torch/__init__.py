@@ -13,13 +13,14 @@ from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
-from ringdance.training import objects
+from ringdance.training import basics, objects
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.gradients.sparse import sparse_routes
 
 HorovodInternalError = CollectiveError
 allgather_object = compiler_disable(objects.allgather_object)
 broadcast_object = compiler_disable(objects.broadcast_object)
+mark_step = compiler_disable(basics.mark_step)
 
 __all__ = [
     "Adasum", "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",

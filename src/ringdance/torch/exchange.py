@@ -26,6 +26,7 @@ Tensors = Sequence[Tensor]
 # What a wrong argument may raise while it is converted; see Note [Refused calls].
 WRONG_ARGUMENT = (ArgumentError, TypeError, ValueError, IndexError, AttributeError)
 
+compiler_disable(session.mark_step)  # Keras compiles whole steps
 session.add_profiler(Profiler(profiler_running, torch.profiler.record_function))
 
 

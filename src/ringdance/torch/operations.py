@@ -126,6 +126,7 @@ def grouped_allreduce_(
     return reduced
 
 
+@compiler_disable
 def reduce_gradients(
     tensors: Tensors, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet
 ) -> list[Tensor]:
