@@ -9,9 +9,12 @@ import threading
 
 import pytest
 
+from ringdance import session
 from ringdance.core import ring as ring_module
+from ringdance.core.recorder import Recorder, StepMark
 from ringdance.core.ring import Kind, Ring, RingReader, Who, Word, records, shared_memory
 from ringdance.monitor.processes import open_ring
+from ringdance.training.basics import mark_step
 
 CAPACITY = ring_module._CAPACITY
 
@@ -123,3 +126,31 @@ def test_of_several_rings_of_a_process_the_open_one_is_found() -> None:
     if hasattr(os, "memfd_create"):
         assert found
         assert found.who.rank == 1
+
+
+def test_marks_of_a_higher_kind_count_alone() -> None:
+    recorder = Recorder(8, "")
+    script, tape, optimizer = StepMark.SCRIPT, StepMark.GRADIENTS, StepMark.OPTIMIZER
+    counts = []
+    for mark in (tape, tape, optimizer, tape, optimizer, script, optimizer, script, tape, script):
+        recorder.step(mark)
+        counts.append(recorder.words[Word.STEPS])
+    assert counts == [1, 2, 1, 1, 2, 1, 1, 2, 2, 3]
+    steps = [one for one in RingReader(recorder.ring.memory).read() if one.kind == Kind.STEP]
+    assert [one.values[0] for one in steps] == [1, 2, 1, 2, 1, 2, 3]
+    assert steps[-1].time == recorder.words[Word.LAST_STEP]
+
+
+def test_steps_go_on_in_the_next_engine() -> None:
+    ring = Ring()
+    for mark in (StepMark.OPTIMIZER, StepMark.SCRIPT):
+        recorder = Recorder(8, "", ring)
+        recorder.step(mark)
+        recorder.step(mark)
+    assert ring.words[Word.STEPS] == 4
+
+
+def test_without_a_job_nothing_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session._process, "engine", None)
+    mark_step()
+    assert not session.is_initialized()
