@@ -14,6 +14,7 @@ __all__ = ["MonitorClient"]
 
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.monitor.main import main;main()"
 _WRITING_S = 60.0  # a file of the largest size takes five
+_BOARD_S = 15.0  # its packages may take as long to be imported as a short run on a busy host
 _OTHERS_S = 2.0
 
 
@@ -29,7 +30,7 @@ class MonitorClient:
     """
 
     def __init__(self, pids: Sequence[int], metrics: bool) -> None:
-        self._writes = False
+        self._limit = _OTHERS_S
         root = str(Path(__file__).resolve().parents[2])
         # A session of its own: Ctrl-C and the end of this process are no reason to end before all is written.
         self._process = subprocess.Popen(
@@ -49,7 +50,7 @@ class MonitorClient:
         Raises:
             OSError: the file cannot be written, or the monitor has ended.
         """
-        self._writes = True
+        self._limit = _WRITING_S
         self._ask(do="start", file=os.path.abspath(file), detail=detail, anew=anew)
 
     def stop(self) -> None:
@@ -62,6 +63,8 @@ class MonitorClient:
         Args:
             options: of ``metrics.Metrics``, without ``readers`` and ``path``.
         """
+        if options["tensorboard"]:
+            self._limit = max(self._limit, _BOARD_S)
         self._send(do="metrics", path=sys.path, **options)
 
     def listen(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class MonitorClient:
         assert answers
         pipe.close()
         try:
-            self._process.wait(_WRITING_S if self._writes else _OTHERS_S)
+            self._process.wait(self._limit)
         except subprocess.TimeoutExpired:
             pass  # it waits for other ranks
         answers.close()
