@@ -8,7 +8,7 @@ here=$(dirname "$0")
 directory=${1:-benchmark-results}
 [ $# -gt 0 ] && shift
 mkdir -p "$directory"
-for name in allreduce resnet50_gradients training_step idle; do
+for name in allreduce resnet50_gradients training_step idle timeline; do
     "${PYTHON:-python}" "$here/$name.py" --json "$directory/$name.json" "$@"
     echo
 done

@@ -66,6 +66,7 @@ BatchRecord = tuple[bytes, bytes, int]
 
 _U32 = 0xFFFFFFFF
 _SMALL = 64  # batches held back at most
+_MANY_TIMES = 100
 # Quicker as numbers than as members of an Enum.
 _SUBMIT, _CHUNK, _WAIT, _STEP = int(Kind.SUBMIT), int(Kind.CHUNK), int(Kind.WAIT), int(Kind.STEP)
 _DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
@@ -221,7 +222,17 @@ class Recorder:
                 the chunk before, and of reducing. ``Kind.CHUNK`` begins with the waiting; the first record
                 is copying in alone, the last one has neither reducing nor copying in.
         """
-        times = np.concatenate([[marks[0]] * 3, array("q", marks), [marks[-1]] * 2])
+        times = [*[marks[0]] * 3, *marks, *[marks[-1]] * 2]
+        if len(times) > _MANY_TIMES:
+            self._many_chunks(set_id, np.array(array("q", times)))
+            return
+        for at in range(0, len(times) - 1, 4):
+            began, waited, copied, reduced, end = times[at : at + 5]
+            phases = (waited - began) // 1000, copied - waited, reduced - copied, end - reduced
+            self.add(_CHUNK, 0, set_id, *phases, when=began)
+
+    def _many_chunks(self, set_id: int, times: np.ndarray[Any, Any]) -> None:
+        """Do the same with a few calls of NumPy, which take longer than a few chunks."""
         count = len(times) // 4
         found = np.zeros(count, _SLOT)
         found["time"], found["kind"], found["set"] = times[: 4 * count : 4], _CHUNK, set_id & 0xFFFF
