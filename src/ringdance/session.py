@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from types import TracebackType
@@ -26,10 +26,9 @@ from ringdance import settings as settings_module
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import Profiler, StepMark
 from ringdance.core.reports import dump
-from ringdance.core.ring import Ring, Word, shared_memory
 from ringdance.core.sets import buffer_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
-from ringdance.monitor.client import MonitorClient
+from ringdance.monitoring import Monitoring
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
@@ -47,9 +46,6 @@ CAUSE_MARK = "::ringdance-cause::"
 # ends and the MPI launcher kills them.
 _GRACE = 0.5
 
-DYNAMIC = "DYNAMIC"
-"""Value of the setting ``timeline``: be ready for ``start_timeline``."""
-
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (
     "cache_capacity", "deterministic", "fusion_threshold",
@@ -66,8 +62,7 @@ class _Process:
     bound: bool = False  # some thread has had an engine of its own
     pid: int = 0  # 0 before the first init()
     mpi: bool = False
-    monitor: MonitorClient | None = None
-    ring: Ring | None = None
+    monitoring = Monitoring()
     clean: bool = True  # every engine so far has stopped by agreement
     profilers: tuple[Profiler, ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
@@ -116,6 +111,16 @@ def metrics() -> dict[str, Any]:
     return {"rank": found.rank, "size": found.size, "host": found.identity.host} | found.summary.metrics()
 
 
+def start_timeline(path: str, mark_cycles: bool) -> None:
+    """See ``Monitoring.start_timeline``. Raises NotInitializedError before ``init()``."""
+    _process.monitoring.start_timeline(engine(), path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """See ``Monitoring.stop_timeline``. Raises NotInitializedError before ``init()``."""
+    _process.monitoring.stop_timeline(engine())
+
+
 def pause_stall_check(what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
     """Mark what takes long on this rank; see ``training.basics.pause_stall_check``."""
     return engine().pause_stall_check(what, seconds) if is_initialized() else contextlib.nullcontext()
@@ -153,7 +158,7 @@ def init(comm: Any = None) -> None:
         _process.engine = _start(comm, settings)
         _process.engine.profilers = _process.profilers
         _process.comm = comm
-        _start_monitor(_process.engine)
+        _process.monitoring.start(_process.engine)
         _export_ranks(_process.engine)
         if not _process.pid:
             dump.enable()
@@ -169,7 +174,7 @@ def shutdown() -> None:
     found = _leave()
     if found is not None:
         _show_summary(found)
-        _end_monitor(found)
+        _process.monitoring.end(found)
 
 
 def _leave() -> Engine | None:
@@ -193,7 +198,7 @@ def regroup() -> Any:
     """
     ended = engine()
     _leave()
-    _end_monitor(ended)
+    _process.monitoring.end(ended)
     if _process.mpi and ended.size > 1:
         from ringdance.transport.world import wait_for_restart
 
@@ -214,7 +219,7 @@ def _launched_size() -> int | None:
 def _start(comm: Any, settings: Settings) -> Engine:
     launched, loaded = _launched_size(), "mpi4py.MPI" in sys.modules
     if comm is None and (launched is None or (launched == 1 and not loaded)):
-        return Engine(single_transport(), settings, ring=_ring(settings))
+        return Engine(single_transport(), settings, ring=_process.monitoring.ring(settings))
     from ringdance.transport.library import library_version
     from ringdance.transport.world import rank_list, world_transport
 
@@ -224,7 +229,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
                 f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
                 "alone. Start it with `ringdance run -np N` or mpiexec."
             )
-        return Engine(single_transport(), settings, ring=_ring(settings))
+        return Engine(single_transport(), settings, ring=_process.monitoring.ring(settings))
 
     threads = not settings.mpi_threads_disable
     common = {name: getattr(settings, name) for name in _COMMON}
@@ -245,102 +250,8 @@ def _start(comm: Any, settings: Settings) -> Engine:
             f"({library_version()}). Start the job with that library's mpiexec, beside {sys.executable}, "
             "with `ringdance run`, or under Slurm with `srun --mpi=pmix` (Open MPI) or `--mpi=pmi2` (MPICH)."
         )
-    return Engine(transport, settings, threaded=threads, report=_log.warning, ring=_ring(settings))
-
-
-def _ring(settings: Settings) -> Ring:
-    """Return this process's ring, for one engine after the other."""
-    ring = _process.ring = _process.ring or Ring(shared_memory())
-    ring.words[Word.CLOSED] = 0
-    if settings.timeline not in ("", DYNAMIC):  # from the first operation, whenever the monitor is ready
-        ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
-    return ring
-
-
-def _detail(settings: Settings) -> int:
-    return 2 if settings.timeline_mark_cycles else 1
-
-
-def _start_monitor(found: Engine) -> None:
-    """Start the monitor of this host, if something is wanted that it does."""
-    settings = found.settings
-    metrics = bool(settings.metrics_dir or settings.metrics_port)
-    if settings.timeline_steps:
-        first, end = settings.timeline_steps
-        found.recorder.window = first, end, _detail(settings)
-    if found.local_rank or not (settings.timeline or metrics):
-        return
-    identities = found.transport.identities
-    try:
-        monitor = MonitorClient([identities[rank].pid for rank in found.transport.host_group], metrics)
-    except OSError as error:
-        _log.error("ringdance: no timeline and no metrics are written: %s", error)
-        return
-    _process.monitor = monitor
-    if settings.timeline:
-        _start_timeline(found, monitor)
-    if metrics:
-        monitor.metrics(
-            host=found.identity.host,
-            interval=settings.metrics_interval,
-            directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
-            anew=not _process.pid,
-            tensorboard=settings.metrics_tensorboard,
-            address=settings.metrics_port,
-        )
-
-
-def _start_timeline(found: Engine, monitor: MonitorClient) -> None:
-    """Let the monitors work together: rank 0's writes the timeline, the others connect."""
-    settings = found.settings
-    if found.rank:
-        found.on_monitor = lambda note: monitor.connect(note["addresses"], note["port"], note["token"])
-        return
-    try:
-        if found.local_size < found.size:
-            found.post_all({"kind": "monitor", **monitor.listen()})
-        if settings.timeline != DYNAMIC:
-            detail = None if settings.timeline_steps else _detail(settings)
-            monitor.start(settings.timeline, detail, anew=False)
-    except OSError as error:
-        _log.error("ringdance: no timeline is written: %s", error)
-
-
-def _end_monitor(found: Engine) -> None:
-    """Let the timeline be completed."""
-    found.recorder.words[Word.CLOSED] = 1
-    monitor, _process.monitor = _process.monitor, None
-    if monitor is not None:
-        monitor.close()
-
-
-def start_timeline(path: str, mark_cycles: bool) -> None:
-    """Start a timeline; on ranks other than 0 nothing happens.
-
-    Raises:
-        NotInitializedError: before ``init()``.
-        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
-    """
-    if not engine().settings.timeline:
-        raise ArgumentError(
-            "start_timeline() has to be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
-            "(or HOROVOD_TIMELINE)."
-        )
-    _ask_monitor(lambda monitor: monitor.start(path, 2 if mark_cycles else 1))
-
-
-def stop_timeline() -> None:
-    """Complete the timeline; on ranks other than 0 nothing happens. Raises NotInitializedError."""
-    engine()
-    _ask_monitor(lambda monitor: monitor.stop())
-
-
-def _ask_monitor(ask: Callable[[MonitorClient], None]) -> None:
-    if _process.monitor is not None and not engine().rank:
-        try:
-            ask(_process.monitor)
-        except OSError as error:
-            _log.error("ringdance: the timeline is not written: %s", error)
+    ring = _process.monitoring.ring(settings)
+    return Engine(transport, settings, threaded=threads, report=_log.warning, ring=ring)
 
 
 def _export_ranks(found: Engine) -> None:
@@ -422,7 +333,7 @@ def _at_exit() -> None:
         _process.clean &= not found.unclean
         _show_summary(found)
     if found is not None:
-        _end_monitor(found)
+        _process.monitoring.end(found)
     if _process.mpi:
         from ringdance.transport.library import finalize
 

@@ -1,0 +1,116 @@
+"""What this process shows of itself: its ring, and the monitor of its host, if this rank has started it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from ringdance.core.engine import Engine
+from ringdance.core.ring import Ring, Word, shared_memory
+from ringdance.errors import ArgumentError
+from ringdance.monitor.client import MonitorClient
+from ringdance.settings import Settings
+
+__all__ = ["Monitoring"]
+
+_log = logging.getLogger("ringdance")
+
+DYNAMIC = "DYNAMIC"
+"""Value of the setting ``timeline``: be ready for ``start_timeline``."""
+
+
+class Monitoring:
+    """The ring and the monitor, for one engine after the other."""
+
+    def __init__(self) -> None:
+        self._ring: Ring | None = None
+        self._client: MonitorClient | None = None
+        self._started = False  # for an engine before
+
+    def ring(self, settings: Settings) -> Ring:
+        """Return the ring for the next engine."""
+        ring = self._ring = self._ring or Ring(shared_memory())
+        ring.words[Word.CLOSED] = 0
+        if settings.timeline not in ("", DYNAMIC):  # from the first operation, whenever the monitor is ready
+            ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
+        return ring
+
+    def start(self, engine: Engine) -> None:
+        """Start the monitor of this host, if something is wanted that it does."""
+        settings, identities = engine.settings, engine.transport.identities
+        metrics = bool(settings.metrics_dir or settings.metrics_port)
+        again, self._started = self._started, True
+        if settings.timeline_steps:
+            first, end = settings.timeline_steps
+            engine.recorder.window = first, end, _detail(settings)
+        if engine.local_rank or not (settings.timeline or metrics):
+            return
+        try:
+            pids = [identities[rank].pid for rank in engine.transport.host_group]
+            client = self._client = MonitorClient(pids, metrics)
+        except OSError as error:
+            _log.error("ringdance: no timeline and no metrics are written: %s", error)
+            return
+        if settings.timeline:
+            _start_timeline(engine, client)
+        if metrics:
+            client.metrics(
+                host=engine.identity.host,
+                interval=settings.metrics_interval,
+                directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
+                anew=not again,
+                tensorboard=settings.metrics_tensorboard,
+                address=settings.metrics_port,
+            )
+
+    def end(self, engine: Engine) -> None:
+        """Close the ring; wait until the monitor has written everything."""
+        engine.recorder.words[Word.CLOSED] = 1
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def start_timeline(self, engine: Engine, path: str, mark_cycles: bool) -> None:
+        """Start a timeline; on ranks other than 0 nothing happens.
+
+        Raises:
+            ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
+        """
+        if not engine.settings.timeline:
+            raise ArgumentError(
+                "start_timeline() has to be prepared before init(): set RINGDANCE_TIMELINE=DYNAMIC "
+                "(or HOROVOD_TIMELINE)."
+            )
+        self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
+
+    def stop_timeline(self, engine: Engine) -> None:
+        """Complete the timeline; on ranks other than 0 nothing happens."""
+        self._ask(engine, MonitorClient.stop)
+
+    def _ask(self, engine: Engine, ask: Callable[[MonitorClient], None]) -> None:
+        if self._client is not None and not engine.rank:
+            try:
+                ask(self._client)
+            except OSError as error:
+                _log.error("ringdance: the timeline is not written: %s", error)
+
+
+def _detail(settings: Settings) -> int:
+    return 2 if settings.timeline_mark_cycles else 1
+
+
+def _start_timeline(engine: Engine, client: MonitorClient) -> None:
+    """Let the monitors work together: rank 0's writes the timeline, the others connect."""
+    settings = engine.settings
+    if engine.rank:
+        engine.on_monitor = lambda note: client.connect(note["addresses"], note["port"], note["token"])
+        return
+    try:
+        if engine.local_size < engine.size:
+            engine.post_all({"kind": "monitor", **client.listen()})
+        if settings.timeline != DYNAMIC:
+            detail = None if settings.timeline_steps else _detail(settings)
+            client.start(settings.timeline, detail, anew=False)
+    except OSError as error:
+        _log.error("ringdance: no timeline is written: %s", error)
