@@ -66,6 +66,7 @@ class Monitoring:
 
     def end(self, engine: Engine) -> None:
         """Close the ring; wait until the monitor has written everything."""
+        engine.recorder.publish()
         engine.recorder.words[Word.CLOSED] = 1
         client, self._client = self._client, None
         if client is not None:

@@ -99,6 +99,7 @@ class Peers:
     def exchange_figures(self) -> None:
         """Send this rank's figures for the summary to rank 0, which waits a moment for those of all ranks."""
         summary, limit = self._engine.summary, time.monotonic() + _FIGURES_S
+        self._engine.recorder.publish()
         if self._transport.rank:
             if summary.wanted(0.5):  # rank 0's clock decides
                 self.post(0, {"kind": "figures", "figures": summary.figures()})

@@ -248,6 +248,7 @@ class Recorder:
 
     def progress(self) -> str:
         """Return how far this rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
+        self.publish()
         steps, batches = self.words[Word.STEPS], self.words[Word.BATCHES]
         return f"{steps} steps" if steps else f"{batches} exchanges"
 
