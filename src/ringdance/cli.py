@@ -31,6 +31,7 @@ _PASSED_ON = {
     "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
     "attach": ("ringdance.launch.background.commands:attach", "show the output of a job in the background"),
     "stop": ("ringdance.launch.background.commands:stop", "end a job in the background"),
+    "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
     "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
     "k8s": ("ringdance.submit.kubernetes.cli", "write, submit and follow jobs on Kubernetes"),
     "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),

@@ -25,8 +25,14 @@ import numpy as np
 
 import ringdance.numpy as hvd
 
-HERE = Path(os.environ["PLANTED"])
+HERE = Path(os.environ.get("PLANTED", "."))
 STEPS = 10  # before the cause
+
+
+def line_of(cause: str) -> int:
+    """Return the number of the line that ends with ``# <cause>``, 0 if there is none."""
+    lines = Path(__file__).read_text().splitlines()
+    return next((number for number, line in enumerate(lines, 1) if line.endswith(f"# {cause}")), 0)
 
 
 def begin() -> None:
@@ -147,6 +153,14 @@ def silent_server() -> None:
 def endless_child() -> None:
     begin()
     subprocess.run(["sleep", "600"], check=True)  # endless_child
+
+
+def uninterruptible() -> None:
+    """As in a file system that does not answer; here until a child, made by vfork, starts its program."""
+    os.mkfifo(HERE / "stdin")
+    begin()
+    stdin = (os.POSIX_SPAWN_OPEN, 0, str(HERE / "stdin"), os.O_RDONLY, 0)
+    os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[stdin])  # uninterruptible
 
 
 def forked_child() -> None:

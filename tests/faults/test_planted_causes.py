@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from planted_job import line_of
 from run import launcher
 
 JOB = Path(__file__).with_name("planted_job.py")
@@ -62,6 +63,10 @@ CAUSES = {
     "lock_held_in_c": Planted(
         (f"No answer from {WHO}", "holds Python's lock", AT), "lock_held_in_c", limit=10.0
     ),
+    "uninterruptible": Planted(
+        (f"No answer from {WHO}", r"waits in uninterruptible I/O \(\w+\), at", AT),
+        "uninterruptible", limit=10.0,
+    ),
     "exception": Planted((FAILURE, "ValueError: image 17", TRACE), "exception", RUN),
     "ended_early": Planted(
         (FAILURE, r"ended its program after \d+ exchanges", "other ranks waited"), ways=RUN
@@ -95,11 +100,6 @@ CAUSES = {
     "silent_server": Planted((LATE, r"waits for data from 127\.0\.0\.1:\d+", AT), "silent_server"),
     "endless_child": Planted((LATE, r"waits for its child process \d+ \(sleep 600\)", AT), "endless_child"),
 }
-
-
-def line_of(cause: str) -> int:
-    lines = JOB.read_text().splitlines()
-    return next((n for n, line in enumerate(lines, 1) if line.endswith(f"# {cause}")), 0)
 
 
 def command_of(cause: str, way: str, directory: Path) -> list[str]:

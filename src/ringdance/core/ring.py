@@ -67,6 +67,8 @@ class Word(enum.IntEnum):
     FIRST_STEP = 15  # when the first one ended, which often compiles
     FIRST_WAITED = 16  # WAITED then
     LAST_WAITED = 17  # WAITED when the last step ended
+    PENDING = 18  # label of what it has waited for longest, or of nothing, as at the last check
+    PENDING_SINCE = 19
 
 
 _WRITTEN = int(Word.WRITTEN)  # quicker as a number than as a member of an Enum

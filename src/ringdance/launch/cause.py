@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 MARK = b"::ringdance-cause::"
 """Marks the line on stderr in which a failing rank reports why, as JSON; see :func:`parse_mark`."""
 
+CAUSE_FILE = "ringdance-cause.json"
+"""File in the output directory of a failed job: the :class:`Cause`."""
+
 # Errors by which a rank reports another's end; never the first failure if there is another.
 _OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 # Of all threads that Python's faulthandler lists, the one in which the signal arose.

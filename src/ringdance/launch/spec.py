@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
-from ringdance.launch.cause import Verdict, render
+from ringdance.launch.cause import CAUSE_FILE, Verdict, render
 from ringdance.launch.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
 from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.job import Job
@@ -240,7 +242,11 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
     """Show the verdict on a failed job; return the exit code."""
     if isinstance(outcome, int):
         return outcome
-    text = render(outcome, prepared.plan.ranks, prepared.spec.output_directory)
+    directory = prepared.spec.output_directory
+    text = render(outcome, prepared.plan.ranks, directory)
+    if directory:
+        with contextlib.suppress(OSError), open(os.path.join(directory, CAUSE_FILE), "w") as file:
+            json.dump(asdict(outcome.cause), file)
     screen.of(1)(text.encode(errors="surrogateescape") + b"\n")
     return outcome.code
 

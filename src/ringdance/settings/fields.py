@@ -140,7 +140,8 @@ class Settings:
         legacy="HOROVOD_STALL_CHECK_DISABLE",
     )
     stall_check_time: float = _setting(
-        4.0, POSITIVE, "After this time a tensor that some ranks have not submitted is reported.",
+        4.0, POSITIVE, "After this time a tensor that some ranks have not submitted is reported. By default "
+        "after a step's time, where that is longer.",
         unit="s", legacy="HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time: float = _setting(

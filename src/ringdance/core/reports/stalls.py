@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ringdance.core.recorder import Recorder
+from ringdance.core.recorder import Recorder, without_number
 from ringdance.core.reports.deadlock import Submitters, deadlocked
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
@@ -131,9 +131,12 @@ class StallWatch:
 
     def check(self, sets: list[ProcessSetState]) -> _Verdict:
         """Return a warning or None, and the error to fail with or None."""
+        now = time.monotonic()
+        oldest = self._oldest(sets, now)
+        self._words[Word.PENDING] = self._recorder.label(without_number(oldest[1].name)) if oldest else 0
+        self._words[Word.PENDING_SINCE] = int(1e9 * (now - oldest[2])) if oldest else 0
         if self._settings.stall_check_disable:
             return None, None
-        now = time.monotonic()
         for state in sets:
             count = _count(state)
             if self._moved.get(state.set_id, (-1, 0.0))[0] != count:
@@ -144,8 +147,7 @@ class StallWatch:
             return None, None
         if self._inquiry is not None:
             return self._conclude(self._inquiry, now, sets)
-        oldest = self._oldest(sets, now)
-        if oldest is not None:
+        if oldest is not None and self._due(*oldest, now):
             self._ask(*oldest, now)
         return None, None
 
@@ -173,7 +175,7 @@ class StallWatch:
         return paused
 
     def _oldest(self, sets: list[ProcessSetState], now: float) -> tuple[ProcessSetState, Work, float] | None:
-        """Return what has waited longest, of what is due for a report."""
+        """Return what has waited longest."""
         waiting = [
             (state, work, now - since)
             for state in sets
@@ -184,13 +186,16 @@ class StallWatch:
         if not waiting:
             self._next_report.clear()
             return None
-        oldest = state, work, age = max(waiting, key=lambda item: item[2])
+        return max(waiting, key=lambda item: item[2])
+
+    def _due(self, state: ProcessSetState, work: Work, age: float, now: float) -> bool:
+        """Whether a report on a request is due."""
         counted = min(age, now - self._resumed)
         ends = 0 < self._settings.stall_shutdown_time <= counted
         at = self._next_report.get((state.set_id, work.name), 0.0 if ends else self._quiet_until)
         # The inquiry begins before the time, so that the report comes in time.
         limit = 0.0 if ends else self._limit(now - age)
-        return oldest if now >= at and counted >= limit - min(_ANSWER_TIMEOUT, limit / 8) else None
+        return now >= at and counted >= limit - min(_ANSWER_TIMEOUT, limit / 8)
 
     def _ask(self, state: ProcessSetState, work: Work, age: float, now: float) -> None:
         inquiry = self._inquiry = _Inquiry(now, state, work, age, state.rounds, _count(state))

@@ -1,0 +1,273 @@
+"""``ringdance explain``: what each rank of a job does, or what a job has left, and which rank holds it up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringdance.core.reports.activity import activity, cpu_seconds
+from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
+from ringdance.core.ring import RingReader, Word
+from ringdance.errors import LaunchError
+from ringdance.launch.background import records
+from ringdance.launch.cause import CAUSE_FILE, Cause
+from ringdance.launch.parser import Parser
+from ringdance.launch.spec import as_program
+from ringdance.monitor.processes import open_ring
+
+__all__ = ["main"]
+
+_EPILOG = """\
+examples:
+  ringdance explain                  the job that runs on this machine
+  ringdance explain 3f2a91c0         one of several; also a process: of a rank, or of mpiexec
+  ringdance explain --stacks         with the stacks of all threads
+  ringdance explain logs             what a job with `--output-filename logs` has left, running or not
+
+The last line names the rank that the others wait for, or the first failure. It looks at the ranks of this
+machine: on other hosts run it there. Another launcher's job can be looked at too, and a directory with flight
+records and stall reports (RINGDANCE_FLIGHT_RECORDER_DIR).
+
+exit code: 0; 2 if there is no such job or directory
+"""
+_SAMPLE_S = 0.2
+_WAITS = re.compile(r"core/progress\.py(?:\", line |:)\d+(?:\)| in wait\b)")
+_ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
+_OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
+
+
+@dataclass
+class _Rank:
+    """A rank that runs on this host."""
+
+    number: int
+    host: str
+    pid: int
+    size: int
+    job: str
+    words: memoryview
+    waits_for: str = ""
+    seconds: float = 0.0
+    doing: str = ""
+    stacks: str = ""
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.number} on host {self.host} (pid {self.pid})"
+
+    @property
+    def frames(self) -> list[str]:
+        """Frames of the user's code in its main thread, innermost first."""
+        return own_lines(main_frames(self.stacks))
+
+    @property
+    def place(self) -> str:
+        """Where its main thread is."""
+        return f", at {self.frames[0]}" if self.frames else ""
+
+    @property
+    def action(self) -> str:
+        """What its main thread does and where."""
+        return f"its main thread {self.doing or 'runs'}{self.place}"
+
+    @property
+    def after(self) -> str:
+        steps, batches = self.words[Word.STEPS], self.words[Word.BATCHES]
+        return f"after {steps} steps" if steps else f"after {batches} exchanges"
+
+
+def main(argv: Sequence[str]) -> int:
+    """``ringdance explain``: `argv` without the program and ``explain``; returns the exit code."""
+    parser = Parser(
+        prog="ringdance explain",
+        description="Show what each rank of a job does, or what a job has left, and name the one at fault.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    text = "default: the only job here"
+    parser.add_argument("target", metavar="JOB|PID|DIR", nargs="?", default="", help=text)
+    parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
+
+    def action() -> int:
+        arguments = parser.parse_args(list(argv))
+        if os.path.isdir(arguments.target):
+            print("\n".join(_explain_files(Path(arguments.target))))
+        else:
+            print("\n".join(_explain_job(_find_job(arguments.target), arguments.stacks)))
+        return 0
+
+    return as_program("ringdance explain", action)
+
+
+# -- a job that runs ------------------------------------------------------------------------
+
+
+def _find_job(target: str) -> list[_Rank]:
+    """Return the ranks of a job on this host. Raises LaunchError."""
+    jobs: dict[str, list[_Rank]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
+        reader = open_ring(int(pid))
+        if reader is not None and reader.who.pid == int(pid) and not reader.words[Word.CLOSED]:
+            rank = _rank_of(reader)
+            jobs.setdefault(rank.job, []).append(rank)
+    for job, ranks in list(jobs.items()):
+        of_process = target.isdigit() and any(int(target) in _parents(rank.pid) for rank in ranks)
+        if not (job.startswith(target) or of_process):
+            del jobs[job]
+    if len(jobs) == 1:
+        return sorted(next(iter(jobs.values())), key=lambda rank: rank.number)
+    if jobs:
+        raise LaunchError(f"several jobs run here; name one: {', '.join(job[:8] for job in jobs)}")
+    here = f"on {os.uname().nodename}"
+    if not target:
+        raise LaunchError(f"no ranks of yours run {here}; name the directory of a job that has ended")
+    record = records.find(target)
+    state = "running, on other hosts" if record.state == "running" else record.state
+    advice = f"`ringdance attach {record.short}` shows its output"
+    raise LaunchError(f"job {record.short} has no ranks {here}: it is {state}; {advice}")
+
+
+def _rank_of(reader: RingReader) -> _Rank:
+    number, host, pid = reader.who
+    job = str(_parents(pid)[1])  # mpiexec, or its daemon
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        for entry in file.read().split(b"\0"):
+            if entry.startswith(b"RINGDANCE_JOB="):
+                job = entry.partition(b"=")[2].decode()
+    waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
+    seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
+    return _Rank(number, host, pid, reader.words[Word.SIZE], job, reader.words, str(waits_for), seconds)
+
+
+def _parents(pid: int) -> list[int]:
+    """Return a process and those above it."""
+    found = [pid]
+    while found[-1] > 1:
+        try:
+            with open(f"/proc/{found[-1]}/stat") as file:
+                found.append(int(file.read().rpartition(")")[2].split()[1]))
+        except OSError:
+            break
+    return found
+
+
+def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
+    samples = {rank.pid: (time.monotonic(), cpu_seconds(rank.pid, rank.pid)) for rank in ranks}
+    time.sleep(_SAMPLE_S)
+    for rank in ranks:
+        rank.doing = activity(rank.pid, rank.pid, samples[rank.pid])
+        rank.stacks = stacks_of(rank.pid)
+        if rank.stacks and not _WAITS.search(rank.stacks):
+            rank.waits_for = ""
+        doing = f"has waited {rank.seconds:.0f} s for '{rank.waits_for}'" if rank.waits_for else rank.action
+        yield f"{rank.who}: {doing} ({rank.after})"
+        yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
+    missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
+    if missing:
+        yield f"Not seen: ranks {', '.join(map(str, missing))}. They have ended, or are on other hosts."
+    yield _culprit(ranks, missing)
+
+
+def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
+    waiting = [rank for rank in ranks if rank.waits_for]
+    late = [rank for rank in ranks if not rank.waits_for]
+    if not waiting:
+        return "No rank waits for another."
+    if late:
+        numbers = ", ".join(str(rank.number) for rank in waiting)
+        others = f"Ranks {numbers} wait" if len(waiting) > 1 else f"Rank {numbers} waits"
+        return f"{others} for {'; and for '.join(f'{rank.who}: {rank.action}' for rank in late)}."
+    names = Counter(rank.waits_for for rank in waiting)
+    if len(names) == 1:
+        cause = "ranks that were not seen" if missing else "an exchange that is under way"
+        return f"All ranks here wait for '{waiting[0].waits_for}': for {cause}."
+    usual = names.most_common(1)[0][0]
+    odd = [rank for rank in waiting if rank.waits_for != usual]
+    parts = [f"{rank.who} for '{rank.waits_for}'{rank.place}" for rank in odd]
+    return f"The ranks wait for different operations, {'; '.join(parts)}; the others for '{usual}'."
+
+
+# -- what a job has left --------------------------------------------------------------------
+
+
+def _explain_files(directory: Path) -> Iterator[str]:
+    stalls, flights = (_load(directory, kind) for kind in ("stall", "flight"))
+    for flight in flights:
+        text = f"{_who(flight)}: pending {', '.join(map(repr, flight['pending'][:4])) or 'nothing'}"
+        for entry in [entry for entry in flight["records"] if entry["kind"] == "batch"][-1:]:
+            names = ", ".join(map(repr, entry["details"]["names"][:4]))
+            text += f"; last batch at {_clock(entry['time'])}: {names}"
+        yield text
+    for path in sorted(directory.glob("ringdance-stacks-*.txt")):
+        yield f"stacks: {path}"
+    stall = max(stalls, key=lambda stall: float(stall["time"]), default=None)
+    failure = _failure(directory, flights)
+    if failure:
+        yield failure
+    if stall and not (failure and not any(error in failure for error in _OF_OTHERS)):
+        yield _stalled(stall)
+    elif not failure:
+        yield f"There is no sign of a failure or stall in {directory}."
+
+
+def _who(known: dict[str, Any]) -> str:
+    return f"rank {known['rank']} on host {known['host']} (pid {known['pid']})"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _load(directory: Path, kind: str) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(directory.glob(f"ringdance-{kind}-rank*.json")):
+        try:
+            found.append(json.loads(path.read_text()))
+        except (OSError, ValueError):  # it is being written
+            continue
+    return found
+
+
+def _failure(directory: Path, flights: list[dict[str, Any]]) -> str:
+    """Return a sentence about the first failure, "" if there was none."""
+    try:
+        cause = Cause(**json.loads((directory / CAUSE_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        pass
+    else:
+        text = (f"{_who(vars(cause))} failed first: " if cause.rank is not None else "") + cause.message
+        lines = re.findall(r'File "(.*)", line (\d+),? in (\S+)', cause.traceback)
+        own = own_lines([f"{file}:{line} in {name}" for file, line, name in lines])
+        innermost = -1 if "most recent call last" in cause.traceback else 0
+        return f"{text}, at {own[innermost]}" if own else text
+    for path in sorted(directory.glob("rank.*/stderr")):
+        errors = _ERROR.findall(path.read_text(errors="replace"))
+        if errors and not any(error in errors[-1] for error in _OF_OTHERS):
+            return f"{path.parent.name.replace('.', ' ')} failed: {errors[-1]}"
+    reasons = sorted((not one["reason"].startswith(_who(one)), one["reason"]) for one in flights)
+    return str(reasons[0][1]) if reasons else ""  # of a rank about itself, if there is one
+
+
+def _stalled(stall: dict[str, Any]) -> str:
+    """Return a sentence about a stall report."""
+    parts = []
+    for rank in stall["ranks"]:
+        if rank["rank"] in stall["culprits"]:
+            thread = next(iter(rank.get("threads") or []), None)
+            doing = rank.get("no_answer") or ""
+            if thread:
+                verb = f"{thread['doing']}," if thread["doing"] else "is"
+                doing = f"its {thread['name']} {verb} at {thread['frames'][0]}"
+            parts.append(f"{_who(rank)}: {doing}")
+    held = "; and ".join(parts) or "an exchange that made no progress"
+    waited = f"At {_clock(stall['time'])} ranks had waited {stall['seconds']:.0f} s for '{stall['name']}'"
+    return f"{waited}, held up by {held}."

@@ -1,0 +1,76 @@
+"""``ringdance explain`` of jobs that hang, and of what failed ones have left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from planted_job import line_of
+from processes import Job, start, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+PLANTED = Path(__file__).with_name("planted_job.py")
+
+
+def explain(*arguments: str) -> str:
+    line = [sys.executable, "-m", "ringdance", "explain", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+def begin(directory: Path, cause: str) -> Job:
+    """Start three ranks with a planted cause; their output goes to ``directory/out``."""
+    os.environ["PLANTED"] = str(directory)
+    options = ("-np", "3", "--output-filename", str(directory / "out"))
+    output = open(directory / "output", "wb")  # noqa: SIM115
+    return start(directory, *options, sys.executable, str(PLANTED), cause, stdout=output, stderr=output)
+
+
+def test_a_job_that_hangs_is_explained_while_it_runs_and_afterwards(tmp_path: Path) -> None:
+    job, out = begin(tmp_path, "file_lock"), tmp_path / "out"
+    try:
+        assert wait_until((tmp_path / "began").exists, 30.0) is not None
+        assert wait_until(lambda: "Ranks 0, 2 wait" in explain(str(job.process.pid)), 10.0) is not None
+        said = explain(str(job.process.pid), "--stacks")
+        last = said.splitlines()[-1]
+        assert last.startswith("Ranks 0, 2 wait for rank 1 on host ")
+        assert f"waits for a lock on the file {tmp_path}/cache.lock, held by process " in last
+        assert f"planted_job.py:{line_of('file_lock')} in file_lock" in last
+        assert "rank 0 on host " in said
+        assert "s for 'allreduce.loss' (after " in said
+        assert said.count("hread 0x") >= 6  # of each rank two
+        assert wait_until(lambda: len(list(out.glob("ringdance-st*-rank*"))) == 4, 30.0) is not None
+        found = explain(str(out)).splitlines()
+        assert "ranks had waited 4 s for 'allreduce.loss', held up by rank 1 on host " in found[-1]
+        assert f"planted_job.py:{line_of('file_lock')} in file_lock" in found[-1]
+        stacks = next(out.glob("ringdance-stacks-rank1-*.txt"))
+        assert f"stacks: {stacks}" in found
+        assert f'planted_job.py", line {line_of("file_lock")}, in file_lock' in stacks.read_text()
+        os.kill(int(stacks.stem.rpartition("-")[2]), 9)
+        assert wait_until(lambda: job.process.poll() is not None, 10.0) is not None
+        assert "failed first: killed by SIGKILL" in explain(str(out)).splitlines()[-1]
+    finally:
+        job.end()
+
+
+def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
+    job = begin(tmp_path, "exception")
+    assert job.process.wait(30.0) != 0
+    said = explain(str(tmp_path / "out")).splitlines()
+    assert said[-1].startswith("rank 1 on host ")
+    words = "failed first: ValueError: image 17 cannot be read, at "
+    assert words in said[-1]
+    assert said[-1].endswith(f"planted_job.py:{line_of('exception')} in exception")
+    assert "): pending 'allreduce.loss'; last batch at " in said[0]
+    (tmp_path / "out" / "ringdance-cause.json").unlink()  # as under another launcher
+    assert "ValueError: image 17 cannot be read" in explain(str(tmp_path / "out")).splitlines()[-1]
+
+
+def test_what_is_not_there() -> None:
+    line = [sys.executable, "-m", "ringdance", "explain", "/no/such/directory"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 2
+    assert "ringdance explain: " in done.stderr
