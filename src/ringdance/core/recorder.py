@@ -99,10 +99,9 @@ class Recorder:
         self.detail = self.words[Word.DETAIL]
         self._slots, self._next, self._labels = self.ring.slots, self.ring.numbers.__next__, self.ring.labels
         self._array = np.frombuffer(self._slots, _SLOT)
-        self._batches, self._tensors, self._bytes, waited = self.words[Word.BATCHES : Word.WAITED + 1]
-        self._waited = waited / 1e9
+        self._first = tuple(self.words[Word.BATCHES : Word.WAITED + 1])
         self._small: deque[tuple[BatchRecord, int, int, int]] = deque(maxlen=_SMALL)
-        self._small_batches = self._small_bytes = 0
+        self.uncounted()
         self._capacity, self._directory = capacity, directory
         self._step_mark, self._steps = StepMark.NONE, 0
 
@@ -152,6 +151,12 @@ class Recorder:
         """Return what is the same in all records of a batch, for ``batch``."""
         head = struct.pack("<IHH", label, Kind.BATCH, set_id & 0xFFFF)
         return head, struct.pack("<III", collective, nbytes & _U32, nbytes >> 32), nbytes
+
+    def uncounted(self) -> None:
+        """Do not count what this engine has exchanged until now."""
+        self._batches, self._tensors, self._bytes, waited = self._first
+        self._waited = waited / 1e9
+        self._small_batches = self._small_bytes = 0
 
     def publish(self) -> None:
         """Write what is held back, and the counters, into the ring."""

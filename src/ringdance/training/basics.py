@@ -55,6 +55,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     # After a first init whose list was refused there are no sets yet: another list is accepted then.
     if not again or (given and len(session.engine().process_sets()) == 1):
         _register_sets(given)
+        session.engine().recorder.uncounted()
     else:
         bind(given)
 
