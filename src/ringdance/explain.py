@@ -15,7 +15,7 @@ from typing import Any
 
 from ringdance.core.reports.activity import activity, cpu_seconds
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
-from ringdance.core.ring import RingReader, Word
+from ringdance.core.ring import RingReader, Word, progress_of
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, Cause
@@ -77,11 +77,6 @@ class _Rank:
     def action(self) -> str:
         """What its main thread does and where."""
         return f"its main thread {self.doing or 'runs'}{self.place}"
-
-    @property
-    def after(self) -> str:
-        steps, batches = self.words[Word.STEPS], self.words[Word.BATCHES]
-        return f"after {steps} steps" if steps else f"after {batches} exchanges"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -169,7 +164,7 @@ def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
         if rank.stacks and not _WAITS.search(rank.stacks):
             rank.waits_for = ""
         doing = f"has waited {rank.seconds:.0f} s for '{rank.waits_for}'" if rank.waits_for else rank.action
-        yield f"{rank.who}: {doing} ({rank.after})"
+        yield f"{rank.who}: {doing} (after {progress_of(rank.words)})"
         yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
     missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
     if missing:

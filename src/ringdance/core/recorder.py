@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringdance.core.request import Collective, Work
-from ringdance.core.ring import MASK, RECORD, Kind, Ring, RingReader, Word
+from ringdance.core.ring import MASK, RECORD, Kind, Ring, RingReader, Word, progress_of
 from ringdance.transport.base import Identity
 
 __all__ = ["BatchRecord", "Profiler", "Recorder", "StepMark", "without_number"]
@@ -252,10 +252,14 @@ class Recorder:
         self.words[_WRITTEN] = int(numbers[-1]) + 1
 
     def progress(self) -> str:
-        """Return how far this rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
+        """Return how far this rank has come, as from ``progress_of``."""
         self.publish()
-        steps, batches = self.words[Word.STEPS], self.words[Word.BATCHES]
-        return f"{steps} steps" if steps else f"{batches} exchanges"
+        return progress_of(self.words)
+
+    def initialized(self) -> None:
+        """Count exchanges from now on: those before belong to ``init()``."""
+        self.publish()
+        self.words[Word.INIT_BATCHES] = self.words[Word.BATCHES]
 
     def text(self, what: str) -> None:
         """Record an event in words."""

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = [
-    "MASK", "RECORD", "RING_NAME", "Kind", "Label", "Record", "Ring", "RingReader", "Who", "Word", "records",
-    "shared_memory",
+    "MASK", "RECORD", "RING_NAME", "Kind", "Label", "Record", "Ring", "RingReader", "Who", "Word",
+    "progress_of", "records", "shared_memory",
 ]
 
 RING_NAME = "ringdance-ring"
@@ -69,6 +69,7 @@ class Word(enum.IntEnum):
     LAST_WAITED = 17  # WAITED when the last step ended
     PENDING = 18  # label of what it has waited for longest, or of nothing, as at the last check
     PENDING_SINCE = 19
+    INIT_BATCHES = 20  # BATCHES when init() returned
 
 
 _WRITTEN = int(Word.WRITTEN)  # quicker as a number than as a member of an Enum
@@ -94,6 +95,14 @@ class Record(NamedTuple):
     kind: int
     set_id: int
     values: tuple[int, ...]
+
+
+def progress_of(words: memoryview) -> str:
+    """Return how far a rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
+    if steps := words[Word.STEPS]:
+        return f"{steps} step{'s' * (steps != 1)}"
+    batches = words[Word.BATCHES] - words[Word.INIT_BATCHES]
+    return f"{batches} exchange{'s' * (batches != 1)}"
 
 
 def shared_memory() -> mmap.mmap | None:

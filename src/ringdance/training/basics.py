@@ -58,6 +58,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         session.engine().recorder.uncounted()
     else:
         bind(given)
+    if not again:
+        session.engine().recorder.initialized()
 
 
 class SetsDifferError(MismatchError, ArgumentError):
