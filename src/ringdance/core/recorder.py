@@ -256,11 +256,6 @@ class Recorder:
         self.publish()
         return progress_of(self.words)
 
-    def initialized(self) -> None:
-        """Count exchanges from now on: those before belong to ``init()``."""
-        self.publish()
-        self.words[Word.INIT_BATCHES] = self.words[Word.BATCHES]
-
     def text(self, what: str) -> None:
         """Record an event in words."""
         self.add(Kind.TEXT, self.label(what))

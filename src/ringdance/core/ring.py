@@ -69,7 +69,6 @@ class Word(enum.IntEnum):
     LAST_WAITED = 17  # WAITED when the last step ended
     PENDING = 18  # label of what it has waited for longest, or of nothing, as at the last check
     PENDING_SINCE = 19
-    INIT_BATCHES = 20  # BATCHES when init() returned
 
 
 _WRITTEN = int(Word.WRITTEN)  # quicker as a number than as a member of an Enum
@@ -101,7 +100,7 @@ def progress_of(words: memoryview) -> str:
     """Return how far a rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
     if steps := words[Word.STEPS]:
         return f"{steps} step{'s' * (steps != 1)}"
-    batches = words[Word.BATCHES] - words[Word.INIT_BATCHES]
+    batches = words[Word.BATCHES]
     return f"{batches} exchange{'s' * (batches != 1)}"
 
 

@@ -58,8 +58,6 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         session.engine().recorder.uncounted()
     else:
         bind(given)
-    if not again:
-        session.engine().recorder.initialized()
 
 
 class SetsDifferError(MismatchError, ArgumentError):
