@@ -195,15 +195,12 @@ class Engine:
         if event_count is not None:
             event_count.notify_self()
 
-    def _wait(self, work: Work, timeout: float | None) -> None:
-        for profiler in self.profilers:
+    def _wait(self, work: Work, timeout: float | None, profilers: Sequence[Profiler] | None = None) -> None:
+        for profiler in self.profilers if profilers is None else profilers:
             if profiler.running():
                 with profiler.span(f"ringdance WAIT {without_number(work.name)}"):
-                    self._wait_for(work, timeout)
+                    self._wait(work, timeout, ())
                 return
-        self._wait_for(work, timeout)
-
-    def _wait_for(self, work: Work, timeout: float | None) -> None:
         known = self._registered.get(work.request.set_id)
         waiting = self.callers if known is None or known.state is None else known.state.waiting
         callers, progress_engine, me = self.callers, self._progress_engine, object()

@@ -167,8 +167,7 @@ def divided_by(tensor: Any) -> str | None:
     return "FullyShardedDataParallel" if getattr(tensor, "_fsdp_flattened", False) else None
 
 
-# torch.autograd.profiler._is_profiler_enabled: set while torch.profiler records. Without it each wait makes a
-# span, which takes some microseconds.
-def profiler_running() -> bool:
-    """Return whether a profiler of torch is recording."""
-    return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+# Whether a profiler of torch is recording. Without it each wait makes a span, which takes some microseconds.
+profiler_running: Callable[[], bool] = functools.partial(
+    getattr, torch.autograd.profiler, "_is_profiler_enabled", True
+)

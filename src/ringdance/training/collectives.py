@@ -66,7 +66,7 @@ class Call:
     grouped: bool = False
     equal_splits: bool = False
     tables: tuple[str, ...] = ()
-    step_mark: StepMark = StepMark.NONE
+    step_mark: int = 0  # a StepMark; hashing a member of an Enum takes long
     # Data types and shapes of the last submission with their description: comparing is quicker than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
@@ -98,7 +98,6 @@ class Call:
         values["kind"] = Collective(values["kind"])
         values["operation"] = ReduceOp(values["operation"])
         values["tables"] = tuple(values["tables"])
-        values["step_mark"] = StepMark(values["step_mark"])
         return Call(**values)
 
     def submit(
@@ -164,14 +163,14 @@ class Call:
     def completed(self) -> None:
         """Mark a step that ends with this call, whose results are there now."""
         if self.step_mark:
-            session.mark_step(self.step_mark)
+            session.mark_step(StepMark(self.step_mark))
 
     def backward(self) -> Backward:
         """Return how the gradient of the call is computed."""
         name = None if self.name is None else f"{self.name}.grad"
         same: dict[str, Any] = {"name": name, "set_id": self.set_id, "grouped": self.grouped}
         if self.kind is Collective.ALLREDUCE:
-            return Backward(self.but(name=name, step_mark=StepMark.NONE))
+            return Backward(self.but(name=name, step_mark=0))
         if self.kind is Collective.ALLTOALL:
             return Backward(self.but(name=name, equal_splits=False), Keep.PADDED)
         if self.kind is Collective.REDUCESCATTER:
@@ -225,7 +224,7 @@ prepared = lru_cache(maxsize=4096)(Call)
 @lru_cache(maxsize=4096)
 def _reduction(
     kind: Collective, name: str | None, op: int | None, prescale: float, postscale: float, number: int,
-    grouped: bool, step_mark: StepMark,
+    grouped: bool, step_mark: int,
 ) -> Call:
     operation = pick_operation(None, op)
     return Call(kind, name, operation, prescale, postscale, number, -1, grouped, step_mark=step_mark)
@@ -233,7 +232,7 @@ def _reduction(
 
 def reduction(
     kind: Collective, name: str | None, average: bool | None, op: int | None, prescale: float,
-    postscale: float, process_set: ProcessSet, grouped: bool = False, step_mark: StepMark = StepMark.NONE,
+    postscale: float, process_set: ProcessSet, grouped: bool = False, step_mark: int = 0,
 ) -> Call:
     """Return the call of an allreduce or reducescatter from a user's arguments.
 
@@ -246,7 +245,7 @@ def reduction(
             return _reduction(kind, name, op, prescale, postscale, number, grouped, step_mark)
         operation = pick_operation(average, op)
         scales = float(prescale), float(postscale)
-        return prepared(kind, name, operation, *scales, number, -1, grouped, step_mark=step_mark)
+        return prepared(kind, name, operation, *scales, number, -1, grouped, False, (), step_mark)
     except (ArgumentError, TypeError, ValueError) as error:
         _refuse_early(Call(kind, name, set_id=number, grouped=grouped), error)
         raise
