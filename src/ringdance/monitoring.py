@@ -84,6 +84,7 @@ class Monitoring:
                 "(or HOROVOD_TIMELINE)."
             )
         self._ask(engine, lambda client: client.start(path, 2 if mark_cycles else 1))
+        engine.recorder.read_detail()  # the next submission is to be in it, before any round
 
     def stop_timeline(self, engine: Engine) -> None:
         """Complete the timeline; on ranks other than 0 nothing happens."""

@@ -134,7 +134,9 @@ def test_a_timeline(program, tmp_path, form):
         import numpy as np, ringdance.numpy as hvd
         hvd.init()
         hvd.allreduce(np.ones(3), name="test_allreduce")
-        time.sleep(0.1)
+        until = time.monotonic() + 20
+        while rank == 0 and '"ALLREDUCE"' not in open(sys.argv[1]).read() and time.monotonic() < until:
+            time.sleep(0.05)
         if rank == 0:
             print(open(sys.argv[1]).read(), flush=True)
         """
