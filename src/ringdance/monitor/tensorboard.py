@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.proto.summary_pb2 import Summary
+# tensorboardX imports these where they are installed: a second and 200 MB for nothing.
+_without: dict[str, Any] = {name: None for name in ("boto3", "torch") if name not in sys.modules}
+sys.modules.update(_without)
+try:
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+finally:
+    for _name in _without:
+        del sys.modules[_name]
 
 __all__ = ["TensorBoard"]
 
