@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+from loopback_job import job
+
+import ringdance.numpy as hvd
+from ringdance.core import peers
+from ringdance.core.engine import Engine
 from ringdance.core.reports.summary import Figures, RunSummary, summary_lines
 from ringdance.core.ring import Ring, Word
+from ringdance.settings import Settings
 from ringdance.transport.base import Identity
 
 RANKS = [Identity(rank, f"h{rank // 2}", 100 + rank) for rank in range(4)]
@@ -49,3 +57,25 @@ def test_what_is_before_the_first_step_and_after_the_last_does_not_count() -> No
     assert summary.figures() == (100, 10, 2)
     assert summary.lines(RANKS[:1])[0].endswith("101 steps, 10 steps/s (100 ms each)")
     assert RunSummary(words, 0, 1).lines(RANKS[:1]) == []
+
+
+def test_the_figures_of_all_ranks_are_at_rank_0_when_they_have_stopped() -> None:
+    lines = job(3, ended, Settings(summary_time=1e-6))
+    assert [len(found) for found in lines] == [3, 0, 0]
+    assert lines[0][2].startswith("slowest rank: rank ")
+
+
+def test_a_rank_without_figures_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = RunSummary.wanted
+    monkeypatch.setattr(peers, "_FIGURES_S", 0.1)
+    monkeypatch.setattr(RunSummary, "wanted", lambda self, tolerance=1.0: wanted(self) and tolerance == 1.0)
+    lines = job(3, ended, Settings(summary_time=1e-6))
+    assert lines[0][2] == "slowest rank: unknown, the figures of 2 ranks are missing"
+
+
+def ended(engine: Engine) -> list[str]:
+    for _ in range(5):
+        hvd.allreduce(np.ones(3), name="x")
+        engine.recorder.step()
+    assert engine.shutdown()
+    return [] if engine.rank else engine.summary.lines(engine.transport.identities)
