@@ -31,6 +31,7 @@ _EPILOG = """\
 examples:
   ringdance run -np 2 python train.py --epochs 3
   ringdance run -np 4 --output-filename logs python train.py      logs/rank.0/stdout, ...
+  ringdance run -np 4 --metrics-port 9400 python train.py         figures for Prometheus and Grafana
   ringdance run -np 2 -x OMP_NUM_THREADS=4 python -m package.train
   ringdance run -np 2 --dry-run python train.py                   show the plan, start nothing
   ringdance run -H h1:4,h2:4 python train.py                      four ranks on each of two hosts, by ssh
@@ -68,14 +69,15 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
     _add_other_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
-    add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr")
+    add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*.jsonl")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
     add("--timeline-steps", type=_steps, metavar="A:B", help="only of steps A to B-1, counted from 0")
     add(
         "--metrics-port",
         metavar="[ADDRESS:]PORT",
         type=_address,
-        help="serve figures for Prometheus on each host; without ADDRESS (0.0.0.0) to its own programs only",
+        help="serve figures for Prometheus at http://127.0.0.1:PORT/metrics of each host; ADDRESS 0.0.0.0: to "
+        "other hosts too",
     )
     add("--tensorboard", action="store_true", help="with --output-filename: also event files for TensorBoard")
     add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
