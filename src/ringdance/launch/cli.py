@@ -69,15 +69,15 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
     _add_other_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
-    add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*.jsonl")
+    add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout, stderr, metrics-*.jsonl")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
     add("--timeline-steps", type=_steps, metavar="A:B", help="only of steps A to B-1, counted from 0")
     add(
         "--metrics-port",
         metavar="[ADDRESS:]PORT",
         type=_address,
-        help="serve figures for Prometheus at http://127.0.0.1:PORT/metrics of each host; ADDRESS 0.0.0.0: to "
-        "other hosts too",
+        help="serve figures for Prometheus, at http://127.0.0.1:PORT/metrics of each host; also to "
+        "other hosts with ADDRESS 0.0.0.0",
     )
     add("--tensorboard", action="store_true", help="with --output-filename: also event files for TensorBoard")
     add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
