@@ -96,6 +96,7 @@ class Monitoring:
                 ask(self._client)
             except OSError as error:
                 _log.error("ringdance: the timeline is not written: %s", error)
+            engine.recorder.read_detail()
 
 
 def _detail(settings: Settings) -> int:
