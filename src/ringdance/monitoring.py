@@ -28,9 +28,14 @@ class Monitoring:
         self._client: MonitorClient | None = None
         self._started = False  # for an engine before
 
+    def prepare(self) -> Ring:
+        """Make the ring before the ranks meet: a monitor that starts then finds those of all ranks."""
+        self._ring = self._ring or Ring(shared_memory())
+        return self._ring
+
     def ring(self, settings: Settings) -> Ring:
         """Return the ring for the next engine."""
-        ring = self._ring = self._ring or Ring(shared_memory())
+        ring = self.prepare()
         ring.words[Word.CLOSED] = 0
         if settings.timeline not in ("", DYNAMIC):  # from the first operation, whenever the monitor is ready
             ring.words[Word.DETAIL] = 0 if any(settings.timeline_steps[:1]) else _detail(settings)
@@ -56,6 +61,7 @@ class Monitoring:
             _start_timeline(engine, client)
         if metrics:
             client.metrics(
+                rank=engine.rank,
                 host=engine.identity.host,
                 interval=settings.metrics_interval,
                 directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),

@@ -231,6 +231,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
             )
         return Engine(single_transport(), settings, ring=_process.monitoring.ring(settings))
 
+    _process.monitoring.prepare()
     threads = not settings.mpi_threads_disable
     common = {name: getattr(settings, name) for name in _COMMON}
     common["the version of ringdance"] = version("ringdance")

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
     _add_other_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
-    add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout, stderr, metrics-*.jsonl")
+    add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
     add("--timeline-steps", type=_steps, metavar="A:B", help="only of steps A to B-1, counted from 0")
     add(

@@ -28,16 +28,16 @@ class Metrics:
         readers: of the ranks' rings.
         path: more of ``sys.path``, where packages are.
         interval: seconds between two samples that are written.
-        directory: for ``metrics-<lowest rank>.jsonl``, or "".
+        directory: for ``metrics-<rank>.jsonl``, or "".
         anew: overwrite the file.
         tensorboard: write event files too.
         address: ``[ADDRESS:]PORT`` to serve them at, or "".
-        host: for messages; what cannot be done is said on stderr.
+        rank, host: the lowest rank of this host, and its name. What cannot be done is said on stderr.
     """
 
     def __init__(
         self, readers: Sequence[RingReader], path: Sequence[str], interval: float, directory: str, anew: bool,
-        tensorboard: bool, address: str, host: str,
+        tensorboard: bool, address: str, rank: int, host: str,
     ) -> None:  # fmt: skip
         sys.path += [one for one in path if one not in sys.path]
         from ringdance.monitor.sampler import Sampler
@@ -51,8 +51,8 @@ class Metrics:
         if directory:
             with self._problem("no figures are written"):
                 os.makedirs(directory, exist_ok=True)
-                name = f"metrics-{min(reader.who.rank for reader in readers)}.jsonl"
-                self._file = FileIO(os.path.join(directory, name), "w" if anew else "a")
+                file = os.path.join(directory, f"metrics-{rank}.jsonl")
+                self._file = FileIO(file, "w" if anew else "a")
         if directory and tensorboard:
             with self._problem("nothing is written for TensorBoard"):
                 from ringdance.monitor.tensorboard import TensorBoard
@@ -77,6 +77,8 @@ class Metrics:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._say(f"{what}: {where}{error.strerror or error}")
+        except Exception as error:  # of a package; a timeline goes on
+            self._say(f"{what}: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):
