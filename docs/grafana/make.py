@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grafana_foundation_sdk.builders import stat, statushistory, timeseries
+from grafana_foundation_sdk.builders import common, stat, statushistory, timeseries
 from grafana_foundation_sdk.builders.dashboard import (
     Dashboard,
     DatasourceVariable,
@@ -18,7 +18,13 @@ from grafana_foundation_sdk.builders.dashboard import (
 )
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import BigValueTextMode, VisibilityMode
+from grafana_foundation_sdk.models.common import (
+    BigValueTextMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DataSourceRef,
@@ -55,8 +61,13 @@ def panel(kind: Any, title: str, text: str, unit: str, *queries: tuple[str, str]
         query = Dataquery().expr(expression).legend_format(legend).ref_id(chr(65 + number)).datasource(SOURCE)
         query = query.format(PromQueryFormat.TIME_SERIES)
         made = made.with_target(query.instant() if kind is stat else query.range())
+    if kind is stat:
+        made = made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     if kind is timeseries:
+        tooltip = common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI)
+        legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).show_legend(True)
         made = made.show_points(VisibilityMode.NEVER).fill_opacity(0).min(0)
+        made = made.tooltip(tooltip).legend(legend.placement(LegendPlacement.BOTTOM))
     return made
 
 
@@ -104,7 +115,7 @@ def training() -> list[Any]:
               "is waiting for slower ranks.", SHARE,
               (f"avg({waits})", "mean"), (f"min({waits})", "slowest"), (f"max({waits})", "fastest")),
         panel(timeseries, "Waiting by rank", "Share of each rank's time.", SHARE, (waits, RANK)),
-        history.color_scheme(colours).min(0).show_value(VisibilityMode.NEVER),
+        history.color_scheme(colours).min(0).show_value(VisibilityMode.NEVER).line_width(1).fill_opacity(70),
         panel(timeseries, "Bytes exchanged", "By each rank, mean.", "Bps",
               (f"avg({rate('exchanged_bytes')})", "bytes/s")),
         panel(timeseries, "Batches and tensors", "Many tensors in a batch are good.", "none",

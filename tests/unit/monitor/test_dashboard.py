@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -31,6 +34,13 @@ def test_the_dashboard_is_that_of_its_script() -> None:
     line = [sys.executable, "-m", "ringdance.monitor.dashboard"]
     shown = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
     assert shown == written, "run docs/grafana/make.py"
+
+
+def test_grafana_s_own_types_read_the_dashboard_back() -> None:
+    register_default_plugins()
+    text = (ROOT / "src/ringdance/monitor/dashboard.json").read_text()
+    read = Dashboard.from_json(json.loads(text))
+    assert json.loads(json.dumps(read, cls=JSONEncoder)) == json.loads(text)
 
 
 def test_every_query_is_of_metrics_that_the_endpoint_has() -> None:
