@@ -68,7 +68,9 @@ def all_jobs() -> list[Job]:
         )),
         Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
         Job("dropin", "commands", ("dropin/test_docs_commands.py", "dropin/test_torch_tools.py")),
-        Job("unit", "engine", ("unit/core", "unit/monitor", "unit/tr*", "unit/torch", "unit/tensorflow")),
+        Job("unit", "engine", (
+            "unit/core", "unit/monitor", "unit/observe", "unit/tr*", "unit/torch", "unit/tensorflow",
+        )),
         Job("unit", "project", ("unit/test_*.py",)),
         Job("dropin", "launching", (
             "dropin/test_horovodrun.py", "dropin/test_stall.py", "dropin/test_ray.py",
@@ -108,5 +110,6 @@ def all_jobs() -> list[Job]:
     return [
         *jobs,
         Job("faults", "faults", ("faults",), workers=4, alone=True),
+        Job("faults", "browser", ("browser",), alone=True, needs=("playwright",)),
         Job("hosts", "hosts", ("hosts",), alone=True),
     ]

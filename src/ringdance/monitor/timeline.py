@@ -20,7 +20,8 @@ COLLECTIVES = (
     "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
     "REMOVE_SET",
 )  # fmt: skip
-_RANKS = 1_000_000  # process ids of ranks; those of tensors count from 1
+# Process ids. Perfetto takes thread 0 for the thread with the number of its process: no rank's may be that.
+_RANKS, _TENSORS = 1_000_000, 2_000_000
 _THREADS = ("batches", "chunks", "waits", "steps")
 _BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)
 
@@ -108,8 +109,8 @@ class Timeline:
         """Return the process id of a tensor; name it and its rank's thread."""
         pid = self._tensors.get(name)
         if pid is None:
-            pid = self._tensors[name] = len(self._tensors) + 1
-            self.writer.process(pid, name, pid)
+            pid = self._tensors[name] = _TENSORS + len(self._tensors)
+            self.writer.process(pid, name, pid - _TENSORS)
         if (pid, rank) not in self._threads:
             self._threads.add((pid, rank))
             self.writer.thread(pid, rank, f"rank {rank}")

@@ -22,6 +22,7 @@ _RECORDS = 1 << 19  # at most: about 200 MB of JSON, which viewers still open
 # Converting takes longer than the ranks take to write, and they may need all cores: while they run it gets so
 # much time, and then this part of one core. What is left is converted at the end.
 _FIRST_S, _SHARE = 0.3, 0.005
+_BEFORE_S = 60.0  # time 0 is so much earlier: Perfetto leaves out what happened before it
 
 
 class Source(Protocol):
@@ -52,7 +53,8 @@ class TraceFile:
         if path.endswith(PERFETTO):
             self._timeline = Timeline(PerfettoWriter(path))
         else:
-            self._timeline = Timeline(ChromeWriter(path, time.monotonic_ns(), time.time()))
+            start = time.monotonic_ns() - int(_BEFORE_S * 1e9)
+            self._timeline = Timeline(ChromeWriter(path, start, time.time() - _BEFORE_S))
         self._taken: deque[tuple[Source, int, bytes, int]] = deque()
         self._room = _RECORDS
         self._spent, self._began = -_FIRST_S, time.monotonic()

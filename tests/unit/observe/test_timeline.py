@@ -1,0 +1,118 @@
+"""The summary of a timeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.perfetto import PerfettoWriter
+from ringdance.monitor.timeline import Writer
+from ringdance.observe import timeline
+from ringdance.observe.intervals import Cover
+from ringdance.observe.summary import summarize
+from ringdance.observe.trace import load
+
+MS = 1_000_000
+BATCHES, CHUNKS, WAITS, STEPS = range(4)
+
+
+def write(path: Path, steps: int = 5) -> Path:
+    """Write steps of 100 ms: rank 0 submits at 10 ms, rank 1 at 60; the exchange is from 70 to 90."""
+    json_file = path.suffix == ".json"
+    writer: Writer = ChromeWriter(str(path), 0, 0.0) if json_file else PerfettoWriter(str(path))
+    writer.process(1_000_000, "rank 0 on node1 (pid 7)", 0)
+    writer.process(1_000_001, "rank 1 on node2 (pid 8)", 1)
+    writer.process(2_000_000, "allreduce.w", 2)
+    for rank in range(2):
+        writer.thread(2_000_000, rank, f"rank {rank}")
+        for tid, name in enumerate(("batches", "chunks", "waits", "steps")):
+            writer.thread(1_000_000 + rank, tid, name)
+    for step in range(steps):
+        for rank, submitted in ((0, 10), (1, 60)):
+            pid, at = 1_000_000 + rank, (1000 + step * 100) * MS
+            writer.begin(2_000_000, rank, "NEGOTIATE_ALLREDUCE", at + submitted * MS)
+            writer.end(2_000_000, rank, "NEGOTIATE_ALLREDUCE", at + 70 * MS)
+            writer.span(pid, BATCHES, "ALLREDUCE", at + 70 * MS, at + 90 * MS, bytes=5)
+            writer.span(pid, CHUNKS, "WAIT_FOR_DATA", at + 70 * MS, at + 75 * MS)
+            writer.span(pid, CHUNKS, "MPI_ALLREDUCE", at + 75 * MS, at + 88 * MS)
+            writer.span(pid, WAITS, "WAIT", at + (20 + 60 * rank) * MS, at + 90 * MS)
+            writer.instant(pid, STEPS, f"step {step + 1}", at + 95 * MS)
+    writer.begin(2_000_000, 0, "NEGOTIATE_ALLREDUCE", (1000 + steps * 100) * MS)
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("ending", ["json", "perfetto-trace"])
+def test_a_step_s_time_is_divided(tmp_path: Path, ending: str) -> None:
+    found = summarize(load(write(tmp_path / f"t.{ending}")))
+    slow, quick = found["ranks"]
+    expected = {
+        0: {"step": 100, "compute": 30, "exposed": 70, "negotiate": 50, "wait_for_data": 5, "reduce": 13,
+            "copy_in": 0, "copy_out": 0, "other": 2, "hidden": 0},
+        1: {"step": 100, "compute": 90, "exposed": 10, "negotiate": 0, "wait_for_data": 0, "reduce": 8,
+            "copy_in": 0, "copy_out": 0, "other": 2, "hidden": 10},
+    }  # fmt: skip
+    for row in (slow, quick):
+        for name, value in expected[row["rank"]].items():
+            assert row[f"{name}_seconds"] * 1000 == pytest.approx(value), name
+    assert (slow["rank"], slow["host"], slow["pid"], slow["steps"]) == (1, "node2", 8, 4)
+    assert [row["step"] for row in found["steps"]] == [2, 3, 4, 5]
+    assert {row["slowest_rank"] for row in found["steps"]} == {1}
+    (tensor,) = found["tensors"]
+    assert (tensor["tensor"], tensor["times"], tensor["late_rank"], tensor["late_share"]) == (
+        "allreduce.w", 5, 1, 1.0,
+    )  # fmt: skip
+    assert tensor["late_seconds"] == pytest.approx(5 * 0.05)
+    assert tensor["negotiate_seconds"] == pytest.approx(0.06)
+    (left,) = found["unfinished"]
+    assert (left["tensor"], left["submitted_by"], left["missing"]) == ("allreduce.w", [0], [1])
+
+
+@pytest.mark.parametrize("ending", ["json", "perfetto-trace"])
+def test_files_that_end_anywhere_are_read_as_far_as_they_go(tmp_path: Path, ending: str) -> None:
+    data = write(tmp_path / f"t.{ending}").read_bytes()
+    cut = tmp_path / f"cut.{ending}"
+    lengths = []
+    for length in (*range(len(data) - 300, len(data)), len(data) * 2 // 3):
+        cut.write_bytes(data[:length])
+        lengths.append(len(summarize(load(cut))["steps"]))
+    assert set(lengths) <= {2, 3, 4}
+    assert lengths[-1] < lengths[-2] == 4
+
+
+def test_any_file_of_chrome_is_read(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = json.loads(write(tmp_path / "t.json").read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"traceEvents": events}))
+    assert summarize(load(other)) == summarize(load(tmp_path / "t.json"))
+
+
+def test_without_marks_the_whole_file_is_one_step(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json")
+    lines = [line for line in path.read_text().splitlines() if '"step ' not in line]
+    path.write_text("\n".join(lines))
+    found = summarize(load(path))
+    assert not found["steps_marked"]
+    assert found["steps"] == []
+    assert found["ranks"][0]["step_seconds"] == pytest.approx(0.47)
+
+
+def test_covered_time() -> None:
+    cover = Cover([(5.0, 7.0), (1.0, 3.0), (2.0, 4.0), (4.0, 4.5)])
+    assert list(cover.within([0.0, 2.0, 6.0, 9.0])) == pytest.approx([1.0, 3.5, 1.0])
+    assert list(cover.within([0.0, 9.0], Cover([(3.5, 6.0), (8.0, 9.0)]))) == pytest.approx([2.0])
+
+
+def test_the_tables_and_the_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timeline.main([str(write(tmp_path / "t.json")), "--steps", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "the last 2 of 4" in shown
+    assert "submitted by ranks 0; missing: 1" in shown
+    (tmp_path / "no.json").write_text("{}")
+    for name, why in (("none", "No such file"), ("no.json", "is no timeline")):
+        assert timeline.main([str(tmp_path / name)]) == 2
+        assert why in capsys.readouterr().err
