@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ringdance.core.ring import Ring, RingReader, Word
+from ringdance.launch import cli
 from ringdance.monitor.metrics import Metrics
 from ringdance.monitor.sampler import Sampler
 
@@ -206,3 +207,24 @@ def test_figures_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (second["gpu_percent"], second["gpu_memory_bytes"]) == (80, 4 << 30)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "gpu_percent" not in Sampler([RingReader(one.memory)]).rows()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--metrics-port", "a:b"], "'a:b': expected a port from 0 to 65535, or ADDRESS:PORT"),
+        (["--tensorboard"], "--tensorboard: specify where to, with --output-filename DIR"),
+    ],
+)
+def test_what_is_wrong_in_options_is_said_before_the_start(
+    options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-np", "2", *options, "true"]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_options_become_settings_of_the_ranks() -> None:
+    line = ["--metrics-port", "[::]:9400", "--quiet", "--tensorboard", "--output-filename", "out"]
+    spec = cli.spec_of(cli.parser().parse_args(["-np", "2", *line, "-x", "RINGDANCE_METRICS_PORT=1", "true"]))
+    found = {"METRICS_PORT": "1", "METRICS_TENSORBOARD": "1", "SUMMARY_TIME": "0"}
+    assert spec.exports == {f"RINGDANCE_{name}": value for name, value in found.items()}
