@@ -81,6 +81,10 @@ class Peers:
             self._transport.post(sender, json.dumps(status).encode())
         elif kind == "status":
             self.watch.on_status(sender, note)
+        elif kind == "look":
+            self.post(sender, self.watch.look(note["rank"]))
+        elif kind == "seen":
+            self.watch.on_seen(note)
         elif kind == "pause":
             self._on_pause(sender, note)
         elif kind == "stacks":

@@ -38,6 +38,7 @@ _DEADLOCK = (
     "{:g} s (setting deadlock_time): none of them can ever go on."
 )
 _ANSWER_TIMEOUT = 0.5
+_LOOK_TIMEOUT = 4.0  # py-spy may take seconds
 _RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
 _MOST_PATIENCE = 120.0
 _Verdict = tuple[str | None, type[StallError] | None]
@@ -55,6 +56,7 @@ class _Inquiry:
     count: int
     cpu: dict[int, CpuSample | None] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # silent ranks of other hosts
 
 
 class StallWatch:
@@ -106,8 +108,7 @@ class StallWatch:
         """Return this rank's answer to an inquiry.
 
         Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
-        in rounds now; ``waiting``: whether a thread
-        waits; ``joined``; ``stopped``: the ranks of this host whose processes are stopped; ``threads``: see
+        in rounds now; ``waiting``: whether a thread waits; ``joined``; ``threads``: see
         ``stacks.thread_locations``; ``after``: see ``Recorder.progress``; ``blocked`` and ``quiet``: see
         ``deadlock.Submitters``.
         """
@@ -118,7 +119,6 @@ class StallWatch:
             "due": [s.set_id for s in sets if _takes_part(s)],
             "waiting": any(s.waiting for s in sets),
             "joined": any(s.pending.join is not None for s in sets),
-            "stopped": [r for r in self._transport.host_group if self._transport.state(r) == "stopped"],
             "threads": thread_locations({work.thread for _, work in works}),
             "after": self._recorder.progress(),
             **self.submitters.status(list(sets[0].exchange.progress.callers.values()) if sets else ()),
@@ -225,7 +225,9 @@ class StallWatch:
         others = [rank for rank in state.members if rank != own]
         silent = [p for p in range(self._transport.size) if p != own and p not in inquiry.answers]
         busy = any(self._transport.state(rank) in ("running", "unknown") for rank in silent)
-        if silent and now - inquiry.asked < _ANSWER_TIMEOUT * (1 + busy):
+        elapsed = now - inquiry.asked
+        looking = elapsed >= _ANSWER_TIMEOUT and self._ask_neighbours(inquiry, silent)
+        if silent and elapsed < (_LOOK_TIMEOUT if looking else _ANSWER_TIMEOUT * (1 + busy)):
             return None, None
         self._inquiry = None
         waited = min(inquiry.seconds, inquiry.asked - self._resumed) + 0.001
@@ -281,24 +283,45 @@ class StallWatch:
             pauses={rank: what for rank, (what, _) in self.pauses.items()},
         )
 
-    def _outside(self, rank: int, inquiry: _Inquiry, stacks: dict[int, str]) -> str:
-        """Describe a rank that does not answer, and add its stacks."""
+    def look(self, rank: int, before: CpuSample | None = None) -> dict[str, Any]:
+        """Describe a rank of this host from outside: ``text``, and ``stacks``, "" if they are not known."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state in ("running", "stopped") and pid != os.getpid()
-        if any(rank in answer["stopped"] for answer in inquiry.answers.values()):  # by a rank on its host
-            state = "stopped"
-        if state == "gone":
-            return "its process is gone"
-        seen = describe_threads(pid, inquiry.cpu[rank]) if here else ""
-        stacks[rank] = stacks_of(pid) if here else ""
-        frames = own_lines(main_frames(stacks[rank]))
+        stacks = stacks_of(pid) if here else ""
+        frames = own_lines(main_frames(stacks))
         place = f", at {frames[0]}" if frames else ""
-        if state == "stopped":
-            return f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"
-        if not seen:
-            stopped = "its process is stopped, or " if state == "unknown" else ""
-            seen = f"{stopped}its main thread is probably in a call that holds Python's lock"
-        return seen + (place or f"; `py-spy dump --pid {pid}` on that host shows its stack")
+        if state == "gone":
+            text = "its process is gone"
+        elif state == "stopped":
+            text = f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"
+        else:
+            text = describe_threads(pid, before) if here else ""
+            text = text or "its main thread is probably in a call that holds Python's lock"
+            text += place or f"; `py-spy dump --pid {pid}` on that host shows its stack"
+        return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
+
+    def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
+        """Let ranks that have answered look at silent ones of their host; return whether some have to yet."""
+        who = self._transport.identities
+        for rank in silent:
+            neighbours = [p for p in inquiry.answers if who[p].host == who[rank].host]
+            if neighbours and rank not in inquiry.seen and self._transport.state(rank) == "unknown":
+                inquiry.seen[rank] = None
+                self._transport.post(neighbours[0], json.dumps({"kind": "look", "rank": rank}).encode())
+        return any(inquiry.seen.get(rank, inquiry) is None for rank in silent)
+
+    def on_seen(self, note: dict[str, Any]) -> None:
+        """Accept what another rank says of one of its host."""
+        if self._inquiry is not None:
+            self._inquiry.seen[note["rank"]] = note
+
+    def _outside(self, rank: int, inquiry: _Inquiry, stacks: dict[int, str]) -> str:
+        """Describe a rank that does not answer, and add its stacks."""
+        found = inquiry.seen.get(rank) or self.look(rank, inquiry.cpu[rank])
+        stacks[rank] = found["stacks"]
+        if rank not in inquiry.seen and self._transport.state(rank) == "unknown":
+            return f"its process is stopped, or {found['text']}"
+        return str(found["text"])
 
 
 def _takes_part(state: ProcessSetState) -> bool:
