@@ -287,6 +287,7 @@ class StallWatch:
         """Describe a rank of this host from outside: ``text``, and ``stacks``, "" if they are not known."""
         state, pid = self._transport.state(rank), self._transport.identities[rank].pid
         here = state in ("running", "stopped") and pid != os.getpid()
+        text = describe_threads(pid, before) if here else ""  # before the signal that wakes it
         stacks = stacks_of(pid) if here else ""
         frames = own_lines(main_frames(stacks))
         place = f", at {frames[0]}" if frames else ""
@@ -295,7 +296,6 @@ class StallWatch:
         elif state == "stopped":
             text = f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"
         else:
-            text = describe_threads(pid, before) if here else ""
             text = text or "its main thread is probably in a call that holds Python's lock"
             text += place or f"; `py-spy dump --pid {pid}` on that host shows its stack"
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
