@@ -96,7 +96,7 @@ def test_what_a_rank_has_marked_is_named() -> None:
 
 
 def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
-    """Nine steps of 8 s, then a compilation of 60 s; a wait that begins then may take as long."""
+    """Nine steps of 8 s, in which this rank waits 6 s, then a compilation of 60 s, or of ten minutes."""
     recorder = Recorder(0, "")
     watches = [
         StallWatch(single_transport(), settings, dict, recorder)
@@ -107,6 +107,8 @@ def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
         found = [watch._limit(now + 1)]
         for number in range(9):
             recorder.words[Word.BATCHES] += 1
+            recorder.words[Word.STEPS] += 1
+            recorder.words[Word.WAITED] += 6 * 10**9
             watch._note_pace(now + 8 * number)
         found += [watch._limit(now + 64 + seconds) for seconds in (1, 60, 600)]
         assert found == pytest.approx(limits, abs=0.1)

@@ -77,8 +77,9 @@ class StallWatch:
 
     Note [Patience]
         With the default ``stall_check_time`` others may be late by as long as a step took lately (the median
-        of nine), and by as long as this rank itself computed before it began to wait: where all ranks compile
-        for a minute, some need seconds more than others. At most by two minutes.
+        of nine), by half as long again as this rank computed lately between two exchanges (the longest of
+        16), and by as long as it computed before it began to wait: where all ranks compile for a minute, some
+        need seconds more than others. At most by two minutes.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class StallWatch:
         self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and since when
         self._recorder, self._words = recorder, recorder.words
         self._adaptive = settings.origin("stall_check_time") == "default"
-        self._last_batch = self._last_step = (0, time.monotonic())
-        self._step_times = deque[float](maxlen=9)
+        self._last_batch, self._last_step = (0, time.monotonic(), 0), (0, time.monotonic())
+        self._step_times, self._gaps = deque[float](maxlen=9), deque[float](maxlen=16)
         self.pauses: dict[int, tuple[str, float]] = {}
         self._resumed = 0.0
         self.reported: Stall | None = None
@@ -152,9 +153,10 @@ class StallWatch:
         return None, None
 
     def _note_pace(self, now: float) -> None:
-        batches, steps = self._words[Word.BATCHES], self._words[Word.STEPS] or self._words[Word.BATCHES]
+        batches, steps, waited = (self._words[word] for word in (Word.BATCHES, Word.STEPS, Word.WAITED))
         if batches != self._last_batch[0]:
-            self._last_batch = batches, now
+            self._gaps.append(now - self._last_batch[1] - (waited - self._last_batch[2]) / 1e9)
+            self._last_batch = batches, now, waited
         if steps != self._last_step[0]:
             self._step_times.append(now - self._last_step[1])
             self._last_step = steps, now
@@ -165,7 +167,8 @@ class StallWatch:
         if not self._adaptive:
             return limit
         usual = sorted(self._step_times)[len(self._step_times) // 2] if self._step_times else 0.0
-        return max(limit, min(_MOST_PATIENCE, max(usual, since - self._last_batch[1])))
+        computed = max(1.5 * max(self._gaps, default=0.0), since - self._last_batch[1])
+        return max(limit, min(_MOST_PATIENCE, max(usual, computed)))
 
     def _paused(self, now: float) -> bool:
         """Whether some rank is in what it has marked."""
