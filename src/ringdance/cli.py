@@ -33,6 +33,7 @@ _PASSED_ON = {
     "stop": ("ringdance.launch.background.commands:stop", "end a job in the background"),
     "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
     "timeline": ("ringdance.observe.timeline", "show where the time of a step goes, by a timeline's file"),
+    "report": ("ringdance.observe.report", "write a page about runs: what limits them, and what to try next"),
     "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
     "k8s": ("ringdance.submit.kubernetes.cli", "write, submit and follow jobs on Kubernetes"),
     "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),

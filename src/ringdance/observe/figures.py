@@ -1,0 +1,146 @@
+"""Read the figures of a run: ``metrics-*.jsonl`` of its output directory."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ringdance.errors import LaunchError
+
+__all__ = ["Rank", "Run", "read_run"]
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Rank:
+    """The figures of one rank.
+
+    Attributes:
+        rows: samples in their order.
+        step_seconds: mean time of a step.
+        exposed: share of the time in which training waited for exchanges.
+        cores: CPU time by time, of the process with its children.
+        gpu: mean use in percent; None without one.
+    """
+
+    rank: int
+    host: str
+    rows: list[Row]
+    step_seconds: float = field(init=False)
+    exposed: float = field(init=False)
+    cores: float = field(init=False)
+    gpu: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        last = self.rows[-1]
+        stepped = [row for row in self.rows if row["steps"] and row["steps"] < last["steps"]]
+        # After the first step, which often compiles; a short run may have no sample since then.
+        first = stepped[0] if stepped else self.rows[0]
+        steps = last["steps"] - first["steps"]
+        seconds = last.get("last_step_time", 0) - first.get("last_step_time", first["time"])
+        if steps < 1 or seconds <= 0:
+            raise ValueError(f"rank {self.rank}")
+        self.step_seconds = seconds / steps
+        waited = last["exposed_seconds"] - first["exposed_seconds"]
+        self.exposed = min(1.0, max(0.0, waited / seconds))
+        self.cores = (last["cpu_seconds"] - first["cpu_seconds"]) / max(1e-3, last["time"] - first["time"])
+        gpu = [row["gpu_percent"] for row in self.rows if "gpu_percent" in row]
+        self.gpu = fmean(gpu) if gpu else None
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Return steps per second at times since the epoch."""
+        found = []
+        for before, after in zip(self.rows, self.rows[1:], strict=False):
+            seconds = after.get("last_step_time", 0) - before.get("last_step_time", before["time"])
+            if seconds > 0:
+                found.append((after["last_step_time"], (after["steps"] - before["steps"]) / seconds))
+        return found
+
+
+@dataclass
+class Run:
+    """A run: its directory and its ranks.
+
+    Attributes:
+        seconds: between the first and the last sample.
+        steps_per_second: of all ranks together, which take their steps together.
+        communication: share of the time that even the slowest rank waits.
+        skew: share of the time that the others wait for the slowest rank.
+    """
+
+    directory: Path
+    ranks: list[Rank]
+
+    @property
+    def size(self) -> int:
+        return int(self.ranks[0].rows[-1]["size"])
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(dict.fromkeys(one.host for one in self.ranks))
+
+    @property
+    def seconds(self) -> float:
+        times = [row["time"] for one in self.ranks for row in (one.rows[0], one.rows[-1])]
+        return float(max(times) - min(times))
+
+    @property
+    def steps_per_second(self) -> float:
+        return 1 / median([one.step_seconds for one in self.ranks])
+
+    @property
+    def slowest(self) -> Rank:
+        """All ranks end an exchange together: the slowest one waits least."""
+        return min(self.ranks, key=lambda one: one.exposed)
+
+    @property
+    def others(self) -> list[Rank]:
+        return [one for one in self.ranks if one is not self.slowest] or self.ranks
+
+    @property
+    def communication(self) -> float:
+        return self.slowest.exposed
+
+    @property
+    def skew(self) -> float:
+        return median([one.exposed for one in self.others]) - self.slowest.exposed
+
+    def mean(self, key: str, host: str = "") -> float:
+        """Return the mean of a gauge over all samples, of a host or of all."""
+        rows = [row for one in self.ranks if host in ("", one.host) for row in one.rows if key in row]
+        return fmean([row[key] for row in rows]) if rows else 0.0
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's figures. Raises LaunchError if there are none, or no steps."""
+    files = sorted(directory.glob("metrics-*.jsonl"))
+    if not files:
+        what = "has no metrics-*.jsonl" if directory.is_dir() else "is no directory"
+        raise LaunchError(f"{directory} {what}: start the job with `ringdance run --output-filename DIR`")
+    rows: dict[int, list[Row]] = defaultdict(list)
+    for file in files:
+        for line in file.read_text(errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                rows[row["rank"]].append(row)
+            except (ValueError, KeyError):
+                continue  # cut off
+    ranks = []
+    for rank, found in sorted(rows.items()):
+        own = [row for row in found if row["pid"] == found[-1]["pid"]]  # after a restart: its last process
+        try:
+            ranks.append(Rank(rank, own[-1]["host"], own))
+        except ValueError:
+            continue
+    if not ranks:
+        raise LaunchError(
+            f"{directory}: no rank has taken steps between two samples. Steps are those of "
+            "DistributedOptimizer, or of hvd.mark_step() after each; of a run of a few seconds take samples "
+            "more often: RINGDANCE_METRICS_INTERVAL=1"
+        )
+    return Run(directory, ranks)

@@ -1,0 +1,172 @@
+"""The page of ``ringdance report``: one file of HTML, which loads nothing."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean
+
+from ringdance.observe import svg
+from ringdance.observe.figures import Run
+from ringdance.observe.summary import PARTS, RankTimes
+from ringdance.observe.timeline import milliseconds
+from ringdance.observe.verdict import Verdict
+
+__all__ = ["page"]
+
+_STYLE = Path(__file__).with_name("page.css")
+_EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16
+_KINDS = ("computes", "waits for results", "exchanges")
+
+
+def page(runs: Sequence[Run], verdict: Verdict, trace: Sequence[RankTimes], batch: int) -> str:
+    """Return the page.
+
+    Args:
+        runs: the one that is described last; all of them are compared.
+        verdict: of that one.
+        trace: its timeline, if there is one.
+        batch: samples of a rank and step; 0 if not known.
+    """
+    run = runs[-1]
+    evidence = "".join(f"<li>{_code(text)}</li>" for text in verdict.evidence)
+    parts = [
+        f"<h1>{escape(run.directory.resolve().name)}: bound by {verdict.bound}</h1>",
+        f"<p>{run.size} ranks on {len(run.hosts)} host{'s' * (len(run.hosts) != 1)}, {run.seconds:.0f} s, "
+        f"{run.ranks[0].rows[-1]['steps']} steps, {run.steps_per_second:.4g} steps/s"
+        + (f", {run.steps_per_second * run.size * batch:.4g} samples/s" if batch else "") + "</p>",
+        f'<section class="verdict"><p><strong>{escape(verdict.sentence)}</strong></p><ul>{evidence}</ul>'
+        f"<p><b>Try next:</b> {_code(verdict.next_step)}</p></section>",
+        f'<h2>The run</h2><div class="plots">{"".join(_plots(run))}</div>',
+        "<h2>Ranks</h2>" + _ranks_table(run),
+    ]  # fmt: skip
+    if trace:
+        parts.append(f"<h2>Timeline</h2>{_excerpt(trace)}{_trace_table(trace)}")
+    if len(runs) > 1:
+        parts.append(f"<h2>Scaling</h2>{_scaling(runs, batch)}")
+    written = time.strftime("%Y-%m-%d %H:%M")
+    parts.append(f"<footer>Written by ringdance report, {written}, of {escape(str(run.directory))}.</footer>")
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.directory.resolve().name)}: bound by {verdict.bound}</title>"
+        f'<link rel="icon" href="data:,"><style>{_STYLE.read_text()}</style></head>'
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _code(text: str) -> str:
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    tables = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="table" tabindex="0">{tables}</div>'
+
+
+def _plots(run: Run) -> list[str]:
+    start = min(one.rows[0]["time"] for one in run.ranks)
+    first = run.ranks[0]
+    found = []
+    rates = [(at - start, rate) for at, rate in first.rates()]
+    if rates:
+        found.append(svg.lines("Throughput", {"steps/s": rates}, "s", "steps/s"))
+    rows = {}
+    for one in sorted(run.ranks, key=lambda one: one.exposed)[:32]:
+        step, exposed = one.step_seconds * 1000, one.exposed * one.step_seconds * 1000
+        communication = min(exposed, run.communication * step)
+        rows[f"{one.rank} {one.host}"] = [step - exposed, communication, exposed - communication]
+    kinds = ("its own work", "communication", "waits for slower ranks")
+    found.append(svg.bars("A step of each rank, ms; the slowest rank first", kinds, rows, "ms"))
+    for key, title in (("host_cpu_percent", "Cores in use"), ("host_memory_percent", "Memory in use")):
+        hosts = {}
+        for host in run.hosts[:6]:
+            one = next(one for one in run.ranks if one.host == host)
+            line = [(row["time"] - start, row[key]) for row in one.rows if key in row]
+            if line:
+                hosts[host] = line
+        if hosts:
+            found.append(svg.lines(title, hosts, "s", "% of the host", 100.0))
+    gpus = {
+        f"rank {one.rank}": [(r["time"] - start, r["gpu_percent"]) for r in one.rows if "gpu_percent" in r]
+        for one in run.ranks[:6] if one.gpu is not None
+    }  # fmt: skip
+    if gpus:
+        found.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0))
+    return found
+
+
+def _ranks_table(run: Run) -> str:
+    rows = []
+    for one in run.ranks:
+        last = one.rows[-1]
+        rows.append([
+            str(one.rank), one.host, str(last["steps"]), milliseconds(one.step_seconds), f"{one.exposed:.1%}",
+            f"{one.cores:.2f}", "–" if one.gpu is None else f"{one.gpu:.0f}%",
+            f"{last['rss_bytes'] / 1e9:.2f}", f"{last['bytes'] / 1e9:.3g}",
+        ])  # fmt: skip
+    names = ("rank", "host", "steps", "ms/step", "waits", "cores", "GPU", "memory, GB", "exchanged, GB")
+    return _table(names, rows)
+
+
+def _excerpt(trace: Sequence[RankTimes]) -> str:
+    """Draw the last steps of all ranks."""
+    shown = trace[:_EXCERPT_RANKS]
+    begin = max(float(one.times[max(0, len(one.times) - 1 - _EXCERPT_STEPS)]) for one in shown)
+    end = max(float(one.times[-1]) for one in shown)
+
+    def cut(one: RankTimes, thread: str, kind: int) -> list[tuple[int, float, float]]:
+        found = one.threads.get(thread, ())
+        return [(kind, (a - begin) * 1e3, (b - begin) * 1e3) for _, a, b in found if b > begin and a < end]
+
+    rows = {}
+    for one in shown:
+        waits = cut(one, "waits", 1)
+        at, computes = 0.0, []
+        for _, began, ended in [*sorted(waits), (0, (end - begin) * 1e3, 0.0)]:
+            if began > at:
+                computes.append((0, at, began))
+            at = max(at, ended)
+        rows[f"{one.rank} {one.host}"] = [*computes, *waits, *cut(one, "batches", 2)]
+    marks = {
+        f"step {number}": (float(at) - begin) * 1e3
+        for number, at in list(zip(shown[0].numbers, shown[0].times[1:], strict=True))[-_EXCERPT_STEPS:]
+        if number
+    }
+    return svg.spans("The last steps of each rank", rows, _KINDS, marks, (end - begin) * 1e3)
+
+
+def _trace_table(trace: Sequence[RankTimes]) -> str:
+    rows = [
+        [str(one.rank), *(milliseconds(float(t.mean())) for t in (one.steps, one.computed, one.exposed)),
+         *(milliseconds(float(one.parts[part].mean())) for part in PARTS)]
+        for one in trace
+    ]  # fmt: skip
+    names = {"wait_for_data": "data", "copy_in": "copy in", "copy_out": "copy out"}
+    columns = ["ms per step: rank", "step", "computes", "exposed", *(names.get(part, part) for part in PARTS)]
+    return _table(columns, rows)
+
+
+def _scaling(runs: Sequence[Run], batch: int) -> str:
+    ordered = sorted(runs, key=lambda run: run.size)
+    smallest = ordered[0]
+    rates = {run.size: run.steps_per_second * (run.size * batch if batch else 1) for run in ordered}
+    unit = "samples/s" if batch else "steps/s"
+    series: Mapping[str, Sequence[tuple[float, float]]] = {"measured": sorted(rates.items())}
+    ideal = smallest.steps_per_second * (batch or 1)
+    series = {**series, "without loss": [(n, ideal * (n if batch else 1)) for n in sorted(rates)]}
+    rows = [
+        [run.directory.name, str(run.size), str(len(run.hosts)), f"{run.steps_per_second:.4g}",
+         f"{run.steps_per_second / smallest.steps_per_second:.0%}", f"{run.communication:.0%}",
+         f"{run.skew:.0%}", f"{fmean([one.cores for one in run.ranks]):.2f}"]
+        for run in ordered
+    ]  # fmt: skip
+    names = ("run", "ranks", "hosts", "steps/s", "efficiency", "communication", "skew", "cores per rank")
+    note = "<p>Efficiency is steps/s against the smallest run, for the same batch on each rank.</p>"
+    plot = svg.lines("Speed by ranks", series, "ranks", unit)
+    return f'<div class="plots">{plot}</div>{_table(names, rows)}{note}'

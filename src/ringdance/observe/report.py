@@ -1,0 +1,85 @@
+"""``ringdance report``: a page about a run, with what limits it and what to try next."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ringdance.errors import LaunchError
+from ringdance.launch.parser import Parser
+from ringdance.launch.spec import as_program
+from ringdance.observe.figures import Run, read_run
+from ringdance.observe.page import page
+from ringdance.observe.summary import RankTimes, ranks_of
+from ringdance.observe.trace import load
+from ringdance.observe.verdict import Verdict, judge
+
+__all__ = ["main"]
+
+_EPILOG = """\
+examples:
+  ringdance run -np 4 --output-filename logs python train.py           the run's figures are in logs
+  ringdance report logs -o report.html                                 what limits it, and the page
+  ringdance run -np 4 --output-filename logs --timeline logs/timeline.json python train.py
+  ringdance report logs                                                with a part of the timeline
+  ringdance report one two four --batch-size 32 -o scaling.html        speed against ranks
+  ringdance report logs --json                                         what limits it, for programs
+
+A run of a few seconds needs samples more often: RINGDANCE_METRICS_INTERVAL=1. The page is one file that loads
+nothing from elsewhere.
+"""
+_TIMELINES = ("timeline.json", "timeline.perfetto-trace", "*.perfetto-trace", "*timeline*.json")
+
+
+def main(argv: Sequence[str]) -> int:
+    """``ringdance report``: `argv` without the program and ``report``; returns the exit code."""
+    parser = Parser(
+        prog="ringdance report",
+        description="Write a page about a run: is it bound by input, computation, communication or skew?",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    text = "of `ringdance run --output-filename`; the last one is described, all are compared"
+    add("directories", metavar="RUN_DIR", nargs="+", type=Path, help=text)
+    add("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the last RUN_DIR")
+    add("--timeline", type=Path, metavar="FILE", help="of the last run (default: one in RUN_DIR)")
+    add("--batch-size", type=int, default=0, metavar="N", help="samples of a rank and step: shows samples/s")
+    add("--json", action="store_true", help="print the verdict as JSON")
+
+    def action() -> int:
+        arguments = parser.parse_args(list(argv))
+        runs = [read_run(directory) for directory in arguments.directories]
+        verdict = judge(runs[-1])
+        target = arguments.output or runs[-1].directory / "report.html"
+        trace = _trace(runs[-1], arguments.timeline)
+        try:
+            target.write_text(page(runs, verdict, trace, arguments.batch_size), encoding="utf-8")
+        except OSError as error:
+            raise LaunchError(f"{target}: {error.strerror}") from None
+        if arguments.json:
+            print(json.dumps({**asdict(verdict), "page": str(target)}, indent=1))
+        else:
+            print(f"{_words(verdict)}\nThe page is {target}")
+        return 0
+
+    return as_program("ringdance report", action)
+
+
+def _trace(run: Run, file: Path | None) -> list[RankTimes]:
+    """Return the run's timeline; empty without one."""
+    found = [file] if file else [path for name in _TIMELINES for path in sorted(run.directory.glob(name))]
+    return ranks_of(load(found[0])) if found else []
+
+
+def _words(verdict: Verdict) -> str:
+    lines = [f"Bound by {verdict.bound}. {verdict.sentence}"]
+    for text in verdict.evidence:
+        lines.append(textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    "))
+    lines.append(textwrap.fill(f"Try next: {verdict.next_step}", 100))
+    return "\n".join(lines)

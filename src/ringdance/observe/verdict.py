@@ -1,0 +1,120 @@
+"""What limits a run: input, computation, communication or skew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from ringdance.observe.figures import Run
+
+__all__ = ["Verdict", "judge"]
+
+_WORTH = 0.2  # share of the time above which waiting limits a run
+_BUSY_CORES = 0.5  # below it a rank that does not wait for others waits for something else
+_FEW_CORES = 0.15  # the same on a host whose cores are all busy
+_BUSY_HOST, _BUSY_GPU = 85.0, 50.0  # percent
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What limits a run.
+
+    Attributes:
+        bound: input, computation, communication or skew.
+        sentence: the same in a sentence.
+        evidence: the numbers.
+        next_step: the one thing to try.
+    """
+
+    bound: str
+    sentence: str
+    evidence: list[str]
+    next_step: str
+
+
+def judge(run: Run) -> Verdict:
+    """Return what limits a run.
+
+    All ranks end an exchange together, so the slowest rank waits least. What it waits is communication; what
+    the others wait beyond that is skew. In the rest of the time a rank computes, or waits for its input.
+    """
+    communication, skew = run.communication, run.skew
+    own = 1 - fmean([one.exposed for one in run.ranks])
+    cores = fmean([one.cores for one in run.ranks])
+    gpus = [one.gpu for one in run.ranks if one.gpu is not None]
+    gpu = fmean(gpus) if gpus else None
+    evidence = [
+        f"Communication: even the rank that waits least waits for exchanges {communication:.0%} of the time.",
+        f"Skew: the other ranks wait {skew:.0%} of the time beyond that, for the slowest.",
+        f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores"
+        + (f", its GPU is in use for {gpu:.0f}%." if gpu is not None else "."),
+    ]
+    if run.size > 1 and skew >= max(_WORTH, communication):
+        return _skew(run, evidence)
+    if run.size > 1 and communication >= _WORTH:
+        last = run.slowest.rows[-1]
+        sent = last["bytes"] / last["steps"]
+        evidence.append(f"{sent / 1e6:,.1f} MB are reduced per step.")
+        return Verdict(
+            "communication", "Ranks wait for exchanges, all of them alike.", evidence,
+            "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
+            "DistributedOptimizer. Then fewer bytes: compression=hvd.Compression.fp16. On several hosts "
+            "`ringdance doctor` measures the network between them.",
+        )  # fmt: skip
+    if gpu < _BUSY_GPU * own if gpu is not None else _is_idle(run, cores / max(own, 0.05)):
+        return Verdict(
+            "input", "Ranks hardly wait for exchanges or for one another, and yet hardly compute.", evidence,
+            "Load in parallel with training: more workers of the data loader, prefetching, files on a local "
+            "disk. Measure the loader alone: it must bring more batches per second than "
+            f"{run.steps_per_second:.3g}. More ranks do not help before that.",
+        )  # fmt: skip
+    return Verdict("computation", "Ranks compute most of the time.", evidence, _scale(run, gpu))
+
+
+def _is_idle(run: Run, used: float) -> bool:
+    """Return whether ranks that use so many cores wait for something; not for the cores of a busy host."""
+    busiest = max(run.mean("host_cpu_percent", host) for host in run.hosts)
+    return used < (_FEW_CORES if busiest > _BUSY_HOST else _BUSY_CORES)
+
+
+def _skew(run: Run, evidence: list[str]) -> Verdict:
+    slow = run.slowest
+    cores = fmean([one.cores for one in run.others])
+    host = run.mean("host_cpu_percent", slow.host)
+    longer = (1 - slow.exposed) / max(fmean([1 - one.exposed for one in run.others]), 0.05)
+    used = slow.cores / max(1 - slow.exposed, 0.05)
+    evidence.append(
+        f"Rank {slow.rank} on host {slow.host} waits {slow.exposed:.0%} of the time; its own work takes "
+        f"{longer:.1f} times as long as that of the others. It uses {slow.cores:.2f} cores on average, "
+        f"the others {cores:.2f}; the cores of its host are in use for {host:.0f}%."
+    )
+    doing = (
+        f"It hardly uses its cores: see what rank {slow.rank} waits for, such as its data, a disk or a lock"
+        if used < _BUSY_CORES
+        else f"See why rank {slow.rank} has more to do or less to do it with: larger samples, other programs "
+        f"on {slow.host}, fewer cores, a hot processor or GPU"
+    )
+    return Verdict(
+        "skew", f"The others wait for rank {slow.rank} on host {slow.host}.", evidence,
+        f"{doing}. `ringdance explain` shows what it does, `ringdance doctor` compares the hosts.",
+    )  # fmt: skip
+
+
+def _scale(run: Run, gpu: float | None) -> str:
+    """Return what to try when a run computes: first up, then out."""
+    busiest = max(run.mean("host_cpu_percent", host) for host in run.hosts)
+    if gpu is not None and gpu < 90:
+        return (
+            f"First up: the GPUs are in use for {gpu:.0f}% only; a larger batch fills them, or more workers "
+            "of the data loader. Then out: more ranks."
+        )
+    if gpu is None and busiest < 75:
+        return (
+            f"First up: {100 - busiest:.0f}% of the cores are free; give each rank more threads "
+            "(OMP_NUM_THREADS) or start more ranks on the same hosts. Then out: more hosts."
+        )
+    what = "GPUs" if gpu is not None else "cores"
+    return (
+        f"The {what} are busy. First up: faster {what}, or mixed precision. Then out: more ranks on more "
+        "hosts (`ringdance run -H h1:N,h2:N`); `ringdance report` of both runs shows what they bring."
+    )

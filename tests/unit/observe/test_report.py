@@ -1,0 +1,99 @@
+"""What a report says, by figures made up; tests/browser has those of real runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ringdance.observe import report
+from ringdance.observe.figures import read_run
+from ringdance.observe.verdict import judge
+
+STEP_S = 0.1
+
+
+def write(
+    directory: Path, exposed: list[float], cores: float = 1.0, host_cpu: float = 50.0,
+    gpu: float | None = None,
+) -> Path:  # fmt: skip
+    """Write figures of ranks, two on each host, that wait so much of their time; each uses so many cores."""
+    directory.mkdir(exist_ok=True)
+    for rank, share in enumerate(exposed):
+        rows: list[dict[str, Any]] = []
+        for second in range(0, 30, 5):
+            # The first step takes 20 s, of which nothing may be counted.
+            steps = 0 if second == 0 else 1 + round((second - 5) / STEP_S)
+            row: dict[str, Any] = {
+                "time": 1000.0 + second + 20 * bool(second), "rank": rank, "host": f"node{rank // 2}",
+                "pid": 100 + rank, "size": len(exposed), "steps": steps, "batches": steps, "tensors": steps,
+                "bytes": steps * 1_000_000, "exposed_seconds": share * second + 7 * bool(second),
+                "cpu_seconds": cores * second, "rss_bytes": 1 << 30, "host_cpu_percent": host_cpu,
+                "host_memory_percent": 20.0,
+            }  # fmt: skip
+            if steps:
+                row["last_step_time"] = row["time"]
+            if gpu is not None:
+                row["gpu_percent"] = gpu
+            rows.append(row)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        with (directory / f"metrics-{rank // 2 * 2}.jsonl").open("a") as file:
+            file.write(text + '{"time": 12')  # the monitor was killed
+            file.write("\n")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("exposed", "more", "bound"),
+    [
+        ([0.5, 0.52, 0.55, 0.5], {}, "communication"),
+        ([0.6, 0.6, 0.05, 0.6], {}, "skew"),
+        ([0.7, 0.7, 0.3, 0.7], {}, "skew"),  # more than for communication
+        ([0.55, 0.6, 0.3, 0.5], {}, "communication"),
+        ([0.1, 0.1, 0.05, 0.1], {}, "computation"),
+        ([0.1, 0.1, 0.1, 0.1], {"cores": 0.1}, "input"),
+        ([0.1, 0.1, 0.1, 0.1], {"cores": 0.4, "host_cpu": 99.0}, "computation"),  # ranks share too few cores
+        ([0.1, 0.1, 0.1, 0.1], {"gpu": 15.0}, "input"),
+        ([0.1, 0.1, 0.1, 0.1], {"gpu": 95.0, "cores": 0.1}, "computation"),
+        ([0.9], {"cores": 1.0}, "computation"),
+    ],
+)
+def test_what_limits_a_run(tmp_path: Path, exposed: list[float], more: dict[str, Any], bound: str) -> None:
+    run = read_run(write(tmp_path, exposed, **more))
+    assert run.steps_per_second == pytest.approx(1 / STEP_S)
+    assert [one.exposed for one in run.ranks] == pytest.approx(exposed)
+    found = judge(run)
+    assert found.bound == bound
+    assert bound != "skew" or "rank 2 on host node1" in found.sentence
+
+
+def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "<one>", [0.1], gpu=50.0)
+    four = write(tmp_path / "a&b", [0.6, 0.6, 0.05, 0.6], gpu=50.0)
+    assert report.main([str(one), str(four), "-o", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Bound by skew. The others wait for rank 2 on host node1.")
+    assert "Try next: " in said
+    text = (tmp_path / "page.html").read_text()
+    assert "&lt;one&gt;" in text
+    assert "a&amp;b" in text
+    assert "<one>" not in text
+    for picture in text.split("<svg")[1:]:
+        root = ElementTree.fromstring(f"<svg{picture.partition('</svg>')[0]}</svg>")
+        assert root.find("title") is not None
+        assert root.find("desc") is not None
+
+
+def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert report.main([str(tmp_path / "empty")]) == 2
+    assert "--output-filename" in capsys.readouterr().err
+    still = tmp_path / "still"
+    write(still, [0.1])
+    lines = (still / "metrics-0.jsonl").read_text().splitlines()
+    (still / "metrics-0.jsonl").write_text(lines[0])
+    assert report.main([str(still)]) == 2
+    assert "mark_step" in capsys.readouterr().err
