@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from ringdance.core.reports.activity import activity, cpu_seconds
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.ring import RingReader, Word, progress_of
 from ringdance.errors import LaunchError
+from ringdance.hosts.host_set import add_arguments, host_set
+from ringdance.hosts.run import Run
 from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, Cause
 from ringdance.launch.parser import Parser
@@ -30,15 +34,17 @@ examples:
   ringdance explain                  the job that runs on this machine
   ringdance explain 3f2a91c0         one of several; also a process: of a rank, or of mpiexec
   ringdance explain --stacks         with the stacks of all threads
+  ringdance explain -H node1,node2   a job on several hosts
   ringdance explain logs             what a job with `--output-filename logs` has left, running or not
 
-The last line names the rank that the others wait for, or the first failure. It looks at the ranks of this
-machine: on other hosts run it there. Another launcher's job can be looked at too, and a directory with flight
-records and stall reports (RINGDANCE_FLIGHT_RECORDER_DIR).
+The last line names the rank that the others wait for, or the first failure. Without -H it looks at the ranks
+of this machine. Another launcher's job can be looked at too, and a directory with flight records and stall
+reports (RINGDANCE_FLIGHT_RECORDER_DIR).
 
 exit code: 0; 2 if there is no such job or directory
 """
 _SAMPLE_S = 0.2
+_ANSWER_S = 20.0  # for the commands on other hosts
 _WAITS = re.compile(r"core/progress\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 _ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
 _OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
@@ -46,14 +52,14 @@ _OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 
 @dataclass
 class _Rank:
-    """A rank that runs on this host."""
+    """A rank that runs."""
 
     number: int
     host: str
     pid: int
     size: int
     job: str
-    words: memoryview
+    progress: str
     waits_for: str = ""
     seconds: float = 0.0
     doing: str = ""
@@ -91,13 +97,22 @@ def main(argv: Sequence[str]) -> int:
     text = "default: the only job here"
     parser.add_argument("target", metavar="JOB|PID|DIR", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
+    parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
+    add_arguments(parser)
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
         if os.path.isdir(arguments.target):
             print("\n".join(_explain_files(Path(arguments.target))))
+            return 0
+        if arguments.hosts or arguments.hostfile:
+            ranks = _look_elsewhere(arguments)
         else:
-            print("\n".join(_explain_job(_find_job(arguments.target), arguments.stacks)))
+            ranks = _look(_ranks_here(arguments.target))
+        if arguments.json:
+            print(json.dumps([vars(rank) for rank in ranks]))
+        else:
+            print("\n".join(_explain_job(_only_job(ranks, arguments.target), arguments.stacks)))
         return 0
 
     return as_program("ringdance explain", action)
@@ -106,29 +121,57 @@ def main(argv: Sequence[str]) -> int:
 # -- a job that runs ------------------------------------------------------------------------
 
 
-def _find_job(target: str) -> list[_Rank]:
-    """Return the ranks of a job on this host. Raises LaunchError."""
+def _ranks_here(target: str) -> list[_Rank]:
+    """Return the ranks on this host of the jobs that may be meant."""
     jobs: dict[str, list[_Rank]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
         if reader is not None and reader.who.pid == int(pid) and not reader.words[Word.CLOSED]:
             rank = _rank_of(reader)
             jobs.setdefault(rank.job, []).append(rank)
-    for job, ranks in list(jobs.items()):
+    found: list[_Rank] = []
+    for job, ranks in jobs.items():
         of_process = target.isdigit() and any(int(target) in _parents(rank.pid) for rank in ranks)
-        if not (job.startswith(target) or of_process):
-            del jobs[job]
+        if job.startswith(target) or of_process:
+            found += ranks
+    return found
+
+
+def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
+    """Return the ranks in order if they are of one job. Raises LaunchError."""
+    jobs = {rank.job for rank in ranks}
     if len(jobs) == 1:
-        return sorted(next(iter(jobs.values())), key=lambda rank: rank.number)
+        return sorted(ranks, key=lambda rank: rank.number)
     if jobs:
         raise LaunchError(f"several jobs run here; name one: {', '.join(job[:8] for job in jobs)}")
     here = f"on {os.uname().nodename}"
     if not target:
         raise LaunchError(f"no ranks of yours run {here}; name the directory of a job that has ended")
     record = records.find(target)
-    state = "running, on other hosts" if record.state == "running" else record.state
+    state = "running, on other hosts: name them with -H" if record.state == "running" else record.state
     advice = f"`ringdance attach {record.short}` shows its output"
     raise LaunchError(f"job {record.short} has no ranks {here}: it is {state}; {advice}")
+
+
+def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
+    """Return the ranks on the hosts that the arguments name; say which hosts cannot be looked at."""
+    words = ["ringdance", "explain", "--json", *([arguments.target] if arguments.target else [])]
+    with closing(host_set(arguments)) as hosts:
+        hosts.connect(arguments.connect_timeout)
+        looking = Run(hosts)
+        looking.start(words)
+        results = looking.wait(_ANSWER_S, lambda running: None)
+    found: list[_Rank] = []
+    for host, result in results.items():
+        try:
+            for one in json.loads(result.output.splitlines()[-1]):
+                found.append(_Rank(**one))
+                if found[-1].job.isdigit():  # its mpiexec's or daemon's process on that host
+                    found[-1].job = "of another launcher"
+        except (ValueError, IndexError, TypeError):
+            problem = result.problem or bytes(result.output).decode(errors="replace").strip() or "no answer"
+            print(f"ringdance explain: {host}: {problem}", file=sys.stderr)
+    return found
 
 
 def _rank_of(reader: RingReader) -> _Rank:
@@ -140,7 +183,8 @@ def _rank_of(reader: RingReader) -> _Rank:
                 job = entry.partition(b"=")[2].decode()
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
     seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
-    return _Rank(number, host, pid, reader.words[Word.SIZE], job, reader.words, str(waits_for), seconds)
+    size, progress = reader.words[Word.SIZE], progress_of(reader.words)
+    return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds)
 
 
 def _parents(pid: int) -> list[int]:
@@ -155,20 +199,27 @@ def _parents(pid: int) -> list[int]:
     return found
 
 
-def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
+def _look(ranks: list[_Rank]) -> list[_Rank]:
+    """Add what each rank, of this host, does now."""
     samples = {rank.pid: (time.monotonic(), cpu_seconds(rank.pid, rank.pid)) for rank in ranks}
-    time.sleep(_SAMPLE_S)
+    time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:
         rank.doing = activity(rank.pid, rank.pid, samples[rank.pid])
         rank.stacks = stacks_of(rank.pid)
         if rank.stacks and not _WAITS.search(rank.stacks):
             rank.waits_for = ""
+    return ranks
+
+
+def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
+    for rank in ranks:
         doing = f"has waited {rank.seconds:.0f} s for '{rank.waits_for}'" if rank.waits_for else rank.action
-        yield f"{rank.who}: {doing} (after {progress_of(rank.words)})"
+        yield f"{rank.who}: {doing} (after {rank.progress})"
         yield from (rank.stacks.splitlines() if stacks else [f"    {frame}" for frame in rank.frames])
     missing = sorted(set(range(ranks[0].size)) - {rank.number for rank in ranks})
     if missing:
-        yield f"Not seen: ranks {', '.join(map(str, missing))}. They have ended, or are on other hosts."
+        numbers = ", ".join(map(str, missing))
+        yield f"Not seen: ranks {numbers}. They have ended, or are on hosts that -H does not name."
     yield _culprit(ranks, missing)
 
 
