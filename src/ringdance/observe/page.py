@@ -11,8 +11,8 @@ from statistics import fmean
 
 from ringdance.observe import svg
 from ringdance.observe.figures import Run
-from ringdance.observe.summary import PARTS, RankTimes
-from ringdance.observe.timeline import milliseconds
+from ringdance.observe.summary import RankTimes, rank_row
+from ringdance.observe.timeline import milliseconds, rank_table
 from ringdance.observe.verdict import Verdict
 
 __all__ = ["page"]
@@ -44,7 +44,8 @@ def page(runs: Sequence[Run], verdict: Verdict, trace: Sequence[RankTimes], batc
         "<h2>Ranks</h2>" + _ranks_table(run),
     ]  # fmt: skip
     if trace:
-        parts.append(f"<h2>Timeline</h2>{_excerpt(trace)}{_trace_table(trace)}")
+        times = _table(*rank_table([rank_row(one) for one in trace]))
+        parts.append(f"<h2>Timeline</h2>{_excerpt(trace)}<p>Of a step, ms:</p>{times}")
     if len(runs) > 1:
         parts.append(f"<h2>Scaling</h2>{_scaling(runs, batch)}")
     written = time.strftime("%Y-%m-%d %H:%M")
@@ -120,6 +121,9 @@ def _excerpt(trace: Sequence[RankTimes]) -> str:
     begin = max(float(one.times[max(0, len(one.times) - 1 - _EXCERPT_STEPS)]) for one in shown)
     end = max(float(one.times[-1]) for one in shown)
 
+    if end <= begin:
+        return ""
+
     def cut(one: RankTimes, thread: str, kind: int) -> list[tuple[int, float, float]]:
         found = one.threads.get(thread, ())
         return [(kind, (a - begin) * 1e3, (b - begin) * 1e3) for _, a, b in found if b > begin and a < end]
@@ -139,17 +143,6 @@ def _excerpt(trace: Sequence[RankTimes]) -> str:
         if number
     }
     return svg.spans("The last steps of each rank", rows, _KINDS, marks, (end - begin) * 1e3)
-
-
-def _trace_table(trace: Sequence[RankTimes]) -> str:
-    rows = [
-        [str(one.rank), *(milliseconds(float(t.mean())) for t in (one.steps, one.computed, one.exposed)),
-         *(milliseconds(float(one.parts[part].mean())) for part in PARTS)]
-        for one in trace
-    ]  # fmt: skip
-    names = {"wait_for_data": "data", "copy_in": "copy in", "copy_out": "copy out"}
-    columns = ["ms per step: rank", "step", "computes", "exposed", *(names.get(part, part) for part in PARTS)]
-    return _table(columns, rows)
 
 
 def _scaling(runs: Sequence[Run], batch: int) -> str:

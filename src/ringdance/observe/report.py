@@ -55,9 +55,10 @@ def main(argv: Sequence[str]) -> int:
     def action() -> int:
         arguments = parser.parse_args(list(argv))
         runs = [read_run(directory) for directory in arguments.directories]
-        verdict = judge(runs[-1])
-        target = arguments.output or runs[-1].directory / "report.html"
         trace = _trace(runs[-1], arguments.timeline)
+        uneven = min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
+        verdict = judge(runs[-1], uneven)
+        target = arguments.output or runs[-1].directory / "report.html"
         try:
             target.write_text(page(runs, verdict, trace, arguments.batch_size), encoding="utf-8")
         except OSError as error:
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 def _trace(run: Run, file: Path | None) -> list[RankTimes]:
     """Return the run's timeline; empty without one."""
     found = [file] if file else [path for name in _TIMELINES for path in sorted(run.directory.glob(name))]
-    return ranks_of(load(found[0])) if found else []
+    return [one for one in ranks_of(load(found[0])) if one.steps.sum() > 0] if found else []
 
 
 def _words(verdict: Verdict) -> str:

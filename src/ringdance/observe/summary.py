@@ -13,7 +13,7 @@ import numpy as np
 from ringdance.observe.intervals import Array, Cover
 from ringdance.observe.trace import Span, Trace
 
-__all__ = ["PARTS", "RankTimes", "ranks_of", "summarize"]
+__all__ = ["PARTS", "RankTimes", "rank_row", "ranks_of", "summarize"]
 
 PARTS = {
     "negotiate": "", "wait_for_data": "WAIT_FOR_DATA", "copy_in": "MEMCPY_IN_FUSION_BUFFER",
@@ -103,7 +103,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
     ranks = ranks_of(trace)
     tensors, unfinished = _tensors(trace)
     marked = any(one.numbers != [0] for one in ranks)
-    rows = [_rank_row(one) for one in ranks]
+    rows = [rank_row(one) for one in ranks]
     keys = [key for key in (rows[0] if rows else ()) if key.endswith("_seconds")]
     return {
         "steps_marked": marked,
@@ -115,7 +115,8 @@ def summarize(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _rank_row(one: RankTimes) -> dict[str, Any]:
+def rank_row(one: RankTimes) -> dict[str, Any]:
+    """Return the means of a rank's times."""
     means = {f"{part}_seconds": float(times.mean()) for part, times in one.parts.items()}
     return {
         "rank": one.rank, "host": one.host, "pid": one.pid, "steps": len(one.numbers),

@@ -18,7 +18,7 @@ from ringdance.launch.spec import as_program
 from ringdance.observe.summary import PARTS, summarize
 from ringdance.observe.trace import load
 
-__all__ = ["main", "milliseconds"]
+__all__ = ["main", "milliseconds", "rank_table"]
 
 _EPILOG = """\
 examples:
@@ -34,6 +34,10 @@ exposed: training waited for results. It consists of negotiate, until all ranks 
 other ranks' parts had come; copying and reducing; and other, the rest of an exchange. hidden: exchanged while
 the rank computed.
 """
+
+_COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (
+    "step", "compute", "exposed", *PARTS, "hidden",
+)}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,22 +72,23 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
+def rank_table(ranks: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows of where the time goes on each rank, in ms."""
+    rows = [
+        [f"{row['rank']} {row['host']}", *(milliseconds(row[f"{key}_seconds"]) for key in _COLUMNS)]
+        for row in ranks
+    ]
+    return ["rank", *_COLUMNS.values()], rows
+
+
 def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -> None:
     ranks, mean = summary["ranks"], summary["mean"]
     if ranks:
         what = "Of a step" if summary["steps_marked"] else "Of the whole file (no steps are marked)"
-        keys = ("step", "compute", "exposed", *PARTS, "hidden")
+        columns, rows = rank_table([*ranks, {"rank": "mean", "host": "", **mean}])
         total = mean["step_seconds"] or 1.0
-        rows = [
-            [f"{row['rank']} {row['host']}", *(milliseconds(row[f"{key}_seconds"]) for key in keys)]
-            for row in ranks
-        ]
-        rows.append(["mean", *(milliseconds(mean[f"{key}_seconds"]) for key in keys)])
-        rows.append(["", *(f"{mean[f'{key}_seconds'] / total:.0%}" for key in keys)])
-        columns = [
-            {"wait_for_data": "data", "copy_in": "copy in", "copy_out": "copy out"}.get(k, k) for k in keys
-        ]
-        _table(console, f"{what}, ms; the slowest rank first", ["rank", *columns], rows)
+        rows.append(["", *(f"{mean[f'{key}_seconds'] / total:.0%}" for key in _COLUMNS)])
+        _table(console, f"{what}, ms; the slowest rank first", columns, rows)
     if summary["steps"] and steps > 0:
         _table(
             console, f"Steps, ms; the last {min(steps, len(summary['steps']))} of {len(summary['steps'])}",

@@ -32,13 +32,18 @@ class Verdict:
     next_step: str
 
 
-def judge(run: Run) -> Verdict:
+def judge(run: Run, uneven: float = 0.0) -> Verdict:
     """Return what limits a run.
 
     All ranks end an exchange together, so the slowest rank waits least. What it waits is communication; what
     the others wait beyond that is skew. In the rest of the time a rank computes, or waits for its input.
+
+    Args:
+        run: its figures.
+        uneven: share of the time that all ranks wait until others have submitted, as its timeline shows: now
+            this rank is late, now that one. Counters alone take it for communication.
     """
-    communication, skew = run.communication, run.skew
+    communication, skew = max(0.0, run.communication - uneven), run.skew
     own = 1 - fmean([one.exposed for one in run.ranks])
     cores = fmean([one.cores for one in run.ranks])
     gpus = [one.gpu for one in run.ranks if one.gpu is not None]
@@ -49,6 +54,15 @@ def judge(run: Run) -> Verdict:
         f"Own work: {own:.0%} of the time, on average. A rank uses {cores:.2f} cores"
         + (f", its GPU is in use for {gpu:.0f}%." if gpu is not None else "."),
     ]
+    if uneven >= 0.01:
+        text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, now for this rank, now for that one."
+        evidence.insert(1, text)
+    if run.size > 1 and uneven >= max(_WORTH, communication, skew) and _host_cpu(run) < _BUSY_HOST:
+        return Verdict(
+            "skew", "Ranks wait for one another, now for this one and now for that one.", evidence,
+            "Give all ranks the same to do in each step, such as samples of like length, and to each its own "
+            "cores.",
+        )  # fmt: skip
     if run.size > 1 and skew >= max(_WORTH, communication):
         return _skew(run, evidence)
     if run.size > 1 and communication >= _WORTH:
@@ -73,8 +87,12 @@ def judge(run: Run) -> Verdict:
 
 def _is_idle(run: Run, used: float) -> bool:
     """Return whether ranks that use so many cores wait for something; not for the cores of a busy host."""
-    busiest = max(run.mean("host_cpu_percent", host) for host in run.hosts)
-    return used < (_FEW_CORES if busiest > _BUSY_HOST else _BUSY_CORES)
+    return used < (_FEW_CORES if _host_cpu(run) > _BUSY_HOST else _BUSY_CORES)
+
+
+def _host_cpu(run: Run) -> float:
+    """Return in percent how far the cores of the busiest host are in use."""
+    return max(run.mean("host_cpu_percent", host) for host in run.hosts)
 
 
 def _skew(run: Run, evidence: list[str]) -> Verdict:
@@ -102,7 +120,7 @@ def _skew(run: Run, evidence: list[str]) -> Verdict:
 
 def _scale(run: Run, gpu: float | None) -> str:
     """Return what to try when a run computes: first up, then out."""
-    busiest = max(run.mean("host_cpu_percent", host) for host in run.hosts)
+    busiest = _host_cpu(run)
     if gpu is not None and gpu < 90:
         return (
             f"First up: the GPUs are in use for {gpu:.0f}% only; a larger batch fills them, or more workers "

@@ -70,6 +70,15 @@ def test_what_limits_a_run(tmp_path: Path, exposed: list[float], more: dict[str,
     assert bound != "skew" or "rank 2 on host node1" in found.sentence
 
 
+@pytest.mark.parametrize(("host_cpu", "bound"), [(50.0, "skew"), (99.0, "computation")])
+def test_ranks_that_are_late_in_turn_are_no_communication(
+    tmp_path: Path, host_cpu: float, bound: str
+) -> None:
+    run = read_run(write(tmp_path, [0.35, 0.3, 0.33], host_cpu=host_cpu))
+    assert judge(run).bound == "communication"
+    assert judge(run, uneven=0.25).bound == bound
+
+
 def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write(tmp_path / "<one>", [0.1], gpu=50.0)
     four = write(tmp_path / "a&b", [0.6, 0.6, 0.05, 0.6], gpu=50.0)
