@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -146,7 +147,7 @@ def trial(cause: str, way: str, directory: Path) -> tuple[float, list[str], str]
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     if cause == "killed_for_memory":
         GROUP.mkdir()
-        (GROUP / "memory.limit_in_bytes").write_text(str(1 << 30))
+        (GROUP / "memory.limit_in_bytes").write_text(str(512 << 20))
     job = subprocess.Popen(
         command_of(cause, way, directory), env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True, errors="replace",
@@ -170,8 +171,10 @@ def trial(cause: str, way: str, directory: Path) -> tuple[float, list[str], str]
             seconds = time.time() - float(began.read_text()) if began.exists() else 0.0
             until = min(until, time.monotonic() + 5.0)
     end(job)
-    if GROUP.exists():
-        GROUP.rmdir()
+    while GROUP.exists():
+        with contextlib.suppress(OSError):  # its last process is ending
+            GROUP.rmdir()
+        time.sleep(0.05)
     return seconds, wrong, text or "\n".join(lines)
 
 

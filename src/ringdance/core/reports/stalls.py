@@ -38,6 +38,7 @@ _DEADLOCK = (
     "{:g} s (setting deadlock_time): none of them can ever go on."
 )
 _ANSWER_TIMEOUT = 0.5
+_BUSY_TIMEOUT = 1.5  # of a process that may have to wait for a core, or is on another host
 _LOOK_TIMEOUT = 4.0  # py-spy may take seconds
 _RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
 _MOST_PATIENCE = 120.0
@@ -230,7 +231,8 @@ class StallWatch:
         busy = any(self._transport.state(rank) in ("running", "unknown") for rank in silent)
         elapsed = now - inquiry.asked
         looking = elapsed >= _ANSWER_TIMEOUT and self._ask_neighbours(inquiry, silent)
-        if silent and elapsed < (_LOOK_TIMEOUT if looking else _ANSWER_TIMEOUT * (1 + busy)):
+        timeout = _BUSY_TIMEOUT if busy else _ANSWER_TIMEOUT
+        if silent and elapsed < (_LOOK_TIMEOUT if looking else timeout):
             return None, None
         self._inquiry = None
         waited = min(inquiry.seconds, inquiry.asked - self._resumed) + 0.001
