@@ -302,7 +302,9 @@ class StallWatch:
             text = f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"
         else:
             text = text or "its main thread is probably in a call that holds Python's lock"
-            text += place or f"; `py-spy dump --pid {pid}` on that host shows its stack"
+            main, mark, others = text.partition("; ")
+            text = f"{main}{place}{mark}{others}"
+            text += "" if place else f"; `py-spy dump --pid {pid}` on that host shows its stack"
         return {"kind": "seen", "rank": rank, "text": text, "stacks": stacks}
 
     def _ask_neighbours(self, inquiry: _Inquiry, silent: list[int]) -> bool:
