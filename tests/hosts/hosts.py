@@ -164,6 +164,11 @@ class Hosts:
                 self.line(name, *command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
 
+    def end(self, outer: subprocess.Popen[bytes]) -> None:
+        """End what ``start`` has started, nsenter's child, as Ctrl-C does."""
+        subprocess.run(["pkill", "-INT", "-P", str(outer.pid)], check=False)
+        outer.wait(30.0)
+
     def unplug(self, name: str) -> None:
         """Take its link down at the switch."""
         _run("ip", "-n", self._switch, "link", "set", name, "down")

@@ -37,5 +37,5 @@ def test_the_rank_of_another_host_is_named(three_hosts: Hosts, tmp_path: Path) -
         assert here[-2].startswith("Not seen: ranks 1, 2.")
         assert "ranks that were not seen" in here[-1]
     finally:
-        job.terminate()
-        job.wait(20)
+        three_hosts.end(job)
+    assert [three_hosts.leftovers(name) for name in three_hosts.names] == [[], [], []]

@@ -31,8 +31,7 @@ def test_the_line_of_a_rank_that_holds_pythons_lock(three_hosts: Hosts, tmp_path
     try:
         assert wait_until(lambda: "stall-rank0" in log.read_text(), 60.0) is not None, log.read_text()
     finally:
-        job.terminate()
-        job.wait()
+        three_hosts.end(job)
     warning = next(text for text in log.read_text().splitlines() if " has waited " in text)
     assert "No answer from rank 1 on host h2 (pid " in warning
     assert "its main thread computes, probably in a call that holds Python's lock" in warning

@@ -10,15 +10,11 @@ import re
 import struct
 import tempfile
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import islice
 from time import monotonic_ns
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ringdance.core.request import Collective, Work
 from ringdance.core.ring import MASK, RECORD, Kind, Ring, RingReader, Word, progress_of
@@ -53,12 +49,6 @@ class Profiler(NamedTuple):
     span: Callable[[str], AbstractContextManager[Any]]
 
 
-_SLOT = np.dtype(
-    [
-        ("time", "<i8"), ("label", "<u4"), ("kind", "<u2"), ("set", "<u2"), ("values", "<u4", 5),
-        ("number", "<u4"),
-    ]
-)
 _COUNTERS = struct.Struct("<4q").pack_into  # BATCHES, TENSORS, BYTES, WAITED
 _BATCH_RECORD = struct.Struct("<q8sII12sI").pack_into
 BatchRecord = tuple[bytes, bytes, int]
@@ -66,7 +56,6 @@ BatchRecord = tuple[bytes, bytes, int]
 
 _U32 = 0xFFFFFFFF
 _SMALL = 64  # batches held back at most
-_MANY_TIMES = 100
 # Quicker as numbers than as members of an Enum.
 _SUBMIT, _CHUNK, _WAIT, _STEP = int(Kind.SUBMIT), int(Kind.CHUNK), int(Kind.WAIT), int(Kind.STEP)
 _DETAIL, _WRITTEN, _WAITED, _LAST_WAITED, _STEPS, _LAST_STEP = (
@@ -98,7 +87,6 @@ class Recorder:
         self.window: tuple[int, int, int] | None = None
         self.detail = self.words[Word.DETAIL]
         self._slots, self._next, self._labels = self.ring.slots, self.ring.numbers.__next__, self.ring.labels
-        self._array = np.frombuffer(self._slots, _SLOT)
         self._first = tuple(self.words[Word.BATCHES : Word.WAITED + 1])
         self._small: deque[tuple[BatchRecord, int, int, int]] = deque(maxlen=_SMALL)
         self.uncounted()
@@ -218,38 +206,23 @@ class Recorder:
         """Return a list for the times between a batch's phases; empty, to be left so, if none are wanted."""
         return [monotonic_ns()] if self.detail else []
 
-    def chunks(self, set_id: int, marks: list[int]) -> None:
+    def chunks(self, set_id: int, marks: list[int], every: int) -> None:
         """Record the phases of a batch's chunks.
 
         Args:
             set_id: of the process set.
-            marks: times: the begin; then for each chunk the ends of copying in, of waiting, of copying out
-                the chunk before, and of reducing. ``Kind.CHUNK`` begins with the waiting; the first record
-                is copying in alone, the last one has neither reducing nor copying in.
+            marks: times: the begin; for each chunk that is recorded when its inputs were copied in, and the
+                ends of waiting, of copying out the chunk before, of reducing, of copying in the one after;
+                when the waiting for the last results began and ended, and the end.
+            every: how many chunks a recorded one stands for.
         """
-        times = [*[marks[0]] * 3, *marks, *[marks[-1]] * 2]
-        if len(times) > _MANY_TIMES:
-            self._many_chunks(set_id, np.array(array("q", times)))
-            return
-        for at in range(0, len(times) - 1, 4):
-            began, waited, copied, reduced, end = times[at : at + 5]
+        self.add(_CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
+        for at in range(1, len(marks) - 3, 5):
+            began, waited, copied, reduced, end = marks[at : at + 5]
             phases = (waited - began) // 1000, copied - waited, reduced - copied, end - reduced
-            self.add(_CHUNK, 0, set_id, *phases, when=began)
-
-    def _many_chunks(self, set_id: int, times: np.ndarray[Any, Any]) -> None:
-        """Do the same with a few calls of NumPy, which take longer than a few chunks."""
-        count = len(times) // 4
-        found = np.zeros(count, _SLOT)
-        found["time"], found["kind"], found["set"] = times[: 4 * count : 4], _CHUNK, set_id & 0xFFFF
-        spent = np.diff(times[: 4 * count + 1]).reshape(count, 4)
-        spent[:, 0] //= 1000
-        found["values"][:, :4] = np.minimum(spent, _U32)
-        numbers = np.fromiter(islice(self.ring.numbers, count), np.int64, count)
-        slots, everything = numbers & MASK, self._array
-        found["number"] = numbers + 1  # not those of the slots: complete with the next statement only
-        everything[slots] = found
-        everything["number"][slots] = numbers & _U32
-        self.words[_WRITTEN] = int(numbers[-1]) + 1
+            self.add(_CHUNK, 0, set_id, *phases, every, when=began)
+        began, waited, copied = marks[-3:]
+        self.add(_CHUNK, 0, set_id, (waited - began) // 1000, copied - waited, when=began)
 
     def progress(self) -> str:
         """Return how far this rank has come, as from ``progress_of``."""

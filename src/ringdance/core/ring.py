@@ -79,7 +79,7 @@ class Kind(enum.IntEnum):
 
     SUBMIT = 1  # bytes (low, high), collective, wanted by a thread that waits
     BATCH = 2  # ends now: round, microseconds, collective, bytes (low, high)
-    CHUNK = 3  # began: microseconds of waiting, nanoseconds of copying out, reducing, copying in
+    CHUNK = 3  # began: microseconds of waiting, nanoseconds of copying out, reducing, copying in; how many
     WAIT = 4  # of a thread for a result, ends now: microseconds
     STEP = 5  # ends now: number, whether submissions and chunks are recorded
     TEXT = 6  # an event: the label says which

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 from ringdance.core.ring import Record
 
-__all__ = ["activities", "phases"]
+__all__ = ["Chunk", "activities", "chunks_of", "phases"]
 
 Span = tuple[str, int, int]
 WAIT, COPY_OUT, REDUCE, COPY_IN = (
@@ -17,27 +18,47 @@ WAIT, COPY_OUT, REDUCE, COPY_IN = (
 _ORDER = (WAIT, COPY_OUT, REDUCE, COPY_IN)
 
 
-def phases(chunks: Sequence[Record]) -> Iterator[Span]:
+class Chunk(NamedTuple):
+    """A chunk, or some that follow each other: its begin, and how long each phase took, in nanoseconds."""
+
+    time: int
+    durations: list[int]
+
+
+def chunks_of(records: Sequence[Record]) -> list[Chunk]:
+    """Return the chunks of a batch; what stands for several fills the time until the next one."""
+    found = []
+    for record, after in zip_longest(records, records[1:]):
+        wait, copy_out, reduce, copy_in, count = record.values
+        durations = [1000 * wait, copy_out, reduce, copy_in]
+        if count > 1 and after:
+            factor = (after.time - record.time) / (sum(durations) or 1)
+            durations = [int(factor * duration) for duration in durations]
+        found.append(Chunk(record.time, durations))
+    return found
+
+
+def phases(chunks: Sequence[Chunk]) -> Iterator[Span]:
     """Yield name, begin and end of each phase of the chunks."""
     for chunk in chunks:
         at = chunk.time
-        for name, duration in zip(_ORDER, _durations(chunk), strict=False):
+        for name, duration in zip(_ORDER, chunk.durations, strict=True):
             if duration:
                 yield name, at, at + duration
             at += duration
 
 
-def activities(chunks: Sequence[Record], nbytes: Sequence[int]) -> list[list[Span]]:
+def activities(chunks: Sequence[Chunk], nbytes: Sequence[int]) -> list[list[Span]]:
     """Return for each tensor of a batch when it was copied in, reduced and copied out.
 
     Chunks hold equal parts of the batch's bytes: a tensor may lie in several chunks, and several in one.
 
     Args:
-        chunks: records of the batch's chunks.
+        chunks: of the batch.
         nbytes: of each tensor, in the batch's order.
     """
     total = sum(nbytes)
-    count = len(chunks) - 2  # the first record is copying in alone, the last one copying out
+    count = len(chunks) - 2  # the first one is copying in alone, the last one copying out
     if count < 1 or not total:
         return [[] for _ in nbytes]
     edges = [total * number // count for number in range(count + 1)]
@@ -53,14 +74,7 @@ def activities(chunks: Sequence[Record], nbytes: Sequence[int]) -> list[list[Spa
     return found
 
 
-def _phase(chunk: Record, number: int) -> tuple[int, int]:
-    """Return begin and end of a phase of a chunk's record."""
-    durations = _durations(chunk)
-    began = chunk.time + sum(durations[:number])
-    return began, began + durations[number]
-
-
-def _durations(chunk: Record) -> tuple[int, int, int, int]:
-    wait, *rest = chunk.values
-    copy_out, reduce, copy_in, _ = rest
-    return wait * 1000, copy_out, reduce, copy_in
+def _phase(chunk: Chunk, number: int) -> tuple[int, int]:
+    """Return begin and end of a phase of a chunk."""
+    began = chunk.time + sum(chunk.durations[:number])
+    return began, began + chunk.durations[number]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from ringdance.core.ring import Kind, Label, Record, Who
-from ringdance.monitor.activities import activities, phases
+from ringdance.monitor.activities import activities, chunks_of, phases
 
 __all__ = ["Timeline", "Writer"]
 
@@ -126,7 +126,7 @@ class Timeline:
     def _batch(self, rank: int, names: tuple[str, ...], record: Record) -> None:
         number, duration, collective, low, high = record.values
         began, kind = record.time - duration * 1000, COLLECTIVES[collective]
-        writer, chunks = self.writer, self._chunks.pop((rank, record.set_id), [])
+        writer, chunks = self.writer, chunks_of(self._chunks.pop((rank, record.set_id), []))
         submitted = []
         for name in names:
             waiting = self._submitted[rank, record.set_id, name]

@@ -10,7 +10,7 @@ from typing import Any
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective
 from ringdance.core.ring import Kind, RingReader, Who
-from ringdance.monitor.activities import activities
+from ringdance.monitor.activities import activities, chunks_of
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.monitor.timeline import COLLECTIVES, Timeline
 
@@ -26,7 +26,11 @@ def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
         recorder.add(Kind.SUBMIT, label, 0, size, 0, Collective.ALLREDUCE, when=number * MS)
     recorder.detail = 1
     # Copying in takes 1 ms, then each chunk 1 ms of waiting, copying out, reducing and copying in each.
-    recorder.chunks(0, [(10 + number) * MS for number in range(4 + 4 * chunks)])
+    times = [10]
+    for chunk in range(chunks):  # the next one begins as it ends
+        times += [11 + 4 * chunk + number for number in range(5)]
+    times += [11 + 4 * chunks + number for number in range(3)]
+    recorder.chunks(0, [time * MS for time in times], every=1)
     values = (1, 90_000, Collective.ALLREDUCE, sum(sizes))
     recorder.add(Kind.BATCH, recorder.label(names), 0, *values, when=100 * MS)
     return recorder
@@ -91,7 +95,7 @@ def test_chunks_belong_to_the_tensors_in_them() -> None:
     reader = RingReader(recorder.ring.memory)
     chunks = [record for record in reader.read() if record.kind == Kind.CHUNK]
     assert len(chunks) == 4
-    first, second = activities(chunks, [100, 300])
+    first, second = activities(chunks_of(chunks), [100, 300])
     # 200 bytes in each chunk: the first tensor is in the first one only, the second one in both.
     assert [(name, begin // MS, end // MS) for name, begin, end in first] == [
         ("MEMCPY_IN_FUSION_BUFFER", 10, 13),
@@ -104,3 +108,15 @@ def test_chunks_belong_to_the_tensors_in_them() -> None:
         ("MEMCPY_OUT_FUSION_BUFFER", 18),
     ]
     assert activities([], [1, 2]) == [[], []]
+
+
+def test_a_chunk_that_stands_for_several_fills_the_time_until_the_next() -> None:
+    recorder = Recorder(0, "")
+    # Waits 1 ms, copies out 2, reduces 3, copies in 4, and the same again 20 ms later.
+    times = [1, 2, 3, 5, 8, 12, 22, 23, 25, 28, 32, 42, 43, 44]
+    recorder.chunks(0, [time * MS for time in times], every=2)
+    found = chunks_of(list(RingReader(recorder.ring.memory).read()))
+    assert [chunk.time // MS for chunk in found] == [1, 2, 22, 42]
+    assert [duration / MS for duration in found[1].durations] == [2, 4, 6, 8]
+    assert [duration / MS for duration in found[2].durations] == [2, 4, 6, 8]
+    assert [duration / MS for duration in found[3].durations] == [1, 1, 0, 0]
