@@ -138,16 +138,18 @@ class ProgressEngine:
                     time.sleep(1e-3)
             else:
                 backoff = self._sleep(now, backoff)
-        self._engine.recorder.wait(work, began)
+        recorder, waited = self._engine.recorder, time.monotonic() - began
+        recorder.waited += waited
+        if recorder.detail:
+            recorder.wait(work, waited)
 
     def _follow(self, work: Work, deadline: float | None) -> None:
         """Wait while another caller leads, until it leaves or the work is done."""
         seconds = _FOLLOWER_POLL if deadline is None else deadline - time.monotonic()
         if seconds < 0:
             raise _timeout(work)
-        event, began = work.waiter(), time.monotonic()
+        event = work.waiter()
         event.wait(min(_FOLLOWER_POLL, seconds))
-        self._engine.recorder.wait(work, began)
         if not work.done():
             event.clear()
 

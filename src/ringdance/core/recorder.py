@@ -77,6 +77,7 @@ class Recorder:
         detail: ``words[Word.DETAIL]`` as of the last round of agreement: 1 asks for submissions, chunks and
             waits, 2 for the rounds too.
         add, label: those of the ring.
+        waited: seconds that threads have waited for results.
         window: numbers of the steps between which ``words[Word.DETAIL]`` is set, and to what; or None.
     """
 
@@ -143,14 +144,14 @@ class Recorder:
     def uncounted(self) -> None:
         """Do not count what this engine has exchanged until now."""
         self._batches, self._tensors, self._bytes, waited = self._first
-        self._waited = waited / 1e9
+        self.waited = waited / 1e9
         self._small_batches = self._small_bytes = 0
 
     def publish(self) -> None:
         """Write what is held back, and the counters, into the ring."""
         self._write_small()
         small, nbytes = self._small_batches, self._bytes + self._small_bytes
-        counters = self._batches + small, self._tensors + small, nbytes, int(self._waited * 1e9)
+        counters = self._batches + small, self._tensors + small, nbytes, int(self.waited * 1e9)
         _COUNTERS(self.ring.view, 8 * Word.BATCHES, *counters)
 
     def step(self, mark: StepMark = StepMark.OPTIMIZER) -> None:
@@ -185,13 +186,10 @@ class Recorder:
         )  # fmt: skip
         self.words[_WRITTEN] = number + 1
 
-    def wait(self, work: Work, began: float) -> None:
-        """Count, and record if wanted, that a thread has waited for a result since ``began`` (in seconds)."""
-        waited = time.monotonic() - began
-        self._waited += waited
-        if self.detail:
-            label = self.label(without_number(work.name))
-            self.add(_WAIT, label, work.request.set_id, int(waited * 1e6))
+    def wait(self, work: Work, seconds: float) -> None:
+        """Record that a thread has waited for a result."""
+        label = self.label(without_number(work.name))
+        self.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
         """Record the batch of a request that only this rank takes part in."""

@@ -61,7 +61,7 @@ class Word(enum.IntEnum):
     BATCHES = 9  # this and the next three: as of the last step, or of some tenths of a second ago
     TENSORS = 10
     BYTES = 11
-    WAITED = 12  # time that threads have waited for results
+    WAITED = 12  # time in which a thread waited for a result
     STEPS = 13
     LAST_STEP = 14  # when the last step ended
     FIRST_STEP = 15  # when the first one ended, which often compiles
