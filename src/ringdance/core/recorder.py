@@ -212,7 +212,7 @@ class Recorder:
             marks: times: the begin; for each chunk that is recorded when its inputs were copied in, and the
                 ends of waiting, of copying out the chunk before, of reducing, of copying in the one after;
                 when the waiting for the last results began and ended, and the end.
-            every: how many chunks a recorded one stands for.
+            every: how many chunks each recorded one is for.
         """
         self.add(_CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
         for at in range(1, len(marks) - 3, 5):

@@ -13,6 +13,7 @@ Note [Sequence numbers]
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import mmap
@@ -23,8 +24,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = [
-    "MASK", "RECORD", "RING_NAME", "Kind", "Label", "Record", "Ring", "RingReader", "Who", "Word",
-    "progress_of", "records", "shared_memory",
+    "MASK",
+    "RECORD",
+    "RING_NAME",
+    "Kind",
+    "Label",
+    "Record",
+    "Ring",
+    "RingReader",
+    "Who",
+    "Word",
+    "memories",
+    "progress_of",
+    "records",
+    "shared_memory",
 ]
 
 RING_NAME = "ringdance-ring"
@@ -117,6 +130,16 @@ def shared_memory() -> mmap.mmap | None:
         return mmap.mmap(memory, _SIZE)  # keeps a descriptor of its own
     finally:
         os.close(memory)
+
+
+def memories(pid: int, name: str) -> Iterator[str]:
+    """Yield the paths of a process's memories (memfd) of this name, as far as this process may open them."""
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{number}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path).startswith(f"/memfd:{name}"):
+                    yield path
 
 
 class Who(NamedTuple):

@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(records: Sequence[Record]) -> list[Chunk]:
-    """Return the chunks of a batch; what stands for several fills the time until the next one."""
+    """Return the chunks of a batch; a record of several fills the time until the next one."""
     found = []
     for record, after in zip_longest(records, records[1:]):
         wait, copy_out, reduce, copy_in, count = record.values

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
 
-from ringdance.core.ring import RING_NAME, RingReader, Word
+from ringdance.core.ring import RING_NAME, RingReader, Word, memories
 
 __all__ = ["lives", "open_ring", "pidfd"]
 
@@ -15,7 +14,7 @@ __all__ = ["lives", "open_ring", "pidfd"]
 def open_ring(pid: int) -> RingReader | None:
     """Return a reader of a process's ring, the one in use if there are several; None if there is none."""
     found = None
-    for path in _memories(pid):
+    for path in memories(pid, RING_NAME):
         with contextlib.suppress(OSError, ValueError):
             descriptor = os.open(path, os.O_RDWR)
             try:
@@ -24,15 +23,6 @@ def open_ring(pid: int) -> RingReader | None:
                 os.close(descriptor)
             found = reader if found is None or not reader.words[Word.CLOSED] else found
     return found
-
-
-def _memories(pid: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            path = f"/proc/{pid}/fd/{name}"
-            with contextlib.suppress(OSError):
-                if os.readlink(path).startswith(f"/memfd:{RING_NAME}"):
-                    yield path
 
 
 def pidfd(pid: int) -> int | None:

@@ -17,6 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+from ringdance.core.ring import memories
+
 __all__ = ["enable", "main_frames", "own_lines", "stack_of", "stacks_of"]
 
 _NAME = "ringdance-stacks"
@@ -51,7 +53,7 @@ def stacks_of(pid: int) -> str:
     One that is stopped is looked at by py-spy, if that is installed; then the main thread's has its name,
     else it is the one whose identifier is on the first line.
     """
-    path = _memory_of(pid)
+    path = next(memories(pid, _NAME), "")
     if not path or not _handles(pid):
         return ""
     with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
@@ -87,17 +89,6 @@ def main_frames(text: str) -> list[str]:
         if re.match(rf"{number}\b", block):
             return [f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(block)]
     return []
-
-
-def _memory_of(pid: int) -> str:
-    """Return the path of the process's memory for stacks, "" if it has none that can be read."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            path = f"/proc/{pid}/fd/{name}"
-            with contextlib.suppress(OSError):
-                if os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                    return path
-    return ""
 
 
 def _handles(pid: int) -> bool:
