@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -106,7 +107,8 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _by_py_spy(pid: int) -> str:
-    program = shutil.which("py-spy")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    program = shutil.which("py-spy", path=path)
     if program is None:
         return ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

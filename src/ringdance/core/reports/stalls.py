@@ -299,6 +299,7 @@ class StallWatch:
         if state == "gone":
             text = "its process is gone"
         elif state == "stopped":
+            place = place or " (where: install py-spy)"
             text = f"its process is stopped (SIGSTOP or a debugger){place}; `kill -CONT {pid}` continues it"
         else:
             text = text or "its main thread is probably in a call that holds Python's lock"
