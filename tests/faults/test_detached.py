@@ -158,6 +158,20 @@ def test_stop_is_orderly_then_hard(job: Callable[..., str], ringdance: Ringdance
     assert state(ringdance, name)["code"] == 128 + signal.SIGTERM
 
 
+def test_it_can_be_stopped_while_it_starts(ringdance: Ringdance, tmp_path: Path) -> None:
+    """A rank that starts when the others get SIGTERM gets it too; the delays go through the whole start."""
+    outcomes = set[str]()
+    for i in range(80):
+        name = ringdance("run", "-np", "2", "--detach", "sleep", "1000").stdout.strip()
+        record = next((tmp_path / "state").glob(f"ringdance/jobs/{name}*/job.json"))
+        time.sleep(0.002 * i)
+        os.kill(json.loads(record.read_text())["pid"], signal.SIGTERM)
+        if not wait_until(lambda name=name: state(ringdance, name)["state"] == "ended", 5.0):
+            outcomes.add(f"still running when stopped after {0.002 * i:.3f} s")
+            ringdance("stop", name, "--grace", "0")
+    assert not outcomes
+
+
 def test_a_killed_launcher_is_told(job: Callable[..., str], ringdance: Ringdance, tmp_path: Path) -> None:
     name = job()
     os.kill(int(str(state(ringdance, name)["pid"])), signal.SIGKILL)

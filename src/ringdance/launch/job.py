@@ -272,6 +272,8 @@ class Job:
         elif rank and "pid" in message:
             rank.pid = message["pid"]
             self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
+            if self._state is State.STOPPING:  # it was about to start when the others got theirs
+                link.send({"signal": int(signal.SIGTERM)})
             if self._ranks.started:
                 self._handle(Event.STARTED)
         elif rank and "stopped" in message:
