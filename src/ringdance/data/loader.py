@@ -1,0 +1,356 @@
+"""Batches of decoded images in the order of an epoch, by threads, ahead of the training.
+
+A global batch is what all ranks together take in one step: the next ``batch_size * size`` samples of the
+epoch's order. It is divided among the ranks into blocks that differ by at most one sample. After any batch, the
+epoch has consumed the first ``position`` samples of its order, and it can go on there with another number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ringdance.data.order import Draws, Indices, block, permutation
+from ringdance.errors import ArgumentError
+
+Array = np.ndarray[Any, Any]
+_SEEDS = 1 << 32
+
+
+@dataclass
+class Batch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        images: shape (n, size, size, 3), uint8, RGB.
+        labels: shape (n,), int64.
+        indices: shape (n,), int64: the numbers of the samples in the data set; -1 for padding.
+        weight: factor for this rank's mean loss, so that the average over ranks is the mean over the samples
+            of the global batch: ``n * size / count``. 0 for a rank that got none: it has one row of padding.
+        position: samples of the epoch that all ranks have consumed after this batch.
+        count: samples of the global batch.
+    """
+
+    images: Any
+    labels: Any
+    indices: Any
+    weight: float
+    position: int
+    count: int
+
+
+class Source(Protocol):
+    """What a loader reads: see ``ringdance.data.Dataset``."""
+
+    rows: Any
+
+    def __len__(self) -> int: ...
+    def read(self, number: int) -> bytes: ...
+
+
+class Plan:
+    """Which samples a rank has in each batch of an epoch; what loaders of all kinds share.
+
+    Args:
+        length: samples of the data set.
+        batch_size: of each rank.
+        shuffle: another order in each epoch.
+        seed: of the order.
+        rank, size: of the job.
+    """
+
+    def __init__(self, length: int, batch_size: int, shuffle: bool, seed: int, rank: int, size: int) -> None:
+        _check(length=length, batch_size=batch_size, size=size)
+        if not 0 <= rank < size:
+            raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
+        if not 0 <= seed < _SEEDS:
+            raise ArgumentError(f"seed={seed}: give an integer from 0 to 2**32 - 1.")
+        self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
+        self.rank, self.size = rank, size
+        self.epoch = self.position = 0
+
+    def set_epoch(self, epoch: int, position: int = 0) -> None:
+        """Choose the epoch, and after how many samples of its order to begin.
+
+        Args:
+            epoch: its number, from 0; another order for each.
+            position: the ``position`` of the last batch that was consumed, with any number of ranks.
+
+        Raises:
+            ArgumentError: the epoch has fewer samples.
+        """
+        if not 0 <= epoch < _SEEDS:
+            raise ArgumentError(f"epoch={epoch}: give an integer from 0 to 2**32 - 1.")
+        if not 0 <= position <= self.length:
+            raise ArgumentError(
+                f"position={position}: an epoch has {self.length} samples. Is it the data set that the "
+                "checkpoint was made with?"
+            )
+        self.epoch, self.position = int(epoch), int(position)
+
+    def __len__(self) -> int:
+        """Return the number of batches left in the epoch, equal on all ranks."""
+        return -(-(self.length - self.position) // (self.batch_size * self.size))
+
+    def batches(self) -> Iterator[tuple[Indices, float, int, int]]:
+        """Yield the samples of this rank, weight, position and count of the batches that are left.
+
+        A rank that would get none gets the first sample of the global batch, with weight 0.
+        """
+        order = permutation(self.length, self.seed, self.epoch) if self.shuffle else np.arange(self.length)
+        for begin in range(self.position, self.length, self.batch_size * self.size):
+            whole = order[begin : begin + self.batch_size * self.size]
+            start, stop = block(len(whole), self.rank, self.size)
+            mine = whole[start:stop] if stop > start else whole[:1]
+            yield mine, (stop - start) * self.size / len(whole), begin + len(whole), len(whole)
+
+
+class Loader:
+    """Decoded batches of a data set, the rest of an epoch at each iteration.
+
+    Args:
+        dataset: a ``ringdance.data.Dataset``, or anything with its ``len``, ``read`` and ``rows["label"]``.
+        batch_size: images for this rank in each batch.
+        image_size: height and width, in pixels.
+        augment: a random part of each image, by chance flipped; otherwise the centre.
+        shuffle: another order in each epoch; by default as ``augment``.
+        seed: of the order and the augmentation.
+        rank, size: of the job; every rank gets its part of each global batch.
+        threads: that decode; by default one for each core of this process.
+        prefetch: batches that are prepared ahead.
+
+    What it yields depends on the arguments alone, not on threads or their speed: a sample's augmentation is
+    drawn from ``seed``, the epoch and the number of the sample.
+
+    Raises:
+        ArgumentError: an argument is wrong, or an image is broken: with its number and file, when iterating.
+    """
+
+    def __init__(
+        self, dataset: Source, batch_size: int, *, image_size: int = 224, augment: bool = True,
+        shuffle: bool | None = None, seed: int = 0, rank: int = 0, size: int = 1, threads: int | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        from ringdance.data import images  # here: a clear error where Pillow is missing
+
+        threads = _usable_cores() if threads is None else threads
+        _check(image_size=image_size, threads=threads, prefetch=prefetch)
+        self._decode = images.decode_into
+        self.dataset, self.image_size, self.augment = dataset, image_size, augment
+        self.threads, self.prefetch = threads, prefetch
+        self.plan = Plan(len(dataset), batch_size, augment if shuffle is None else shuffle, seed, rank, size)
+        self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+
+    def set_epoch(self, epoch: int, position: int = 0) -> None:
+        """Choose the epoch of the next iteration, and the position in it: see ``Plan.set_epoch``."""
+        self.plan.set_epoch(epoch, position)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of the rest of the epoch; its threads end with it, also if it is left early."""
+        run = _Run(self)
+        self._runs.add(run)
+        try:
+            yield from run.batches()
+        finally:
+            run.close()
+
+    def close(self) -> None:
+        """End the threads of iterations that are still under way."""
+        for run in list(self._runs):
+            run.close()
+
+    def empty(self, numbers: Indices, weight: float, position: int, count: int) -> Batch:
+        """Return a batch without its images: memory for them."""
+        images = np.empty((len(numbers), self.image_size, self.image_size, 3), np.uint8)
+        return _batch(images, self.dataset.rows["label"][numbers], numbers, weight, position, count)
+
+    def load(self, out: Array, number: int, epoch: int) -> None:
+        """Decode one sample into ``out``, shape (image_size, image_size, 3), as in that epoch."""
+        draw = Draws(self.plan.seed, epoch, number) if self.augment else None
+        try:
+            self._decode(out, self.dataset.read(number), draw)
+        except ArgumentError as error:
+            where = f"rank {self.plan.rank}: sample {number}{_place(self.dataset, number)}"
+            raise ArgumentError(f"{where}: {error}") from None
+
+
+class SyntheticLoader:
+    """Batches with the interface of ``Loader`` and no data set: to try a training and its speed.
+
+    The images are one batch of random pixels, the same memory each time; samples, weights and positions are
+    those of a data set with as many samples.
+
+    Args:
+        samples: of an epoch.
+        batch_size: images for this rank in each batch.
+        image_size: height and width, in pixels.
+        classes: number of labels; a sample's label is its number modulo this.
+        shuffle, seed, rank, size: as of ``Loader``.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, image_size: int = 224, classes: int = 1000, *,
+        shuffle: bool = True, seed: int = 0, rank: int = 0, size: int = 1,
+    ) -> None:
+        _check(image_size=image_size, classes=classes)
+        self.plan = Plan(samples, batch_size, shuffle, seed, rank, size)
+        self.classes, self.image_size = classes, image_size
+        shape = (batch_size, image_size, image_size, 3)
+        self._images = np.random.RandomState([seed, rank]).randint(0, 256, shape, np.uint8)
+
+    def set_epoch(self, epoch: int, position: int = 0) -> None:
+        """Choose the epoch of the next iteration, and the position in it: see ``Plan.set_epoch``."""
+        self.plan.set_epoch(epoch, position)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for part in self.plan.batches():
+            numbers = part[0]
+            yield _batch(self._images[: len(numbers)], numbers % self.classes, *part)
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+
+def _batch(
+    images: Array, labels: Array, numbers: Indices, weight: float, position: int, count: int
+) -> Batch:
+    indices = numbers if weight else np.full_like(numbers, -1)
+    return Batch(images, labels.astype(np.int64), indices, weight, position, count)
+
+
+def _place(dataset: Any, number: int) -> str:
+    if not hasattr(dataset, "files"):
+        return ""
+    row = dataset.rows[number]
+    name = dataset.path / dataset.files[int(row["file"])].name
+    return f" of {dataset.split} ({row['length']} bytes from {row['offset']} of {name})"
+
+
+class _Pending:
+    """A batch that threads fill, row by row."""
+
+    def __init__(self, batch: Batch, numbers: Indices) -> None:
+        self.batch = batch
+        self.images, self.numbers = batch.images, numbers
+        self.taken = 0
+        self.left = len(numbers)
+        self.failed: dict[int, BaseException] = {}
+
+
+class _Run:
+    """The threads of one iteration. Each takes the next row, of batches up to ``prefetch`` ahead."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self._epoch = loader, loader.plan.epoch
+        self._parts = loader.plan.batches()
+        self._ahead: deque[_Pending] = deque()  # in order: not yet yielded, the last one with rows to take
+        self._ended = self._closed = False
+        self._failed: BaseException | None = None
+        self._changed = threading.Condition()  # guards all of it
+        self._threads = [
+            threading.Thread(target=self._work, name=f"ringdance-decode-{number}", daemon=True)
+            for number in range(loader.threads)
+        ]
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches in order."""
+        for thread in self._threads:
+            thread.start()
+        while (pending := self._first()) is not None:
+            if pending.failed:
+                raise pending.failed[min(pending.failed)]
+            batch = pending.batch
+            del pending  # the memory is the caller's alone
+            yield batch
+            del batch
+
+    def _first(self) -> _Pending | None:
+        """Wait for the next batch; None at the end."""
+        with self._changed:
+            self._changed.wait_for(self._ready)
+            if self._failed is not None:
+                raise self._failed
+            if self._closed or not self._ahead:
+                return None
+            self._changed.notify_all()
+            return self._ahead.popleft()
+
+    def _ready(self) -> bool:
+        stopped = self._closed or self._failed is not None
+        return stopped or (not self._ahead[0].left if self._ahead else self._ended)
+
+    def close(self) -> None:
+        """End the threads; each finishes the image it is at."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._ahead.clear()
+
+    def _work(self) -> None:
+        try:
+            while (taken := self._take()) is not None:
+                self._fill(*taken)
+                del taken
+        except BaseException as error:
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _fill(self, pending: _Pending, row: int) -> None:
+        failed = None
+        try:
+            self._loader.load(pending.images[row], int(pending.numbers[row]), self._epoch)
+        except Exception as error:
+            failed = error
+        with self._changed:
+            if failed is not None:
+                pending.failed[row] = failed
+            pending.left -= 1
+            if not pending.left:
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[_Pending, int] | None:
+        """Return the next batch and row to fill, as soon as it may be begun; None at the end."""
+        with self._changed:
+            while not (self._closed or self._ended):
+                last = self._ahead[-1] if self._ahead else None
+                if last is not None and last.taken < len(last.numbers):
+                    last.taken += 1
+                    return last, last.taken - 1
+                if len(self._ahead) < self._loader.prefetch:
+                    part = next(self._parts, None)
+                    if part is None:
+                        self._ended = True
+                        self._changed.notify_all()
+                    else:
+                        self._ahead.append(_Pending(self._loader.empty(*part), part[0]))
+                else:
+                    self._changed.wait()
+        return None
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < (0 if name == "length" else 1):
+            raise ArgumentError(f"{name}={value!r}: give a positive integer.")
