@@ -2,5 +2,6 @@
 
 from ringdance.data.dataset import Dataset
 from ringdance.data.loader import Batch, Loader, SyntheticLoader
+from ringdance.data.writing import write
 
-__all__ = ["Batch", "Dataset", "Loader", "SyntheticLoader"]
+__all__ = ["Batch", "Dataset", "Loader", "SyntheticLoader", "write"]
