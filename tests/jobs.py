@@ -64,7 +64,8 @@ def all_jobs() -> list[Job]:
     jobs = [
         Job("lint", "mypy", command=("mypy",)),
         Job("unit", "tools", (
-            "unit/data", "unit/doctor", "unit/cluster", "unit/submit", "unit/hosts", "unit/launch", "unit/compat",
+            "unit/data", "unit/doctor", "unit/cluster", "unit/submit", "unit/hosts", "unit/launch",
+            "unit/compat",
         )),
         Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
         Job("dropin", "commands", ("dropin/test_docs_commands.py", "dropin/test_torch_tools.py")),

@@ -1,8 +1,6 @@
-"""Decode an encoded image into a square of a batch: a random part for training, the centre for evaluation.
+"""Decode an encoded image, and resize a part of it into a square of a batch.
 
-The choices are those of torchvision's ``RandomResizedCrop`` and ``RandomHorizontalFlip``, and of
-``Resize(256)`` with ``CenterCrop(224)``. Resizing is antialiased. Pillow and simplejpeg release the GIL while
-they decode and resize.
+Resizing is antialiased. Pillow and simplejpeg release the GIL while they decode and resize.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ringdance.data.boxes import Box, centre_box, random_box
 from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
 
@@ -25,39 +24,6 @@ except ImportError as error:
     ) from None
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
-Box = tuple[float, float, float, float]
-"""left, top, right, bottom, in pixels of the whole image."""
-
-SCALE = 0.08, 1.0
-RATIO = 3 / 4, 4 / 3
-CENTRE = 224 / 256
-_ATTEMPTS = 10
-_JPEG = b"\xff\xd8\xff"
-
-
-def random_box(width: int, height: int, draw: Draws) -> Box:
-    """Choose 8% to 100% of an image's area, with a ratio of the sides of 3/4 to 4/3."""
-    for _ in range(_ATTEMPTS):
-        area = width * height * draw(*SCALE)
-        ratio = math.exp(draw(math.log(RATIO[0]), math.log(RATIO[1])))
-        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < wide <= width and 0 < high <= height:
-            left, top = int(draw(0, width - wide + 1)), int(draw(0, height - high + 1))
-            return left, top, left + wide, top + high
-    wide = min(width, round(height * RATIO[1]))
-    high = min(height, round(width * RATIO[1]))
-    return _centred(width, height, wide, high)
-
-
-def centre_box(width: int, height: int) -> Box:
-    """Return the square that remains of resizing the shorter side to 256 and cropping 224 of it."""
-    side = min(width, height) * CENTRE
-    return _centred(width, height, side, side)
-
-
-def _centred(width: int, height: int, wide: float, high: float) -> Box:
-    left, top = (width - wide) / 2, (height - high) / 2
-    return left, top, left + wide, top + high
 
 
 def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:

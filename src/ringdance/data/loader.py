@@ -1,9 +1,8 @@
 """Batches of decoded images in the order of an epoch, by threads, ahead of the training.
 
 A global batch is what all ranks together take in one step: the next ``batch_size * size`` samples of the
-epoch's order. It is divided among the ranks into blocks that differ by at most one sample. After any batch, the
-epoch has consumed the first ``position`` samples of its order, and it can go on there with another number of
-ranks.
+epoch's order. It is divided among the ranks into blocks that differ by at most one sample. After any batch an
+epoch has consumed the first ``position`` samples of its order, and can go on there with any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,6 +95,10 @@ class Plan:
             )
         self.epoch, self.position = int(epoch), int(position)
 
+    def position_after(self, batches: int) -> int:
+        """Return the position in the epoch after so many batches from the one that is set."""
+        return min(self.position + batches * self.batch_size * self.size, self.length)
+
     def __len__(self) -> int:
         """Return the number of batches left in the epoch, equal on all ranks."""
         return -(-(self.length - self.position) // (self.batch_size * self.size))
@@ -113,7 +116,54 @@ class Plan:
             yield mine, (stop - start) * self.size / len(whole), begin + len(whole), len(whole)
 
 
-class Loader:
+class Batches:
+    """What loaders share: the plan of the epochs, and a conversion of batches for a framework.
+
+    Attributes:
+        plan: which samples come in which batch.
+        image_size: height and width, in pixels.
+        convert: what makes of a ``Batch`` of NumPy arrays what is yielded.
+    """
+
+    def __init__(self, plan: Plan, image_size: int) -> None:
+        _check(image_size=image_size)
+        self.plan = plan
+        self.image_size = image_size
+        self.convert: Callable[[Batch], Any] = lambda batch: batch
+
+    def set_epoch(self, epoch: int, position: int = 0) -> None:
+        """Choose the epoch of the next iteration, and after how many samples of its order it begins.
+
+        Args:
+            epoch: its number, from 0.
+            position: the ``position`` of the last batch that was consumed, with any number of ranks.
+
+        Raises:
+            ArgumentError: the epoch has fewer samples.
+        """
+        self.plan.set_epoch(epoch, position)
+
+    def position_after(self, batches: int) -> int:
+        """Return the ``position`` of the batch after which so many have come since ``set_epoch``."""
+        return self.plan.position_after(batches)
+
+    def __len__(self) -> int:
+        """Return the number of batches left in the epoch, equal on all ranks."""
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the rest of the epoch; threads end with it, also if it is left early."""
+        return map(self.convert, self.batches())
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches of the rest of the epoch as NumPy arrays."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the threads of iterations that are still under way."""
+
+
+class Loader(Batches):
     """Decoded batches of a data set, the rest of an epoch at each iteration.
 
     Args:
@@ -126,6 +176,9 @@ class Loader:
         rank, size: of the job; every rank gets its part of each global batch.
         threads: that decode; by default one for each core of this process.
         prefetch: batches that are prepared ahead.
+
+    Attributes:
+        memory: makes the array of a batch's images, given its shape.
 
     What it yields depends on the arguments alone, not on threads or their speed: a sample's augmentation is
     drawn from ``seed``, the epoch and the number of the sample.
@@ -142,22 +195,17 @@ class Loader:
         from ringdance.data import images  # here: a clear error where Pillow is missing
 
         threads = _usable_cores() if threads is None else threads
-        _check(image_size=image_size, threads=threads, prefetch=prefetch)
+        _check(threads=threads, prefetch=prefetch)
         self._decode = images.decode_into
-        self.dataset, self.image_size, self.augment = dataset, image_size, augment
+        self.dataset, self.augment = dataset, augment
         self.threads, self.prefetch = threads, prefetch
-        self.plan = Plan(len(dataset), batch_size, augment if shuffle is None else shuffle, seed, rank, size)
+        shuffle = augment if shuffle is None else shuffle
+        super().__init__(Plan(len(dataset), batch_size, shuffle, seed, rank, size), image_size)
+        self.memory: Callable[[tuple[int, ...]], Array] = lambda shape: np.empty(shape, np.uint8)
         self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
 
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch of the next iteration, and the position in it: see ``Plan.set_epoch``."""
-        self.plan.set_epoch(epoch, position)
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of the rest of the epoch; its threads end with it, also if it is left early."""
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches of the rest of the epoch as NumPy arrays."""
         run = _Run(self)
         self._runs.add(run)
         try:
@@ -172,7 +220,7 @@ class Loader:
 
     def empty(self, numbers: Indices, weight: float, position: int, count: int) -> Batch:
         """Return a batch without its images: memory for them."""
-        images = np.empty((len(numbers), self.image_size, self.image_size, 3), np.uint8)
+        images = self.memory((len(numbers), self.image_size, self.image_size, 3))
         return _batch(images, self.dataset.rows["label"][numbers], numbers, weight, position, count)
 
     def load(self, out: Array, number: int, epoch: int) -> None:
@@ -185,7 +233,23 @@ class Loader:
             raise ArgumentError(f"{where}: {error}") from None
 
 
-class SyntheticLoader:
+@dataclass(frozen=True)
+class Synthetic:
+    """Stands for a data set where only the speed of a training counts: see ``SyntheticLoader``.
+
+    Attributes:
+        samples: of an epoch.
+        classes: the labels.
+    """
+
+    samples: int = 1_281_167
+    classes: Any = range(1000)
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class SyntheticLoader(Batches):
     """Batches with the interface of ``Loader`` and no data set: to try a training and its speed.
 
     The images are one batch of random pixels, the same memory each time; samples, weights and positions are
@@ -203,26 +267,17 @@ class SyntheticLoader:
         self, samples: int, batch_size: int, image_size: int = 224, classes: int = 1000, *,
         shuffle: bool = True, seed: int = 0, rank: int = 0, size: int = 1,
     ) -> None:
-        _check(image_size=image_size, classes=classes)
-        self.plan = Plan(samples, batch_size, shuffle, seed, rank, size)
-        self.classes, self.image_size = classes, image_size
+        _check(classes=classes)
+        super().__init__(Plan(samples, batch_size, shuffle, seed, rank, size), image_size)
+        self.classes = classes
         shape = (batch_size, image_size, image_size, 3)
         self._images = np.random.RandomState([seed, rank]).randint(0, 256, shape, np.uint8)
 
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch of the next iteration, and the position in it: see ``Plan.set_epoch``."""
-        self.plan.set_epoch(epoch, position)
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __iter__(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches of the rest of the epoch as NumPy arrays."""
         for part in self.plan.batches():
             numbers = part[0]
             yield _batch(self._images[: len(numbers)], numbers % self.classes, *part)
-
-    def close(self) -> None:
-        """Do nothing: there are no threads."""
 
 
 def _batch(

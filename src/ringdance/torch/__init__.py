@@ -8,6 +8,7 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 from ringdance.torch import elastic as elastic
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
+from ringdance.torch.images import image_loader
 from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
@@ -31,9 +32,9 @@ __all__ = [
     "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
-    "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "pause_stall_check", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
-    "rocm_built", "shard", "shutdown", "size", "sparse_allreduce_async", "sparse_routes", "start_timeline",
-    "stop_timeline", "synchronize",
+    "grouped_reducescatter_async", "image_loader", "init", "is_homogeneous", "is_initialized", "join",
+    "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "pause_stall_check", "poll", "rank", "reducescatter", "reducescatter_async",
+    "remove_process_set", "rocm_built", "shard", "shutdown", "size", "sparse_allreduce_async",
+    "sparse_routes", "start_timeline", "stop_timeline", "synchronize",
 ]

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from ringdance.data import Loader, SyntheticLoader
-from ringdance.data.images import centre_box, decode_into, random_box
+from ringdance.data.boxes import centre_box, random_box
+from ringdance.data.images import decode_into
 from ringdance.data.loader import Plan
 from ringdance.data.order import Draws
 from ringdance.errors import ArgumentError
