@@ -39,6 +39,7 @@ _PASSED_ON = {
     "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
     "ec2": ("ringdance.submit.ec2", "write host files of EC2 instances"),
+    "recipes": ("ringdance.recipes.cli", "list and copy training jobs that come with Ringdance"),
 }
 """Commands with command lines of their own: the module with their ``main`` or what is named, and the help."""
 
