@@ -97,6 +97,8 @@ class Dataset:
         about |= {"classes": list(self.classes), "files": [asdict(one) for one in self.files]}
         with open(self.path / f".{self.split}.npy", "wb") as file:
             np.save(file, self.rows)
+            file.flush()
+            os.fsync(file.fileno())
         (self.path / f".{self.split}.json").write_text(json.dumps(about, indent=1) + "\n")
         for end in ("npy", "json"):
             os.replace(self.path / f".{self.split}.{end}", self.path / f"{self.split}.{end}")

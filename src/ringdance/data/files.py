@@ -35,6 +35,15 @@ def crc32c_extend(crc: int, data: bytes) -> int:
     return found
 
 
+def file_crc32c(path: Path) -> int:
+    """Return the CRC-32C of a file."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = crc32c_extend(crc, chunk)
+    return crc
+
+
 class ShardWriter:
     """A file that gets its name when it is complete and on disk.
 

@@ -103,9 +103,9 @@ def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
     """
     offset = 0
     while head := file.read(12):
-        length = _LENGTH.unpack(head[:8])[0] if len(head) == 12 else 0
-        if len(head) < 12 or masked(crc32c(head[:8])) != _CRC.unpack(head[8:])[0]:
+        if not is_head(head):
             raise ArgumentError(f"{file.name}: no record at byte {offset}: damaged, or no TFRecord file")
+        length = _LENGTH.unpack(head[:8])[0]
         data = file.read(length)
         crc = file.read(4)
         if len(crc) < 4:
@@ -114,6 +114,11 @@ def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
             raise ArgumentError(f"{file.name}: wrong checksum of the record at byte {offset}")
         yield offset + 12, data
         offset += 16 + length
+
+
+def is_head(head: bytes) -> bool:
+    """Whether 12 bytes are the length of a record and its checksum."""
+    return len(head) == 12 and masked(crc32c(head[:8])) == _CRC.unpack(head[8:])[0]
 
 
 def parse(data: bytes) -> dict[str, tuple[Value, int]]:
