@@ -82,7 +82,8 @@ def test_class_directories_keep_every_byte(tmp_path, capfd, format):
 
 def labels_of_kaggle(base: Path, names: list[str], classes: list[str]) -> None:
     rows = [f"{Path(n).stem},{c} 10 20 30 40 {c} 1 2 3 4" for n, c in zip(names, classes, strict=True)]
-    (base / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *reversed(rows)]) + "\n")
+    text = "\n".join(["ImageId,PredictionString", *reversed(rows)])
+    (base / "LOC_val_solution.csv").write_text(text + "\n")
 
 
 def labels_of_annotations(base: Path, names: list[str], classes: list[str]) -> None:
@@ -106,8 +107,9 @@ def test_kaggle(tmp_path, write_labels, below):
     assert pairs(Dataset.open(tmp_path / "dst")) == by_class(train)
     found = Dataset.open(tmp_path / "dst", "validation")
     assert len(found.files) == 1
-    assert pairs(found) == {(validation[n], CLASSES.index(c)) for n, c in zip(sorted(validation), classes, strict=True)}
-    data = b"".join((tmp_path / "dst" / file.name).read_bytes() for file in Dataset.open(tmp_path / "dst").files)
+    expected = zip(sorted(validation), classes, strict=True)
+    assert pairs(found) == {(validation[name], CLASSES.index(c)) for name, c in expected}
+    data = b"".join(path.read_bytes() for path in (tmp_path / "dst").glob("train-*"))
     assert data.count(b"tench, Tinca tinca") == 4
 
 
@@ -133,7 +135,7 @@ def devkit(base: Path, numbers: list[int]) -> None:
     """The kit's files: numbers of classes in an order of its own, and a class that is not a leaf."""
     savemat = pytest.importorskip("scipy.io").savemat
     kind = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
-    rows = [(1, CLASSES[2], "fox", 0), (2, CLASSES[0], "tench", 0), (3, CLASSES[1], "fish", 0), (4, "n0", "x", 3)]
+    rows = [(1, CLASSES[2], "a", 0), (2, CLASSES[0], "b", 0), (3, CLASSES[1], "c", 0), (4, "n0", "d", 3)]
     matrix, text = io.BytesIO(), "".join(f"{number}\n" for number in numbers)
     savemat(matrix, {"synsets": np.array(rows, kind).reshape(-1, 1)})
     with tarfile.open(base / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
@@ -289,7 +291,8 @@ def test_an_index_of_tars_made_by_others(tmp_path, capfd):
                 add(tar, f"./{number:05}.cls", b"%d\n" % number)
     assert run("index", tmp_path) == 0
     found = Dataset.open(tmp_path)
-    assert [(found.read(n), found.rows["label"][n]) for n in range(4)] == list(zip(images, range(4), strict=True))
+    assert [found.read(number) for number in range(4)] == images
+    assert list(found.rows["label"]) == [0, 1, 2, 3]
     assert run("verify", tmp_path, "--decode") == 0
     with tarfile.open(tmp_path / "val-000000.tar", "w") as tar:
         add(tar, "1.jpg", images[0])

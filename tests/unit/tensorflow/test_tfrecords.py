@@ -7,11 +7,11 @@ import io
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow")
-PIL = pytest.importorskip("PIL.Image")
-
 from ringdance.data import Dataset
 from ringdance.data.prepare.cli import main
+
+tf = pytest.importorskip("tensorflow")
+PIL = pytest.importorskip("PIL.Image")
 
 
 def jpeg(number: int) -> bytes:
@@ -55,20 +55,26 @@ def test_tensorflow_reads_ours_with_the_features_of_its_scripts(tmp_path):
 
 @pytest.mark.parametrize(
     ("label_name", "image_name", "first"),
-    [("image/class/label", "image/encoded", 1), ("image/class/label", "image/encoded", 0), ("label", "image", 0)],
+    [
+        ("image/class/label", "image/encoded", 1),
+        ("image/class/label", "image/encoded", 0),
+        ("label", "image", 0),
+    ],
 )
 def test_an_index_of_tensorflow_s_files(tmp_path, label_name, image_name, first):
     labels = [1, 0, 2, 1] if first == 0 else [2, 1, 3, 1]
-    for split, name in (("train", "train-00000-of-00001"), ("validation", "validation-00000-of-00001")):
+    for name in ("train-00000-of-00001", "validation-00000-of-00001"):
         with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
             for number, label in enumerate(labels):
                 feature = {
                     label_name: tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
                     image_name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[jpeg(number)])),
-                    "image/object/bbox/xmin": tf.train.Feature(float_list=tf.train.FloatList(value=[0.5, 0.25])),
-                    "image/class/synset": tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"n%d" % label])),
+                    "box": tf.train.Feature(float_list=tf.train.FloatList(value=[0.5, 0.25])),
+                    "image/class/synset": tf.train.Feature(
+                        bytes_list=tf.train.BytesList(value=[b"n%d" % label])
+                    ),
                     "none": tf.train.Feature(),
-                }  # fmt: skip
+                }
                 example = tf.train.Example(features=tf.train.Features(feature=feature))
                 writer.write(example.SerializeToString())
     assert main(["index", str(tmp_path)]) == 0
