@@ -22,12 +22,12 @@ from ringdance.data.prepare.plan import Plan, state
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.prepare.sources import Source, find
 from ringdance.data.prepare.work import work
-from ringdance.errors import ArgumentError, LaunchError
+from ringdance.errors import ArgumentError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Style
-from ringdance.launch.spec import JobSpec
+from ringdance.launch.spec import CommandError, JobSpec
 
 _FILE_SIZE = 128 << 20
 """Size of files where --shards is not given."""
@@ -233,7 +233,7 @@ def _run_job(
     outcome = Job(prepared, screen).run()
     if isinstance(outcome, Verdict):
         again = "The same command resumes: files that are complete are not written again."
-        raise LaunchError(f"\n{render(outcome, prepared.plan.ranks)}\n{again}")
+        raise CommandError(f"\n{render(outcome, prepared.plan.ranks)}\n{again}", outcome.code)
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
 
