@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ringdance.data import Loader, SyntheticLoader
+from ringdance.data import Loader, SyntheticLoader, images
 from ringdance.data.boxes import centre_box, random_box
 from ringdance.data.images import decode_into
 from ringdance.data.loader import Plan
@@ -229,3 +229,17 @@ def test_wrong_arguments() -> None:
     loader = Loader(data, 1)
     with pytest.raises(ArgumentError, match="has 3 samples"):
         loader.set_epoch(0, 4)
+
+
+def test_without_opencv_the_pixels_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cv2")
+    noise = np.random.RandomState(2).randint(0, 256, (9, 12, 3), np.uint8)
+    data = [*Memory(40).data, encoded(Image.fromarray(noise).resize((400, 300)))]
+    for number, one in enumerate(data):
+        found = []
+        for _ in range(2):
+            found.append(np.zeros((24, 24, 3), np.uint8))
+            decode_into(found[-1], one, Draws(0, 0, number))
+            monkeypatch.setattr(images, "cv2", None)
+        monkeypatch.undo()
+        assert np.abs(found[0].astype(int) - found[1]).mean() < 5
