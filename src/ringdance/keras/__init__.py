@@ -20,6 +20,7 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
 from ringdance.keras.images import image_loader
+from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.reduction import init
@@ -28,7 +29,7 @@ from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",
+    "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer", "LARS",
     "PartialDistributedOptimizer", "ProcessSet", "Shard", "Sum", "add_process_set", "allgather",
     "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
     "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
