@@ -1,4 +1,4 @@
-"""LARS equals the paper's formulas, excludes biases, and within DistributedOptimizer sees all ranks' gradients."""
+"""LARS: the paper's formulas, exclusions, and the gradients of all ranks in DistributedOptimizer."""
 
 from __future__ import annotations
 

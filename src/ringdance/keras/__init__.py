@@ -29,7 +29,7 @@ from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer", "LARS",
+    "LARS", "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",
     "PartialDistributedOptimizer", "ProcessSet", "Shard", "Sum", "add_process_set", "allgather",
     "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
     "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
