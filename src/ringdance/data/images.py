@@ -6,6 +6,7 @@ They, and simplejpeg, release the GIL meanwhile.
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 from typing import Any
@@ -23,8 +24,9 @@ except ImportError as error:
     raise ArgumentError(
         f"Images cannot be decoded without {error.name}: pip install 'ringdance[data]'"
     ) from None
+cv2: Any
 try:
-    import cv2
+    cv2 = importlib.import_module("cv2")
 except ImportError:
     cv2 = None
 
