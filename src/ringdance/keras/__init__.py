@@ -29,12 +29,13 @@ from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "LARS", "Average", "CollectiveError", "Compression", "Compressor", "DistributedOptimizer",
-    "PartialDistributedOptimizer", "ProcessSet", "Shard", "Sum", "add_process_set", "allgather",
-    "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
-    "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-    "elastic", "global_process_set", "gloo_built", "gloo_enabled", "image_loader", "init", "is_homogeneous",
-    "is_initialized", "load_model", "local_rank", "local_size", "mark_step", "metrics", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "pause_stall_check", "rank", "reducescatter",
+    "LARS", "Average", "CheckpointError", "Checkpoints", "CollectiveError", "Compression", "Compressor",
+    "DistributedOptimizer", "PartialDistributedOptimizer", "ProcessSet", "Schedule", "Shard", "Sum",
+    "TopK", "add_process_set", "allgather", "allgather_object", "allreduce", "broadcast",
+    "broadcast_global_variables", "broadcast_object", "broadcast_variables", "callbacks", "ccl_built",
+    "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic", "global_process_set", "gloo_built",
+    "gloo_enabled", "image_loader", "init", "is_homogeneous", "is_initialized", "load_model",
+    "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "pause_stall_check", "rank", "reducescatter",
     "remove_process_set", "rocm_built", "shard", "shutdown", "size", "start_timeline", "stop_timeline",
 ]
