@@ -76,7 +76,7 @@ def test_resumed_after_kill_9(source, whole, tmp_path, victim):
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     if victim == "worker":
         assert code == 128 + signal.SIGKILL
-        assert b"The same command resumes" in (tmp_path / "first").read_bytes()
+        assert b"Stopped. The same command resumes" in (tmp_path / "first").read_bytes()
     done = list(destination.glob("train-*"))
     assert 3 <= len(done) < SHARDS
     assert not (destination / "train.json").exists()

@@ -44,4 +44,4 @@ def test_a_destination_that_hosts_do_not_share(three_hosts: Hosts, source: Path)
     # /run is each host's own.
     done = three_hosts.run("h1", *PREPARE, str(source), "/run/dst", "--shards", "6", "-H", "h1:1,h2:1")
     assert done.returncode != 0
-    assert "h2 does not see /run/dst/.prepare: DST and SRC must be on a file system" in done.stderr
+    assert "host h2: no /run/dst/.prepare here: DST and SRC must be on a file system" in done.stderr

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ringdance.errors import ArgumentError
 
@@ -68,23 +68,30 @@ class ShardWriter:
         self.size += len(data)
         self.crc32c = self._extend(self.crc32c, data)
 
-    def close(self) -> None:
-        """Wait until the file is on disk and give it its name."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self._path)
-        sync_directory(self._path.parent)
-
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: object, *rest: Any) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait until the file is on disk and give it its name; after an error remove it.
+
+        Raises:
+            OSError: the disk is full, for one; names the file.
+        """
+        try:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                os.replace(self._temporary, self._path)
+                sync_directory(self._path.parent)
+        except OSError as failure:
+            error = failure
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # it writes what is buffered
+                self._file.close()
             self._temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(self._path)
 
 
 def sync_directory(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import shutil
 import tarfile
 from pathlib import Path
@@ -258,6 +259,23 @@ def test_errors_say_what_to_do(tmp_path, capfd, monkeypatch):
         patch.setattr(shutil, "disk_usage", lambda path: usage)
         assert "only 1.0 kB free" in refused("--split", "train")
     assert not list((tmp_path / "dst").glob("train*"))
+    assert run("prepare", "imagenet", tmp_path / "src", tmp_path / "src/train/dst", "--split", "train") == 2
+    assert "src/train, whose directories are classes" in capfd.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, capfd):
+    class_directories(tmp_path / "src", 40)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capfd.readouterr().err
+    assert "train-00000-of-00002.tfrecord: File too large" in error
+    assert "Stopped. The same command resumes" in error
+    assert [path.name for path in (tmp_path / "dst").iterdir()] == [".prepare"]
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 0
 
 
 def test_verify_finds_damage_of_every_kind(tmp_path, capfd):

@@ -79,6 +79,9 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
         needed(module)
     _say(f"Looking for images in {source}")
     sources = find(source, options.splits, options.labels)
+    for one in sources:
+        if destination.is_relative_to(one.root):
+            raise ArgumentError(f"{destination} is within {one.root}, whose directories are classes")
     state(destination).mkdir(parents=True, exist_ok=True)
     with _locked(destination):
         made = [plans.make(one, options.format, _shards(one, options), options.resize) for one in sources]
@@ -211,11 +214,15 @@ def _write(destination: Path, stored: Sequence[Plan], job: JobSpec) -> None:
     run, splits = uuid.uuid4().hex[:12], [plan.split for plan in stored]
     (state(destination) / f"run.{run}").mkdir()
     size = round(sum(count * plan.size / plan.images for count, plan in left))
-    with PrepareProgress(images, size) as progress:
-        if job.ranks == 1 and not job.hosts:
-            work(destination, run, splits, progress.add)
-        else:
-            _run_job(destination, run, splits, job, progress)
+    try:
+        with PrepareProgress(images, size) as progress:
+            if job.ranks == 1 and not job.hosts:
+                work(destination, run, splits, progress.add)
+            else:
+                _run_job(destination, run, splits, job, progress)
+    except BaseException:
+        _say("Stopped. The same command resumes: files that are complete are not written again.")
+        raise
     shutil.rmtree(state(destination) / f"run.{run}")
 
 
@@ -232,8 +239,7 @@ def _run_job(
     screen = Screen((progress.feed, lambda data: progress.feed(data)))
     outcome = Job(prepared, screen).run()
     if isinstance(outcome, Verdict):
-        again = "The same command resumes: files that are complete are not written again."
-        raise CommandError(f"\n{render(outcome, prepared.plan.ranks)}\n{again}", outcome.code)
+        raise CommandError(f"\n{render(outcome, prepared.plan.ranks)}", outcome.code)
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
 

@@ -44,8 +44,8 @@ def work(destination: Path, run: str, splits: Sequence[str], report: Report) -> 
         plan = Plan.read(destination, split)
         if plan is None or not (state(destination) / f"run.{run}").is_dir():
             raise ArgumentError(
-                f"host {os.uname().nodename} does not see {state(destination)}: DST and SRC must be on a "
-                "file system that all hosts share, at the same path"
+                f"no {state(destination)} here: DST and SRC must be on a file system that all hosts share, "
+                "at the same path"
             )
         for shard in range(plan.shards):
             if _taken(destination, run, plan.name(shard)) and not plan.finished(destination, shard):
@@ -107,8 +107,7 @@ def _read(path: str, offset: int, length: int, shared: bool) -> bytes:
         if error.errno == errno.EIO:
             raise BrokenImage(f"cannot be read: {error.strerror}") from None
         raise ArgumentError(
-            f"host {os.uname().nodename}: {path}: {error.strerror}. SRC must stay as it is, on a file system "
-            "that all hosts share; run the command again to resume"
+            f"{path}: {error.strerror}. SRC must stay as it is, on a file system that all hosts share"
         ) from None
     finally:
         if not shared and descriptor >= 0:
@@ -132,10 +131,14 @@ def main(words: Sequence[str]) -> int:
 
     try:
         work(Path(destination), run, splits.split(","), report)
-    except (ArgumentError, OSError) as error:
-        print(f"ringdance data prepare: {error}", file=sys.stderr)
-        return 1
-    return 0
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    except ArgumentError as error:
+        problem = str(error)
+    else:
+        return 0
+    print(f"host {os.uname().nodename}: {problem}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
