@@ -34,7 +34,7 @@ __all__ = [
     "image_loader", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
     "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "pause_stall_check", "poll", "rank", "reducescatter", "remove_process_set", "rocm_built", "shard",
-    "shutdown", "size", "start_timeline", "stop_timeline", "synchronize",
+    "shutdown", "size", "start_timeline", "stop_timeline", "synchronize", "watch_input",
 ]
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 import ringdance.keras as hvd
+from ringdance.data.loader import Synthetic
 from ringdance.errors import ArgumentError
+from ringdance.training.input_check import INPUT_MARK, WatchedLoader
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -84,3 +86,18 @@ def test_wrong_uses_are_refused() -> None:
     with pytest.raises(ArgumentError, match="shuffle=False"):
         loader[2]
     loader.close()
+
+
+@pytest.mark.parametrize("part", ["loader", "step", "both"])
+def test_fit_ends_when_its_input_has_been_measured(
+    part: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RINGDANCE_INPUT_CHECK", part)
+    monkeypatch.setenv("RINGDANCE_INPUT_CHECK_TIME", "0.05")
+    monkeypatch.setattr(WatchedLoader, "_measured", None)
+    loader = hvd.image_loader(Synthetic(9, range(5)), 2, image_size=8)
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(5)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "sparse_categorical_crossentropy")
+    with pytest.raises(SystemExit):
+        model.fit(loader, epochs=2, shuffle=False, callbacks=[loader.callback], verbose=0)
+    assert (INPUT_MARK in capfd.readouterr().out) == (hvd.rank() == 0)

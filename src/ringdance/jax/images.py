@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from ringdance.data.loader import Batch, Batches
-from ringdance.training import image_loader as shared
+from ringdance.training.image_loader import make_loader
+from ringdance.training.input_check import watch_training
 
 __all__ = ["image_loader"]
 
@@ -27,11 +28,12 @@ def image_loader(dataset: Any, batch_size: int, *, device: Any = None, **options
         options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
             ``threads``, ``prefetch``; and ``process_set``.
     """
-    loader = shared.image_loader(dataset, batch_size, **options)
+    loader = make_loader(dataset, batch_size, **options)
 
     def convert(batch: Batch) -> Batch:
         images, labels = jax.device_put((batch.images, batch.labels.astype("int32")), device)
         return replace(batch, images=images, labels=labels)
 
     loader.convert = convert
-    return loader
+    watched: Batches = watch_training(loader)
+    return watched

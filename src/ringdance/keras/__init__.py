@@ -38,4 +38,5 @@ __all__ = [
     "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "pause_stall_check", "rank", "reducescatter",
     "remove_process_set", "rocm_built", "shard", "shutdown", "size", "start_timeline", "stop_timeline",
+    "watch_input",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from ringdance.data.loader import Batch, Batches
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
-from ringdance.training import image_loader as shared
+from ringdance.training.image_loader import make_loader
+from ringdance.training.input_check import WatchedLoader, watch_training
 
 __all__ = ["image_loader"]
 
@@ -39,6 +41,36 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
         self._loader.set_epoch(epoch + 1)
 
 
+class _Measurement(_Epochs):
+    """For ``ringdance bench input``: ``fit`` may read the loader in a thread; steps end in the main one."""
+
+    steps = 1 << 30  # of the only epoch
+
+    def __init__(self, loader: Batches, watched: WatchedLoader) -> None:
+        super().__init__(loader)
+        self._watched = watched
+        self._sizes: deque[int] = deque()  # of the batches that were read, and not yet trained with
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield batches without an end."""
+        self._sizes.clear()
+        for batch in self._watched.drawn():
+            self._sizes.append(len(batch.labels))
+            yield batch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._watched.part == "loader":
+            for _ in self._watched:  # until it ends the script
+                pass
+        self._watched.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._watched.count(self._sizes.popleft())
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        pass
+
+
 class ImageLoader(_Sequence):  # type: ignore[misc]
     """What ``image_loader`` returns: a ``keras.utils.PyDataset`` that is read in its order.
 
@@ -50,7 +82,9 @@ class ImageLoader(_Sequence):  # type: ignore[misc]
     def __init__(self, loader: Batches) -> None:
         super().__init__()
         self.loader = loader
-        self.callback = _Epochs(loader)
+        watched = watch_training(loader)
+        self._measurement = _Measurement(loader, watched) if isinstance(watched, WatchedLoader) else None
+        self.callback = self._measurement or _Epochs(loader)
         self._batches: Iterator[Batch] = iter(())
         self._next = 0
 
@@ -63,7 +97,7 @@ class ImageLoader(_Sequence):  # type: ignore[misc]
         return self.loader.position_after(batches)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self._measurement.steps if self._measurement else len(self.loader)
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
         """Return images (n, size, size, 3) uint8, labels (n,) int64, and weights (n,) float32.
@@ -73,7 +107,7 @@ class ImageLoader(_Sequence):  # type: ignore[misc]
         """
         if index == 0:
             self.close()
-            self._batches, self._next = self.loader.batches(), 0
+            self._batches, self._next = (self._measurement or self.loader).batches(), 0
         if index != self._next:
             raise ArgumentError(
                 f"Batch {index} was asked for, and {self._next} is the next: pass shuffle=False to fit(); "
@@ -107,4 +141,4 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageLoader:
         options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
             ``threads``, ``prefetch``; and ``process_set``.
     """
-    return ImageLoader(shared.image_loader(dataset, batch_size, **options))
+    return ImageLoader(make_loader(dataset, batch_size, **options))

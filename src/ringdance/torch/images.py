@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ringdance.data.loader import Batch, Batches, Loader
-from ringdance.training import image_loader as shared
+from ringdance.training.image_loader import make_loader
+from ringdance.training.input_check import watch_training
 
 __all__ = ["image_loader"]
 
@@ -30,7 +31,7 @@ def image_loader(
         options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
             ``threads``, ``prefetch``; and ``process_set``.
     """
-    loader = shared.image_loader(dataset, batch_size, **options)
+    loader = make_loader(dataset, batch_size, **options)
     target = torch.device("cpu" if device is None else device)
     if target.type == "cuda" and isinstance(loader, Loader):
         loader.memory = lambda shape: torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
@@ -46,4 +47,5 @@ def image_loader(
         )
 
     loader.convert = convert
-    return loader
+    watched: Batches = watch_training(loader)
+    return watched

@@ -5,6 +5,7 @@ from ringdance.errors import CollectiveError as CollectiveError
 from ringdance.training.basics import *
 from ringdance.training.checkpoints import *
 from ringdance.training.evaluation import *
+from ringdance.training.input_check import *
 from ringdance.training.objects import *
 from ringdance.training.process_sets import *
 from ringdance.training.schedules import *

@@ -7,21 +7,35 @@ from typing import Any
 from ringdance.data.loader import Batches, Loader, Synthetic, SyntheticLoader
 from ringdance.training import basics
 from ringdance.training.gradients.options import own_cores
+from ringdance.training.input_check import watch_training
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 
 __all__ = ["image_loader"]
 
 
-def image_loader(
+def image_loader(dataset: Any, batch_size: int, **options: Any) -> Batches:
+    """Return a loader of this rank's part of each batch, as NumPy arrays.
+
+    A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest of
+    an epoch as ``ringdance.data.Batch``.
+
+    Args:
+        dataset: a ``ringdance.data.Dataset`` or ``Synthetic``.
+        batch_size: images for each rank in each batch.
+        options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
+            ``threads``, ``prefetch``; and ``process_set``.
+    """
+    loader: Batches = watch_training(make_loader(dataset, batch_size, **options))
+    return loader
+
+
+def make_loader(
     dataset: Any, batch_size: int, *, image_size: int = 224, augment: bool = True,
     shuffle: bool | None = None, seed: int = 0, threads: int | None = None, prefetch: int = 2,
     process_set: ProcessSet = global_process_set,
 ) -> Batches:
-    """Return a loader of this rank's part of each batch, as NumPy arrays.
-
-    A collective call: all ranks of the set make it, and it compares their arguments. Each iteration yields
-    the rest of an epoch as ``ringdance.data.Batch``; see ``ringdance.data.Loader``.
+    """Return the loader that the bindings adapt and watch. A collective call of all ranks of the set.
 
     Args:
         dataset: a ``ringdance.data.Dataset`` or ``Synthetic``.

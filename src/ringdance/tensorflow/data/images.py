@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance.data.loader import Batch, Batches
-from ringdance.training import image_loader as shared
+from ringdance.training.image_loader import make_loader
+from ringdance.training.input_check import watch_training
 
 __all__ = ["image_dataset", "image_loader"]
 
@@ -26,9 +27,10 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> Batches:
         options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
             ``threads``, ``prefetch``; and ``process_set``.
     """
-    loader = shared.image_loader(dataset, batch_size, **options)
+    loader = make_loader(dataset, batch_size, **options)
     loader.convert = _tensors
-    return loader
+    watched: Batches = watch_training(loader)
+    return watched
 
 
 def _tensors(batch: Batch) -> Batch:

@@ -1,0 +1,66 @@
+"""`ringdance bench input` of a script on two ranks, which is slow at its input or at its step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import environment
+
+SCRIPT = """
+import sys, time
+import numpy as np
+import ringdance.numpy as hvd
+from ringdance.training.loaders import AsyncDataLoaderMixin, BaseDataLoader
+
+class Slow(BaseDataLoader):
+    def __len__(self):
+        return 4
+    def _iterate(self):
+        for number in range(4):
+            time.sleep(LOAD)
+            yield {"image": np.ones((8, 3)), "label": np.ones(8)}
+
+class Ahead(AsyncDataLoaderMixin, Slow): pass
+
+LOAD, STEP = float(sys.argv[1]), float(sys.argv[2])
+hvd.init()
+loader = hvd.watch_input(Ahead(2))
+for epoch in range(1000):
+    for batch in loader:
+        time.sleep(STEP * (1 + hvd.rank()))
+        hvd.allreduce(batch["image"], "gradients")
+print("has trained")
+"""
+
+
+@pytest.mark.parametrize(
+    ("load", "step", "bound"), [(0.03, 0.001, "loader"), (0.001, 0.015, "step")], ids=["loader", "step"]
+)
+def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    line = ["bench", "input", "-np", "2", "--seconds", "0.3", "--format", "json", "--"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", *line, "python", "train.py", str(load), str(step)],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["bound"] == bound
+    speeds = {part: found[part]["images_per_second"] for part in ("loader", "step", "both")}
+    assert min(speeds["loader"], speeds["step"]) == speeds[bound]
+    assert speeds["both"] > 0
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('no data')\nsys.exit(3)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", "bench", "input", "-np", "2", "--", "python", "train.py"],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "loader alone failed with exit code 3" in done.stderr
+    assert "[0] no data" in done.stderr
