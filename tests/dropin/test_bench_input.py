@@ -38,11 +38,11 @@ print("has trained")
 
 
 @pytest.mark.parametrize(
-    ("load", "step", "bound"), [(0.03, 0.001, "loader"), (0.001, 0.015, "step")], ids=["loader", "step"]
+    ("load", "step", "bound"), [(0.04, 0.001, "loader"), (0.001, 0.05, "step")], ids=["loader", "step"]
 )
 def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    line = ["bench", "input", "-np", "2", "--seconds", "0.3", "--format", "json", "--"]
+    line = ["bench", "input", "-np", "2", "--seconds", "0.5", "--format", "json", "--"]
     done = subprocess.run(
         [sys.executable, "-m", "ringdance", *line, "python", "train.py", str(load), str(step)],
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,

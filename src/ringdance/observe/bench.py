@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
-_WORTH = 0.05  # share of the speed below which nothing is worth changing
+_WORTH = 0.1  # share of the speed below which nothing is worth changing
 _BUSY = 0.85  # share of the cores' time from which on they are busy
 _TAIL = 30  # lines of a failed run that are shown
 
