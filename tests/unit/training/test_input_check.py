@@ -80,7 +80,8 @@ def test_the_step_alone_has_one_batch(capfd: pytest.CaptureFixture[str]) -> None
 
 def test_both_go_through_the_epochs(capfd: pytest.CaptureFixture[str]) -> None:
     loader, seen, _ = run("both", capfd)
-    assert seen[:12] == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 1]
+    assert len(seen) >= 6
+    assert seen == ([0, 1, 2, 0, 1] * len(seen))[: len(seen)]
     assert loader.drawn == len(seen)
 
 
