@@ -1,6 +1,6 @@
 """Images per second of loaders alone: decode, random crop to 224 x 224, flip, batches of 64 on the CPU.
 
-The same photographs for all: class directories, and made of these TFRecords, tars, and what litdata reads.
+The same photographs for all: class directories, and TFRecords and tars made of these.
 Each contestant runs in a process of its own, in turn, with each number of workers or threads; its best
 counts. Those whose package is missing are left out and named. Contestants:
 
@@ -10,7 +10,6 @@ counts. Those whose package is missing are left out and named. Contestants:
                  as the others do; "pipeline" is ringdance.tensorflow.image_pipeline
   grain          MapDataset with threads; "ours" with the decoder of ringdance in place of Pillow
   datasets       imagefolder with set_transform, in torch's DataLoader
-  litdata        StreamingDataset in its StreamingDataLoader
   webdataset     the same tars in torch's DataLoader
 
 example: python benchmarks/data_loader.py /data/photographs --seconds 3 --json result.json
@@ -192,30 +191,6 @@ class _Rows:
         return row["image"], row["label"]
 
 
-def as_stored(index: int, made: str) -> dict[str, Any]:
-    file, label = folder(Path(made) / "folder")[index]
-    return {"image": file.read_bytes(), "label": label}
-
-
-def litdata(made: Path, workers: int) -> Iterator[Any]:
-    import litdata
-
-    target = made / "litdata"
-    if not target.exists():
-        count = len(folder(made / "folder"))
-        litdata.optimize(
-            functools.partial(as_stored, made=str(made)), list(range(count)), str(target), chunk_bytes="32MB",
-            num_workers=1, verbose=False,
-        )  # fmt: skip
-    data = litdata.StreamingDataset(str(target), shuffle=True, transform=_decoded)
-    loader = litdata.StreamingDataLoader(data, batch_size=BATCH, num_workers=workers, collate_fn=collate)
-    return (images for images, _ in forever(loader))
-
-
-def _decoded(row: dict[str, Any]) -> tuple[Any, int]:
-    return plain(row["image"]), row["label"]
-
-
 def webdataset(made: Path, workers: int) -> Iterator[Any]:
     import webdataset
 
@@ -235,7 +210,6 @@ CONTESTANTS: dict[str, tuple[Callable[[Path, int], Iterator[Any]], str, tuple[in
     "grain": (functools.partial(grain, ours=False), "grain", (2, 3, 16)),
     "grain, ours": (functools.partial(grain, ours=True), "grain", (2, 3, 16)),
     "datasets": (datasets, "datasets", (1, 2, 3)),
-    "litdata": (litdata, "litdata", (1, 2, 3)),
     "webdataset": (webdataset, "webdataset", (1, 2, 3)),
 }  # fmt: skip
 """Name: its batches, given the directory and the workers; the package it needs; workers to try."""
@@ -258,7 +232,13 @@ def in_process(name: str, made: Path, workers: int, seconds: float) -> float | N
     """Return the images/s of a contestant in a process of its own, None if it fails."""
     command = [sys.executable, __file__, str(made), "--one", name, str(workers), "--seconds", str(seconds)]
     environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60 + 10 * seconds)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environ, timeout=60 + 10 * seconds
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{name} with {workers} workers hangs", file=sys.stderr)
+        return None
     for line in done.stdout.splitlines():
         if line.startswith("images/s "):
             return float(line.split()[1])
