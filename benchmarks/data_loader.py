@@ -60,7 +60,7 @@ def collate(rows: list[Any]) -> tuple[Any, Any]:
     return torch.from_numpy(np.stack([row[0] for row in rows])), torch.tensor([row[1] for row in rows])
 
 
-def folder(directory: Path) -> list[tuple[Path, int]]:
+def directories(directory: Path) -> list[tuple[Path, int]]:
     """List the files of class directories, as ImageFolder does."""
     classes = sorted(one for one in directory.iterdir() if one.is_dir())
     return [(file, label) for label, one in enumerate(classes) for file in sorted(one.iterdir())]
@@ -70,7 +70,7 @@ class ImageFolder:
     """torchvision's data set of class directories, with the transforms of a training."""
 
     def __init__(self, directory: Path) -> None:
-        self.files = folder(directory)
+        self.files = directories(directory)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -110,7 +110,7 @@ def torch_loader(data: Any, workers: int, **options: Any) -> Iterator[Any]:
 
 
 def torch(made: Path, workers: int) -> Iterator[Any]:
-    return torch_loader(ImageFolder(made / "folder"), workers, shuffle=True)
+    return torch_loader(ImageFolder(made / "classes"), workers, shuffle=True)
 
 
 def tf_data(made: Path, workers: int, antialias: bool) -> Iterator[Any]:
@@ -168,7 +168,7 @@ def grain(made: Path, workers: int, ours: bool) -> Iterator[Any]:
 def datasets(made: Path, workers: int) -> Iterator[Any]:
     from datasets import Image, load_dataset
 
-    data = load_dataset("imagefolder", data_dir=str(made / "folder"), split="train")
+    data = load_dataset("imagefolder", data_dir=str(made / "classes"), split="train")
     data = data.cast_column("image", Image(decode=False))
 
     def transform(rows: Any) -> Any:
@@ -250,13 +250,13 @@ def prepare(photographs: Path, made: Path, least: int) -> int:
     """Write the photographs in all formats, each so often that there are `least`; return how many."""
     from ringdance.data import write
 
-    files = folder(photographs)
+    files = directories(photographs)
     for copy in range(math.ceil(least / len(files))):
         for file, _ in files:
-            target = made / "folder" / file.parent.name / f"{copy}-{file.name}"
+            target = made / "classes" / file.parent.name / f"{copy}-{file.name}"
             target.parent.mkdir(parents=True, exist_ok=True)
             os.symlink(file.resolve(), target)
-    files = folder(made / "folder")
+    files = directories(made / "classes")
     random.Random(1).shuffle(files)
     write(made / "tfrecord", ((file.read_bytes(), label) for file, label in files))
     write(made / "webdataset", ((file.read_bytes(), label) for file, label in files), format="webdataset",

@@ -38,7 +38,7 @@ def image_pipeline(
     A collective call: all ranks make it, and it compares their arguments.
 
     Args:
-        files: a pattern such as "/data/train-*.tfrecord", or names; with the features "image/encoded" and
+        files: a pattern such as ``"/data/train-*.tfrecord"``, or names; with the features "image/encoded" and
             "image/class/label".
         batch_size: images for each rank in each batch.
         image_size: height and width, in pixels.
