@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from ringdance.errors import ArgumentError
 
 
+@cache
 def needed(module: str) -> ModuleType:
     """Import a module of the extra ``data``.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import BinaryIO
 
 from ringdance.data.files import ShardWriter, crc32c, crc32c_extend
@@ -59,6 +60,7 @@ def encode(features: Mapping[str, Value], name: str, data: bytes) -> bytes:
     return b"\x0a" + _varint(len(body) + len(tail) + len(data)) + body + tail
 
 
+@lru_cache(maxsize=4096)  # most values are those of other images too
 def _entry(name: str, value: Value) -> bytes:
     if isinstance(value, bytes):
         feature = _delimited(_BYTES_LIST, _delimited(1, value))

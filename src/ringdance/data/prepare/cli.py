@@ -59,7 +59,15 @@ _VERIFY = """\
 Compares sizes and CRC-32C of all files with the index, and reads every record of TFRecords; --decode also
 decodes every image.
 
+example:
+  ringdance data verify /fast/imagenet --decode
+
 exit code: 0 if all is well, else 1"""
+_INFO = """\
+Sizes of images are those of a thousand of them: the range, and the median in brackets.
+
+example:
+  ringdance data info /fast/imagenet --format json"""
 _INDEX = """\
 Writes DIR/SPLIT.json and DIR/SPLIT.npy; files are only read. From then on DIR is read like any data set.
 TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
@@ -170,7 +178,7 @@ _SUBCOMMANDS = {
     ),
     "info": Subcommand(
         _reporting(lambda arguments: inspect.info(arguments.directory, arguments.format)),
-        "show splits, samples, classes, bytes and sizes of images", _add_info,
+        "show splits, samples, classes, bytes and sizes of images", _add_info, _INFO,
     ),
     "index": Subcommand(
         _reporting(lambda arguments: index(
