@@ -14,7 +14,7 @@ from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.sharding import shard
-from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters
+from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters, snapshot
 from ringdance.training import basics, objects
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.gradients.sparse import sparse_routes
@@ -35,9 +35,9 @@ __all__ = [
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
     "grouped_reducescatter_async", "image_loader", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "parameter_groups", "pause_stall_check", "poll", "rank", "reducescatter",
-    "reducescatter_async", "remove_process_set", "rocm_built", "shard", "shutdown", "size",
-    "sparse_allreduce_async", "sparse_routes", "start_timeline", "stop_timeline", "synchronize",
-    "watch_input",
+    "local_rank", "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "parameter_groups", "pause_stall_check", "poll", "rank",
+    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shard", "shutdown",
+    "size", "snapshot", "sparse_allreduce_async", "sparse_routes", "start_timeline", "stop_timeline",
+    "synchronize", "watch_input",
 ]
