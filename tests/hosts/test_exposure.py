@@ -33,8 +33,8 @@ for port in sys.argv[2:]:
     try:
         socket.create_connection((sys.argv[1], int(port)), 2.0).close()
         print(port)
-    except OSError:
-        pass
+    except OSError as error:
+        print(port, error, file=sys.stderr)
 """
 
 
@@ -58,13 +58,12 @@ def test_a_job_listens_as_documented(three_hosts: Hosts, tmp_path: Path, hosts: 
         assert every == exposure.documented(several)
         all_ports = {str(port) for port in every_port | _ports(three_hosts, "h1")}
         tried = three_hosts.run("h3", sys.executable, "-c", TRY, three_hosts.address["h1"], *all_ports)
-        assert {int(port) for port in tried.stdout.split()} == every_port
+        assert {int(port) for port in tried.stdout.split()} == every_port, tried.stderr
         assert bool(every_port) == several
         path.unlink()
         assert job.wait(30.0) == 0, (tmp_path / "log").read_text()
     finally:
-        job.kill()
-        job.wait()
+        three_hosts.end(job)
 
 
 def _ports(hosts: Hosts, name: str) -> set[int]:
