@@ -32,6 +32,7 @@ class Preset:
         momentum: not corrected when the rate changes.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
         image_size: of the crops, in pixels.
+        augment: random crops and flips.
     """
 
     batch_size: int
@@ -49,6 +50,7 @@ class Preset:
     momentum: float = 0.9
     precision: str = "float32"
     image_size: int = 224
+    augment: bool = True
 
     def rate_for(self, batch: int) -> float:
         """Return the peak learning rate for another whole batch: linear scaling."""
