@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from sample_counts import contained
 
 import ringdance.keras as hvd
 from ringdance import data, recipes
@@ -75,12 +76,6 @@ def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
         return json.loads(str(saved["state"])), [saved[name] for name in saved.files if name != "state"]
 
 
-def used(directory: Path, epoch: int) -> Counter[int]:
-    """How often each image was used in an epoch, by the logs of all ranks."""
-    lines = [json.loads(line) for one in directory.glob("rank-*.jsonl") for line in one.open()]
-    return Counter(number for line in lines if line["epoch"] == epoch for number in line["samples"])
-
-
 def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
     recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,8 +91,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
     for one, other in zip(variables, others, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     for name in ("whole", "parts"):
-        for epoch in range(2):
-            assert used(photos / name, epoch) == Counter(range(IMAGES)), (name, epoch)
+        assert contained([photos / name]) == {epoch: Counter(range(IMAGES)) for epoch in range(2)}, name
     if RANK == 0:
         assert told.count(f"of {IMAGES} images") == 3  # in the first line, and after each epoch
         assert "going on after step 2" in capsys.readouterr().out
@@ -110,7 +104,7 @@ def test_lars_with_accumulation_in_half_precision(
     run(recipe, monkeypatch, photos, "half", *words.split())
     state, variables = final(photos / "half")
     assert state["step"] == 6
-    assert used(photos / "half", 1) == Counter(range(IMAGES))
+    assert contained([photos / "half"])[1] == Counter(range(IMAGES))
     assert all(np.isfinite(one).all() for one in variables)
     if RANK == 0:
         assert capsys.readouterr().out.count("evaluation: top-1") == 1

@@ -62,3 +62,9 @@ def test_the_rate_scales_with_the_batch():
     assert presets.PRESETS["256"].rate == pytest.approx(3.2)
     assert presets.PRESETS["256"].rate_for(256) == pytest.approx(0.1)
     assert presets.PRESETS["8xV100"].rate_for(256) == pytest.approx(0.256)
+
+
+def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str]):
+    assert main(["recipes", "show", "resnet50", "--format", "markdown"]) == 0
+    page = Path(__file__).parents[2] / "docs" / "howto" / "recipes.md"
+    assert capsys.readouterr().out in page.read_text()
