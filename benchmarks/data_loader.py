@@ -2,7 +2,8 @@
 
 The same photographs for all: class directories, and TFRecords and tars made of these.
 Each contestant runs in a process of its own, in turn, with each number of workers or threads; its best
-counts. Those whose package is missing are left out and named. Contestants:
+counts. CPU time tells more where others use the machine too. Contestants (those whose package is missing are
+left out and named):
 
   ringdance      hvd's loader on TFRecords and on tars
   torch          DataLoader and ImageFolder: Pillow, torchvision's RandomResizedCrop written out
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from common import about_machine
 
 SIZE, BATCH = 224, 64
@@ -217,19 +219,24 @@ CONTESTANTS: dict[str, tuple[Callable[[Path, int], Iterator[Any]], str, tuple[in
 # ---------------------------------------------------------------- measuring
 
 
-def measure(name: str, made: Path, workers: int, seconds: float) -> float:
-    """Return images/s after the first batches, in this process."""
+def measure(name: str, made: Path, workers: int, seconds: float) -> tuple[float, float]:
+    """Return images/s after the first batches, and the CPU time of an image in ms, with all processes'."""
     batches = CONTESTANTS[name][0](made, workers)
     for _ in range(4):  # what was prepared ahead while it started
         next(batches)
-    images, start = 0, time.perf_counter()
+    images, start, used = 0, time.perf_counter(), cpu_seconds()
     while time.perf_counter() - start < seconds or not images:
         images += len(next(batches))
-    return images / (time.perf_counter() - start)
+    return images / (time.perf_counter() - start), (cpu_seconds() - used) / images * 1e3
 
 
-def in_process(name: str, made: Path, workers: int, seconds: float) -> float | None:
-    """Return the images/s of a contestant in a process of its own, None if it fails."""
+def cpu_seconds() -> float:
+    me = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in [me, *me.children(recursive=True)])
+
+
+def in_process(name: str, made: Path, workers: int, seconds: float) -> list[float] | None:
+    """Return what `measure` does for a contestant in a process of its own, None if it fails."""
     command = [sys.executable, __file__, str(made), "--one", name, str(workers), "--seconds", str(seconds)]
     environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_DATASETS_OFFLINE": "1"}
     try:
@@ -241,7 +248,7 @@ def in_process(name: str, made: Path, workers: int, seconds: float) -> float | N
         return None
     for line in done.stdout.splitlines():
         if line.startswith("images/s "):
-            return float(line.split()[1])
+            return [float(word) for word in line.split()[1:]]
     print(f"{name} with {workers} failed:\n{done.stderr[-600:]}", file=sys.stderr)
     return None
 
@@ -272,38 +279,40 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement (default: 3)")
     parser.add_argument("--rounds", type=int, default=2, help="of all contestants in turn (default: 2)")
     parser.add_argument("--only", nargs="+", default=list(CONTESTANTS), help="names of contestants")
+    parser.add_argument("--workers", type=int, nargs="+", help="numbers to try, for all contestants")
     parser.add_argument("--json", type=Path, help="write numbers and machine to this file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         name, workers = given.one
-        print("images/s", measure(name, given.photographs, int(workers), given.seconds), flush=True)
+        print("images/s", *measure(name, given.photographs, int(workers), given.seconds), flush=True)
         os._exit(0)  # not waiting for anyone's workers
     missing = {CONTESTANTS[name][1] for name in given.only}
     missing = {package for package in missing if importlib.util.find_spec(package) is None}
     names = [name for name in given.only if CONTESTANTS[name][1] not in missing]
     with tempfile.TemporaryDirectory() as directory:
         count = prepare(given.photographs, Path(directory), 2000)
-        found: dict[str, dict[int, list[float]]] = {name: {} for name in names}
+        found: dict[str, dict[int, list[list[float]]]] = {name: {} for name in names}
         for _ in range(given.rounds):
             for name in names:
-                for workers in CONTESTANTS[name][2]:
-                    speed = in_process(name, Path(directory), workers, given.seconds)
-                    if speed is not None:
-                        found[name].setdefault(workers, []).append(speed)
+                for workers in given.workers or CONTESTANTS[name][2]:
+                    result = in_process(name, Path(directory), workers, given.seconds)
+                    if result is not None:
+                        found[name].setdefault(workers, []).append(result)
     best = {
-        name: max((statistics.mean(speeds), workers, speeds) for workers, speeds in runs.items())
+        name: max((statistics.mean(one[0] for one in results), workers) for workers, results in runs.items())
         for name, runs in found.items() if runs
     }  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     print(f"{count} photographs, {cores} cores, batches of {BATCH}; missing: {', '.join(missing) or 'none'}")
-    print(f"{'':22} images/s   each round      workers  of ringdance")
+    print(f"{'':22} images/s   each round       workers  of ringdance  CPU ms/image")
     first = next(iter(best.values()))[0]
-    for name, (speed, workers, speeds) in best.items():
-        rounds = " ".join(f"{one:.0f}" for one in speeds)
-        print(f"{name:22} {speed:8.0f}   {rounds:14}  {workers:7}  {speed / first:.2f}")
+    for name, (speed, workers) in best.items():
+        rounds = " ".join(f"{one[0]:.0f}" for one in found[name][workers])
+        cpu = min(one[1] for one in found[name][workers])
+        print(f"{name:22} {speed:8.0f}   {rounds:15}  {workers:7}  {speed / first:12.2f}  {cpu:12.2f}")
     if given.json:
-        about = {"machine": about_machine(), "images": count, "images/s": found}
+        about = {"machine": about_machine(), "images": count, "images/s, CPU ms/image": found}
         given.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 
