@@ -58,8 +58,8 @@ $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 
 .venv-mpich/.dev .venv-impi/.dev: .venv-%/.dev: pyproject.toml constraints.txt
 	@$(call make_venv,.venv-$*)
-	@echo "Installing ringdance[$*] into .venv-$*"
-	@.venv-$*/$(PIP) -e '.[$*]' psutil pytest pytest-xdist
+	@echo "Installing ringdance[$*,metrics] into .venv-$*"
+	@.venv-$*/$(PIP) -e '.[$*,metrics]' psutil pytest pytest-xdist
 	@touch $@
 
 .venv-sagemaker/.dev: pyproject.toml constraints.txt
