@@ -69,12 +69,8 @@ class LARS(torch.optim.Optimizer):
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], layer: bool) -> None:
         """Update parameters by a few calls for all of them, without waiting for a GPU."""
-        steps: Any = [one.grad for one in parameters]
-        decay = group["weight_decay"]
-        if layer:
-            trust = self._trust(parameters, steps, group)
-            steps = torch._foreach_add(steps, parameters, alpha=decay) if decay else steps
-            steps = torch._foreach_mul(steps, trust)
+        gradients: Any = [one.grad for one in parameters]
+        rate, decay = group["lr"], group["weight_decay"]
         velocities = []
         for one in parameters:
             state = self.state[one]
@@ -82,10 +78,16 @@ class LARS(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(one)
             velocities.append(state["momentum_buffer"])
         torch._foreach_mul_(velocities, group["momentum"])
-        torch._foreach_add_(velocities, steps, alpha=group["lr"])
+        if layer:  # without temporary copies of all gradients
+            rates = self._trust(parameters, gradients, group) * rate
+            torch._foreach_addcmul_(velocities, gradients, list(rates.unbind()))
+            if decay:
+                torch._foreach_addcmul_(velocities, parameters, list((rates * decay).unbind()))
+        else:
+            torch._foreach_add_(velocities, gradients, alpha=rate)
         torch._foreach_sub_(parameters, velocities)
 
-    def _trust(self, parameters: list[Tensor], gradients: Any, group: dict[str, Any]) -> Any:
+    def _trust(self, parameters: list[Tensor], gradients: Any, group: dict[str, Any]) -> Tensor:
         # In float32: squares of float16 overflow.
         weights, slopes = (
             torch.stack(torch._foreach_norm(some, 2, torch.float32)) for some in (parameters, gradients)
@@ -93,7 +95,7 @@ class LARS(torch.optim.Optimizer):
         below = slopes + group["weight_decay"] * weights + group["eps"]
         ratio = group["trust_coefficient"] * weights / below
         ratio = torch.where((weights > 0) & (slopes > 0), ratio, torch.ones_like(ratio))
-        return list(ratio.to(parameters[0].dtype).unbind())
+        return ratio.to(parameters[0].dtype)
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
