@@ -72,7 +72,11 @@ def run(recipe: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, name: str
 
 def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
     """State and variables of the newest checkpoint."""
-    with np.load(max(directory.glob("checkpoint-*"))) as saved:
+    return read(max(directory.glob("checkpoint-*")))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    with np.load(path) as saved:
         return json.loads(str(saved["state"])), [saved[name] for name in saved.files if name != "state"]
 
 
@@ -106,5 +110,7 @@ def test_lars_with_accumulation_in_half_precision(
     assert state["step"] == 6
     assert contained([photos / "half"])[1] == Counter(range(IMAGES))
     assert all(np.isfinite(one).all() for one in variables)
+    before = read(min((photos / "half").glob("checkpoint-*")))[1]  # after two steps
+    assert np.abs(variables[0] - before[0]).max() > 1e-4, "the scaled loss reaches the weights"
     if RANK == 0:
         assert capsys.readouterr().out.count("evaluation: top-1") == 1

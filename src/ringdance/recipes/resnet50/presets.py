@@ -91,7 +91,7 @@ def _mlperf(
 
 PRESETS: dict[str, Preset] = {
     "laptop": Preset(
-        batch_size=8, devices=2, optimizer="sgd", rate=0.02, schedule="cosine", warmup_epochs=2, epochs=30,
+        batch_size=8, devices=2, optimizer="sgd", rate=0.02, schedule="cosine", warmup_epochs=2, epochs=20,
         label_smoothing=0.0, image_size=64, augment=False,
         source="none: chosen here, for 71 photographs on two cores",
         expected="over 95% top-1 on its own 71 training images; says nothing about other images",
