@@ -22,7 +22,7 @@ examples:
   ringdance recipes list
   ringdance recipes show resnet50                  its presets: hyper-parameters, sources, published results
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py, presets.py into ./job
-  ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic
+  ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
 """
 _RECIPES = ("resnet50",)
 
@@ -117,7 +117,7 @@ def _copy(arguments: argparse.Namespace) -> int:
         print(target / one.name)
     scripts = [one.name for one in files if one.name.startswith("train_")]
     if scripts:
-        start = f"ringdance run -np 2 python {target / scripts[-1]} --preset laptop --synthetic"
+        start = f"ringdance run -np 2 python {target / scripts[-1]} --preset laptop --synthetic --steps 20"
         print(f"Try: {start}", file=sys.stderr)
     return 0
 

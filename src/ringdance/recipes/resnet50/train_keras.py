@@ -2,7 +2,7 @@
 
 Try it on a laptop, without data; then with data, as `ringdance data prepare` writes it:
 
-    ringdance run -np 2 python train_keras.py --preset laptop --synthetic
+    ringdance run -np 2 python train_keras.py --preset laptop --synthetic --steps 20
     ringdance data prepare imagenet /data/ILSVRC2012 /data/imagenet --format tfrecord --shards 128
     ringdance run -np 8 python train_keras.py --preset 8xV100 --data /data/imagenet --checkpoints run1
     ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_keras.py --preset 32 --data /data/imagenet
