@@ -68,6 +68,10 @@ def test_tensors_share_the_memory_that_was_decoded() -> None:
     assert batch.weight == 1
     plain = next(loader.batches())
     assert loader.convert(plain).images.data_ptr() == plain.images.ctypes.data
+    # As for a GPU: decoded into memory that PyTorch has allocated, and holds.
+    loader.memory = lambda shape: torch.empty(shape, dtype=torch.uint8).numpy()
+    (again,) = loader
+    assert (again.images == batch.images).all()
 
 
 def test_weighted_losses_average_to_that_of_all_samples() -> None:

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ringdance.data.order import Draws, Indices, block, permutation
+from ringdance.data.order import Draws, Indices, Plan, check_positive
 from ringdance.errors import ArgumentError
 
 Array = np.ndarray[Any, Any]
-_SEEDS = 1 << 32
 
 
 @dataclass
@@ -55,67 +54,6 @@ class Source(Protocol):
     def read(self, number: int) -> bytes: ...
 
 
-class Plan:
-    """Which samples a rank has in each batch of an epoch; what loaders of all kinds share.
-
-    Args:
-        length: samples of the data set.
-        batch_size: of each rank.
-        shuffle: another order in each epoch.
-        seed: of the order.
-        rank, size: of the job.
-    """
-
-    def __init__(self, length: int, batch_size: int, shuffle: bool, seed: int, rank: int, size: int) -> None:
-        _check(length=length, batch_size=batch_size, size=size)
-        if not 0 <= rank < size:
-            raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
-        if not 0 <= seed < _SEEDS:
-            raise ArgumentError(f"seed={seed}: give an integer from 0 to 2**32 - 1.")
-        self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
-        self.rank, self.size = rank, size
-        self.epoch = self.position = 0
-
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch, and after how many samples of its order to begin.
-
-        Args:
-            epoch: its number, from 0; another order for each.
-            position: the ``position`` of the last batch that was consumed, with any number of ranks.
-
-        Raises:
-            ArgumentError: the epoch has fewer samples.
-        """
-        if not 0 <= epoch < _SEEDS:
-            raise ArgumentError(f"epoch={epoch}: give an integer from 0 to 2**32 - 1.")
-        if not 0 <= position <= self.length:
-            raise ArgumentError(
-                f"position={position}: an epoch has {self.length} samples. Is it the data set that the "
-                "checkpoint was made with?"
-            )
-        self.epoch, self.position = int(epoch), int(position)
-
-    def position_after(self, batches: int) -> int:
-        """Return the position in the epoch after so many batches from the one that is set."""
-        return min(self.position + batches * self.batch_size * self.size, self.length)
-
-    def __len__(self) -> int:
-        """Return the number of batches left in the epoch, equal on all ranks."""
-        return -(-(self.length - self.position) // (self.batch_size * self.size))
-
-    def batches(self) -> Iterator[tuple[Indices, float, int, int]]:
-        """Yield the samples of this rank, weight, position and count of the batches that are left.
-
-        A rank that would get none gets the first sample of the global batch, with weight 0.
-        """
-        order = permutation(self.length, self.seed, self.epoch) if self.shuffle else np.arange(self.length)
-        for begin in range(self.position, self.length, self.batch_size * self.size):
-            whole = order[begin : begin + self.batch_size * self.size]
-            start, stop = block(len(whole), self.rank, self.size)
-            mine = whole[start:stop] if stop > start else whole[:1]
-            yield mine, (stop - start) * self.size / len(whole), begin + len(whole), len(whole)
-
-
 class Batches:
     """What loaders share: the plan of the epochs, and a conversion of batches for a framework.
 
@@ -126,7 +64,7 @@ class Batches:
     """
 
     def __init__(self, plan: Plan, image_size: int) -> None:
-        _check(image_size=image_size)
+        check_positive(image_size=image_size)
         self.plan = plan
         self.image_size = image_size
         self.convert: Callable[[Batch], Any] = lambda batch: batch
@@ -195,7 +133,7 @@ class Loader(Batches):
         from ringdance.data import images  # here: a clear error where Pillow is missing
 
         threads = _usable_cores() if threads is None else threads
-        _check(threads=threads, prefetch=prefetch)
+        check_positive(threads=threads, prefetch=prefetch)
         self._decode = images.decode_into
         self.dataset, self.augment = dataset, augment
         self.threads, self.prefetch = threads, prefetch
@@ -267,7 +205,7 @@ class SyntheticLoader(Batches):
         self, samples: int, batch_size: int, image_size: int = 224, classes: int = 1000, *,
         shuffle: bool = True, seed: int = 0, rank: int = 0, size: int = 1,
     ) -> None:
-        _check(classes=classes)
+        check_positive(classes=classes)
         super().__init__(Plan(samples, batch_size, shuffle, seed, rank, size), image_size)
         self.classes = classes
         shape = (batch_size, image_size, image_size, 3)
@@ -403,9 +341,3 @@ class _Run:
 
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < (0 if name == "length" else 1):
-            raise ArgumentError(f"{name}={value!r}: give a positive integer.")

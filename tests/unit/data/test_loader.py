@@ -15,8 +15,7 @@ from PIL import Image
 from ringdance.data import Loader, SyntheticLoader, images
 from ringdance.data.boxes import centre_box, random_box
 from ringdance.data.images import decode_into
-from ringdance.data.loader import Plan
-from ringdance.data.order import Draws
+from ringdance.data.order import Draws, Plan
 from ringdance.errors import ArgumentError
 
 SIZES = range(1, 6)
