@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import environment
+from doc_blocks import ROOT, blocks, environment, put_files
 
+PARENT = {"prepare": "data", "copy": "recipes"}
 SCRIPT = """
 import sys, time
 import numpy as np
@@ -55,6 +56,31 @@ def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: P
     # On a busy machine it says that cores are short; tests/unit/observe/test_bench.py has the conclusions.
     assert found["bound"] in (bound, "cores", "order")
     assert found["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_the_recipe_is_measured_as_the_tutorial_shows(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch" if framework == "torch" else "tensorflow")
+    page = ROOT / "docs" / "tutorials" / "imagenet.md"
+    put_files(page, tmp_path)
+    for line in ("python photos.py", "prepare imagenet photos small -np 1", "copy resnet50 job"):
+        words = line.split()
+        command = words if words[0] == "python" else ["ringdance", PARENT[words[0]], *words]
+        subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=100)
+    command = next(
+        command for block in blocks(page) for command, _ in block.commands() if "bench input" in command
+    )
+    command = command.replace("input -np 2", "input -np 2 --seconds 1 --format json")
+    done = subprocess.run(
+        ["bash", "-c", command.replace("train_torch", f"train_{framework}")],
+        cwd=tmp_path, env=environment() | {"KERAS_BACKEND": "tensorflow"}, text=True, capture_output=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(found[part]["images_per_second"] > 0 for part in ("loader", "step", "both"))
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
