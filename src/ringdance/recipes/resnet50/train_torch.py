@@ -216,8 +216,7 @@ class Training:
     @torch.no_grad()
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Return the number of images of all ranks, "count", and the shares "top1" and "top5"."""
-        statistics = [one for one in self.model.buffers() if one.is_floating_point()]
-        hvd.grouped_allreduce_(statistics, name="statistics")  # each rank has those of its own images
+        self.average_statistics()
         metric = hvd.TopK((1, 5))
         self.model.eval()
         loader.set_epoch(0)
@@ -227,10 +226,16 @@ class Training:
         self.model.train()
         return metric.result()
 
+    def average_statistics(self) -> None:
+        """Average normalization's running means and variances, which each rank has of its own images."""
+        statistics = [one for one in self.model.buffers() if one.is_floating_point()]
+        hvd.grouped_allreduce_(statistics, name="statistics")
+
     def save(self, position: Position) -> None:
         """Begin to write a checkpoint: a copy is made here, the file is written in the background."""
         if self.checkpoints is None:
             return
+        self.average_statistics()
         state = {}
         if hvd.rank() == 0:
             state = hvd.snapshot({**self._parts(), "position": vars(position)})
