@@ -69,9 +69,8 @@ def test_the_recipe_is_measured_as_the_tutorial_shows(framework: str, tmp_path: 
         words = line.split()
         command = words if words[0] == "python" else ["ringdance", PARENT[words[0]], *words]
         subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=100)
-    command = next(
-        command for block in blocks(page) for command, _ in block.commands() if "bench input" in command
-    )
+    shown = [block for block in blocks(page) if block.language == "console"]
+    command = next(line for block in shown for line, _ in block.commands() if "bench input" in line)
     command = command.replace("input -np 2", "input -np 2 --seconds 1 --format json")
     done = subprocess.run(
         ["bash", "-c", command.replace("train_torch", f"train_{framework}")],
