@@ -60,8 +60,9 @@ def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.limit(300)
-def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path, framework: str) -> None:
+    pytest.importorskip(framework)
     page = ROOT / "docs" / "tutorials" / "imagenet.md"
     put_files(page, tmp_path)
     for line in ("python photos.py", "prepare imagenet photos small -np 1", "copy resnet50 job"):
@@ -71,6 +72,8 @@ def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path) -> None:
     shown = [block for block in blocks(page) if block.language == "console"]
     command = next(line for block in shown for line, _ in block.commands() if "bench input" in line)
     command = command.replace("input -np 2", "input -np 2 --seconds 1 --format json")
+    if framework == "tensorflow":
+        command = command.replace("train_torch.py", "train_keras.py").replace(" --width 8", "")
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=280,

@@ -82,6 +82,10 @@ class WatchedLoader:
                 yield batch
             self.count(number)
 
+    def batches(self) -> Iterator[Any]:
+        """Yield the same: loops of one's own may call this method of an image loader."""
+        return iter(self)
+
     def begin(self) -> bool:
         """Return whether this loader is measured: the first one is."""
         if WatchedLoader._measured is None:
@@ -98,13 +102,20 @@ class WatchedLoader:
             raise SystemExit(0)
 
     def drawn(self) -> Iterator[Any]:
-        """Yield batches without an end; of the step alone, the first one again and again."""
+        """Yield batches without an end; of the step alone, the first one again and again.
+
+        Without the short ones of ``image_loader``: a framework may compile the step for them once more.
+        """
+        full = None
         while True:
             batch = None
             for batch in self._loader:
                 if self.part == "step":
                     break
-                yield batch
+                count = getattr(batch, "count", None)  # of all ranks, so that all leave out the same
+                full = count if full is None else full
+                if count == full or not isinstance(count, int):
+                    yield batch
             while self.part == "step" and batch is not None:
                 yield batch
             if batch is None:

@@ -85,6 +85,13 @@ def test_both_go_through_the_epochs(capfd: pytest.CaptureFixture[str]) -> None:
     assert loader.drawn == len(seen)
 
 
+def test_short_batches_are_left_out() -> None:
+    batches = [Batch(np.zeros((n, 2, 2, 3)), None, None, 1.0, 0, 2 * n) for n in (4, 4, 3)]
+    watched = WatchedLoader(batches, "both", 100.0).batches()
+    seen = [next(watched).count for _ in range(6)]
+    assert seen == [8] * 6
+
+
 def test_only_the_first_loader_is_measured() -> None:
     first, second = (WatchedLoader(Loader(), "both", 100.0) for _ in range(2))
     next(iter(first))
