@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from socket import AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
 
 from ringdance.launch.agent.loopback import device_of, listening_sockets
 
@@ -22,7 +23,7 @@ def documented(several: bool) -> Found:
 
 
 def listening(pids: Iterable[int]) -> tuple[Found, set[int]]:
-    """The same of running processes, Open MPI's; and the ports that are open to other hosts."""
+    """The same of running processes, Open MPI's; and the ports that are open to other hosts over IPv4."""
     found: Found = set()
     ports: set[int] = set()
     for pid in pids:
@@ -35,6 +36,7 @@ def listening(pids: Iterable[int]) -> tuple[Found, set[int]]:
             kind = {"0.0.0.0": "all addresses", "::": "all addresses"}.get(address, address)
             device = device_of(sock)
             found.add((_NAMES.get(name, "rank"), f"{kind}, device {device}" if device else kind))
-            if kind == "all addresses" and not device:
+            only_ipv6 = sock.family == AF_INET6 and sock.getsockopt(IPPROTO_IPV6, IPV6_V6ONLY)
+            if kind == "all addresses" and not device and not only_ipv6:
                 ports.add(port)
     return found, ports
