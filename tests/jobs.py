@@ -64,10 +64,13 @@ def all_jobs() -> list[Job]:
     jobs = [
         Job("lint", "mypy", command=("mypy",)),
         Job("unit", "tools", (
-            "unit/doctor", "unit/cluster", "unit/submit", "unit/hosts", "unit/launch", "unit/compat",
+            "unit/data", "unit/doctor", "unit/cluster", "unit/submit", "unit/hosts", "unit/launch",
+            "unit/compat",
         )),
         Job("dropin", "scripts", ("dropin/test_scripts*.py",)),
-        Job("dropin", "commands", ("dropin/test_docs_commands.py", "dropin/test_torch_tools.py")),
+        Job("dropin", "commands", (
+            "dropin/test_docs_commands.py", "dropin/test_torch_tools.py", "dropin/test_bench_input.py",
+        )),
         Job("unit", "engine", (
             "unit/core", "unit/monitor", "unit/observe", "unit/tr*", "unit/torch", "unit/tensorflow",
         )),

@@ -34,11 +34,14 @@ _PASSED_ON = {
     "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
     "timeline": ("ringdance.observe.timeline", "show where the time of a step goes, by a timeline's file"),
     "report": ("ringdance.observe.report", "write a page about runs: what limits them, and what to try next"),
+    "bench": ("ringdance.observe.bench", "measure whether the loader or the step limits a training"),
+    "data": ("ringdance.data.prepare.cli", "prepare images for training, check and describe data sets"),
     "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
     "k8s": ("ringdance.submit.kubernetes.cli", "write, submit and follow jobs on Kubernetes"),
     "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
     "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
     "ec2": ("ringdance.submit.ec2", "write host files of EC2 instances"),
+    "recipes": ("ringdance.recipes.cli", "list and copy training jobs that come with Ringdance"),
 }
 """Commands with command lines of their own: the module with their ``main`` or what is named, and the help."""
 

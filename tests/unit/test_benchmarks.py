@@ -179,3 +179,21 @@ def test_compiled_steps_run_on_two_ranks_beside_the_frameworks_own(
     assert figures["added, s"] == pytest.approx(added)
     assert figures["added / NumPy"] == pytest.approx(added / medians["exchange from NumPy"])
     assert figures[f"added by {peer}, s"] == pytest.approx(medians[peer] - medians["identity step"])
+
+
+def test_loaders_are_compared_on_a_directory_of_photographs(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for number in range(4):
+        photograph = tmp_path / "photographs" / f"class{number % 2}" / f"{number}.jpg"
+        photograph.parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (40, 30), (number * 50, 0, 0)).save(photograph)
+    words = ["--only", "ringdance, TFRecords", "ringdance, tars", "--workers", "1"]
+    words += ["--rounds", "1", "--seconds", "0.1", "--json", str(tmp_path / "result.json")]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "data_loader.py", tmp_path / "photographs", *words],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ringdance, tars" in done.stdout
+    found = json.loads((tmp_path / "result.json").read_text())["images/s, CPU ms/image"]
+    assert all(speed > 0 for runs in found.values() for speed, _ in runs["1"])

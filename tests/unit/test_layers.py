@@ -91,6 +91,12 @@ def test_a_layer_brings_only_layers_below(module, above):
     assert not parts_of(modules, {"mpi4py"}), "MPI is imported by init(), and only under a launcher"
 
 
+def test_data_brings_numpy_only():
+    modules = imported("ringdance.data", whole=False)
+    others = {"ringdance.launch", "ringdance.cluster", "ringdance.cli", "mpi4py", "PIL", "simplejpeg", "rich"}
+    assert not parts_of(modules, FRAMEWORKS | BINDINGS | ENGINE | others)
+
+
 @pytest.mark.parametrize(
     ("module", "own"),
     [("ringdance.numpy", set()), ("ringdance.torch", {"torch"}), ("ringdance.jax", {"jax"})],

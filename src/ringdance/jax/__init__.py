@@ -10,6 +10,7 @@ One process for each rank, each with devices of its own. The collectives work on
 
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
 
+from ringdance.jax.images import image_loader
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *
 from ringdance.jax.optimizer import DistributedState, distributed
@@ -19,11 +20,12 @@ from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "Adasum", "Average", "CollectiveError", "Compression", "Compressor", "DistributedState", "Max", "Min",
-    "ProcessSet", "Product", "Shard", "Sum", "add_process_set", "allgather", "allgather_object", "allreduce",
-    "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters", "cross_rank",
-    "cross_size", "distributed", "global_process_set", "grouped_allgather", "grouped_allreduce",
-    "grouped_broadcast", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "mark_step", "metrics", "pause_stall_check", "rank", "reducescatter",
-    "remove_process_set", "shard", "shutdown", "size", "start_timeline", "stop_timeline",
+    "Adasum", "Average", "CheckpointError", "Checkpoints", "CollectiveError", "Compression", "Compressor",
+    "DistributedState", "Max", "Min", "ProcessSet", "Product", "Schedule", "Shard", "Sum", "TopK",
+    "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
+    "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "distributed",
+    "global_process_set", "grouped_allgather", "grouped_allreduce", "grouped_broadcast",
+    "grouped_reducescatter", "image_loader", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
+    "local_size", "mark_step", "metrics", "pause_stall_check", "rank", "reducescatter", "remove_process_set",
+    "shard", "shutdown", "size", "start_timeline", "stop_timeline", "watch_input",
 ]

@@ -188,6 +188,13 @@ class Settings:
     metrics_interval: float = _setting(
         5.0, POSITIVE, "Time between two samples in files of metrics_dir; grows in long runs.", unit="s"
     )
+    input_check: str = _setting(
+        "off", choice("off", "loader", "step", "both"),
+        "What `ringdance bench input` measures in this run, which ends afterwards.",
+    )
+    input_check_time: float = _setting(
+        8.0, POSITIVE, "How long it measures, after a warm-up of a third of it or longer.", unit="s"
+    )
     metrics_tensorboard: bool = _switch(False, "Write TensorBoard's event files into metrics_dir too.")
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)

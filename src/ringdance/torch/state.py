@@ -17,7 +17,7 @@ from ringdance.training.collectives import movement
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "snapshot"]
 
 
 def _pairs(params: Any) -> list[tuple[str, Tensor]]:
@@ -159,3 +159,18 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         optimizer.state[parameters[index]] = value
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update(values)
+
+
+def snapshot(state: Any) -> Any:
+    """Return a copy of a state in the host's memory, to be written while training goes on.
+
+    Args:
+        state: a state_dict, or any structure of dicts, lists and tuples; what is no tensor is not copied.
+    """
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: snapshot(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)([snapshot(value) for value in state])
+    return state

@@ -3,8 +3,12 @@
 from ringdance.core.request import ReduceOp as _ReduceOp
 from ringdance.errors import CollectiveError as CollectiveError
 from ringdance.training.basics import *
+from ringdance.training.checkpoints import *
+from ringdance.training.evaluation import *
+from ringdance.training.input_check import *
 from ringdance.training.objects import *
 from ringdance.training.process_sets import *
+from ringdance.training.schedules import *
 
 Average = int(_ReduceOp.AVERAGE)
 Sum = int(_ReduceOp.SUM)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringdance import session
+from ringdance.data.order import permutation
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
@@ -89,8 +90,7 @@ class Shard:
         if not self.shuffle:
             return positions
         number = self.epoch if epoch is None else _whole("epoch", epoch, _SEEDS)
-        order = np.random.RandomState([self.seed, number]).permutation(self.length)
-        chosen: Indices = order[positions].astype(np.int64, copy=False)
+        chosen: Indices = permutation(self.length, self.seed, number)[positions]
         return chosen
 
     def positions(self) -> Indices:

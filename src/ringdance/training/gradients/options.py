@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "check_groups", "check_passes", "parts_of", "reduce_shared", "scales_of", "share_of_cores", "spare_cores",
-    "usable_cores", "wants_overlap",
+    "check_groups", "check_passes", "own_cores", "parts_of", "reduce_shared", "scales_of", "share_of_cores",
+    "spare_cores", "usable_cores", "wants_overlap",
 ]
 
 
@@ -28,10 +28,11 @@ def usable_cores() -> int:
 def share_of_cores(local_size: int) -> int:
     """Return the number of threads for this rank: ``OMP_NUM_THREADS``, or its share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(given) if given.isdigit() and int(given) else max(1, _own_cores(local_size))
+    return int(given) if given.isdigit() and int(given) else max(1, own_cores(local_size))
 
 
-def _own_cores(local_size: int) -> int:
+def own_cores(local_size: int) -> int:
+    """Return this rank's share of the usable cores, which may be 0."""
     # A launcher that binds ranks has divided the cores already.
     bound = usable_cores() * local_size <= (os.cpu_count() or 1)
     return usable_cores() if bound else usable_cores() // local_size
@@ -39,7 +40,7 @@ def _own_cores(local_size: int) -> int:
 
 def spare_cores(local_size: int, threads: int) -> bool:
     """Return whether this rank's share of the usable cores is more than the threads that compute."""
-    return _own_cores(local_size) > threads
+    return own_cores(local_size) > threads
 
 
 def wants_overlap(engine: Engine, threads: int) -> bool:

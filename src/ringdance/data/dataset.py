@@ -1,0 +1,142 @@
+"""A prepared data set: files with many images each, and an index of where each image is.
+
+A split ``train`` in a directory consists of its files (TFRecords or tars), of ``train.json``, which describes
+it, and of ``train.npy``, with a row of dtype :data:`ROW` for each sample in the order of the files. Rows hold
+the place of the encoded image itself, so that reading a sample is one ``pread``, whatever the format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringdance.errors import ArgumentError
+
+ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label", "<i4")])
+"""Number of the file; bytes of the encoded image, and where they begin in the file; the class, from 0."""
+
+Rows = np.ndarray[Any, np.dtype[np.void]]
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a split.
+
+    Attributes:
+        name: relative to the data set's directory.
+        samples: how many it has.
+        size: in bytes.
+        crc32c: of the whole file.
+    """
+
+    name: str
+    samples: int
+    size: int
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One split of a data set on disk; :meth:`open` makes it from its index.
+
+    Attributes:
+        path: the directory.
+        split: such as "train".
+        format: "tfrecord" or "webdataset".
+        classes: the directory name of each class, such as "n01440764", by label.
+        files: in the order of the rows.
+        rows: shape (samples,), dtype ROW; memory-mapped.
+    """
+
+    path: Path
+    split: str
+    format: str
+    classes: Sequence[str]
+    files: Sequence[ShardFile]
+    rows: Rows
+    _descriptors: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], split: str = "train") -> Dataset:
+        """Open a split by its index.
+
+        Raises:
+            ArgumentError: there is no index of that name, or it does not fit the files.
+        """
+        directory = Path(path)
+        try:
+            about = json.loads((directory / f"{split}.json").read_text())
+            rows: Rows = np.load(directory / f"{split}.npy", mmap_mode="r")
+        except FileNotFoundError as error:
+            others = sorted(one.stem for one in directory.glob("*.npy"))
+            hint = f"It has {', '.join(others)}" if others else "`ringdance data index DIR` writes one"
+            raise ArgumentError(
+                f"{directory}: no index of {split!r} ({error.filename} is missing). {hint}; "
+                "`ringdance data prepare` makes a data set of images."
+            ) from None
+        files = [ShardFile(**one) for one in about["files"]]
+        if about["version"] != VERSION or rows.dtype != ROW or len(rows) != sum(one.samples for one in files):
+            raise ArgumentError(
+                f"{directory / split}.json and .npy do not fit together: `ringdance data index {directory}` "
+                "writes them again."
+            )
+        return cls(directory, split, about["format"], about["classes"], files, rows)
+
+    def write(self) -> None:
+        """Write the index; a process that opens it meanwhile finds the old one or none."""
+        about = {"version": VERSION, "format": self.format, "samples": len(self.rows)}
+        about |= {"classes": list(self.classes), "files": [asdict(one) for one in self.files]}
+        with open(self.path / f".{self.split}.npy", "wb") as file:
+            np.save(file, self.rows)
+            file.flush()
+            os.fsync(file.fileno())
+        (self.path / f".{self.split}.json").write_text(json.dumps(about, indent=1) + "\n")
+        for end in ("npy", "json"):
+            os.replace(self.path / f".{self.split}.{end}", self.path / f"{self.split}.{end}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, number: int) -> bytes:
+        """Return a sample's encoded image, as it is in the file. Any thread may call it.
+
+        Raises:
+            ArgumentError: the file is missing or shorter than the index says.
+        """
+        row = self.rows[number]
+        data = os.pread(self._descriptor(int(row["file"])), int(row["length"]), int(row["offset"]))
+        if len(data) != row["length"]:
+            name = self.path / self.files[int(row["file"])].name
+            raise ArgumentError(f"{name} is shorter than its index says: `ringdance data verify {self.path}`")
+        return data
+
+    def _descriptor(self, number: int) -> int:
+        known = self._descriptors.get(number)
+        if known is None:
+            with self._lock:
+                known = self._descriptors.get(number)
+                if known is None:
+                    name = self.path / self.files[number].name
+                    try:
+                        known = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+                    except OSError as error:
+                        raise ArgumentError(
+                            f"{name}: {error.strerror}. The index names it: is the copy of the data complete?"
+                        ) from None
+                    self._descriptors[number] = known
+        return known
+
+    def close(self) -> None:
+        """Close its files; reading opens them again."""
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])

@@ -1,0 +1,111 @@
+"""Files of a data set: written under another name, complete or absent; checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from ringdance.errors import ArgumentError
+
+
+@cache
+def needed(module: str) -> ModuleType:
+    """Import a module of the extra ``data``.
+
+    Raises:
+        ArgumentError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ArgumentError(f"{error}: needed for images; pip install 'ringdance[data]'") from None
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C of bytes."""
+    found: int = needed("google_crc32c").value(data)
+    return found
+
+
+def crc32c_extend(crc: int, data: bytes) -> int:
+    """Return the CRC-32C of what `crc` is of, followed by `data`."""
+    found: int = needed("google_crc32c").extend(crc, data)
+    return found
+
+
+def file_crc32c(path: Path) -> int:
+    """Return the CRC-32C of a file."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = crc32c_extend(crc, chunk)
+    return crc
+
+
+class ShardWriter:
+    """A file that gets its name when it is complete and on disk.
+
+    Args:
+        path: its name in the end.
+
+    Attributes:
+        size: bytes so far.
+        crc32c: of all bytes so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._extend = needed("google_crc32c").extend
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+        self._file = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115
+        self.size = self.crc32c = 0
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        self._file.write(data)
+        self.size += len(data)
+        self.crc32c = self._extend(self.crc32c, data)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait until the file is on disk and give it its name; after an error remove it.
+
+        Raises:
+            OSError: the disk is full, for one; names the file.
+        """
+        try:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                os.replace(self._temporary, self._path)
+                sync_directory(self._path.parent)
+        except OSError as failure:
+            error = failure
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # it writes what is buffered
+                self._file.close()
+            self._temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(self._path)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until a directory's names are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file, complete or not at all."""
+    with ShardWriter(path) as file:
+        file.write(data)

@@ -1,0 +1,103 @@
+"""Decode an encoded image, and resize a part of it into a square of a batch.
+
+Resizing is antialiased where it matters: by OpenCV if it is installed, otherwise by Pillow, more slowly.
+They, and simplejpeg, release the GIL meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+from typing import Any
+
+import numpy as np
+
+from ringdance.data.boxes import Box, centre_box, random_box
+from ringdance.data.order import Draws
+from ringdance.errors import ArgumentError
+
+try:
+    import simplejpeg
+    from PIL import Image
+except ImportError as error:
+    raise ArgumentError(
+        f"Images cannot be decoded without {error.name}: pip install 'ringdance[data]'"
+    ) from None
+cv2: Any
+try:
+    cv2 = importlib.import_module("cv2")
+except ImportError:
+    cv2 = None
+
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+_SMOOTH = 1.5  # shrunk by less, plain bilinear is as near to Lanczos as what is antialiased
+
+
+def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
+    """Decode an image, crop, resize, and flip it, into ``out``.
+
+    Args:
+        out: shape (size, size, 3), contiguous.
+        data: JPEG, or any format that Pillow reads; grey and CMYK become RGB.
+        draw: for a random part, by chance flipped; None for the centre.
+
+    Raises:
+        ArgumentError: the image is broken.
+    """
+    try:
+        part, flip = _part(data, out.shape[0], draw)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ArgumentError(f"the image cannot be decoded ({error})") from None
+    (_by_pillow if cv2 is None else _by_opencv)(out, part, flip)
+
+
+def _part(data: bytes, size: int, draw: Draws | None) -> tuple[Pixels, bool]:
+    """Decode; return the chosen part, shape (height, width, 3), and whether to flip it."""
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+        whole = None
+    except ValueError:
+        space = ""
+    if space not in ("YCbCr", "Gray", "RGB"):
+        whole = _any_format(data)
+        height, width = whole.shape[:2]
+    box = random_box(width, height, draw) if draw else centre_box(width, height)
+    flip = draw is not None and draw() < 0.5
+    if whole is None:
+        whole = _jpeg(data, width, height, box, size)
+    across, down = whole.shape[1] / width, whole.shape[0] / height  # below 1 if scaled while decoded
+    left, right = round(box[0] * across), round(box[2] * across)
+    top, bottom = round(box[1] * down), round(box[3] * down)
+    return whole[top : max(bottom, top + 1), left : max(right, left + 1)], flip
+
+
+def _jpeg(data: bytes, width: int, height: int, box: Box, size: int) -> Pixels:
+    """Decode a JPEG, at half its size or less where the part has pixels enough."""
+    shrink = min(box[2] - box[0], box[3] - box[1]) / size
+    least = (math.ceil(height / shrink), math.ceil(width / shrink)) if shrink >= 2 else (0, 0)
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(data, min_factor=2, min_height=least[0], min_width=least[1])
+    except ValueError:
+        return _any_format(data)  # overlooks some faults, such as bytes behind the end
+    return pixels
+
+
+def _any_format(data: bytes) -> Pixels:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def _by_opencv(out: Pixels, part: Pixels, flip: bool) -> None:
+    size, sides = out.shape[0], part.shape[:2]
+    shrunk = min(sides) >= size and max(sides) > _SMOOTH * size
+    how = cv2.INTER_AREA if shrunk else cv2.INTER_LINEAR
+    if flip:
+        cv2.flip(cv2.resize(part, (size, size), interpolation=how), 1, dst=out)
+    else:
+        cv2.resize(part, (size, size), dst=out, interpolation=how)
+
+
+def _by_pillow(out: Pixels, part: Pixels, flip: bool) -> None:
+    resized = np.asarray(Image.fromarray(part).resize(out.shape[:2], Image.Resampling.BILINEAR))
+    out[:] = resized[:, ::-1] if flip else resized

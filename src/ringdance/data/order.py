@@ -1,0 +1,128 @@
+"""The order of the samples in an epoch, and the global batches of that order divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ringdance.errors import ArgumentError
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+_SEEDS = 1 << 32
+
+
+def permutation(length: int, seed: int, epoch: int) -> Indices:
+    """Return the order of an epoch, shape (length,): the same with all versions of NumPy.
+
+    Args:
+        length: samples of the data set.
+        seed: 0 to 2**32 - 1.
+        epoch: the same.
+    """
+    order = np.random.RandomState([seed, epoch]).permutation(length)
+    return order.astype(np.int64, copy=False)
+
+
+def block(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Return start and stop of a rank's block of ``count`` samples; sizes differ by at most one."""
+    each, more = divmod(count, size)
+    start = rank * each + min(rank, more)
+    return start, start + each + (rank < more)
+
+
+class Plan:
+    """Which samples a rank has in each batch of an epoch; what loaders of all kinds share.
+
+    Args:
+        length: samples of the data set.
+        batch_size: of each rank.
+        shuffle: another order in each epoch.
+        seed: of the order.
+        rank, size: of the job.
+    """
+
+    def __init__(self, length: int, batch_size: int, shuffle: bool, seed: int, rank: int, size: int) -> None:
+        check_positive(length=length, batch_size=batch_size, size=size)
+        if not 0 <= rank < size:
+            raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
+        if not 0 <= seed < _SEEDS:
+            raise ArgumentError(f"seed={seed}: give an integer from 0 to 2**32 - 1.")
+        self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
+        self.rank, self.size = rank, size
+        self.epoch = self.position = 0
+
+    def set_epoch(self, epoch: int, position: int = 0) -> None:
+        """Choose the epoch, and after how many samples of its order to begin.
+
+        Args:
+            epoch: its number, from 0; another order for each.
+            position: the ``position`` of the last batch that was consumed, with any number of ranks.
+
+        Raises:
+            ArgumentError: the epoch has fewer samples.
+        """
+        if not 0 <= epoch < _SEEDS:
+            raise ArgumentError(f"epoch={epoch}: give an integer from 0 to 2**32 - 1.")
+        if not 0 <= position <= self.length:
+            raise ArgumentError(
+                f"position={position}: an epoch has {self.length} samples. Is it the data set that the "
+                "checkpoint was made with?"
+            )
+        self.epoch, self.position = int(epoch), int(position)
+
+    def position_after(self, batches: int) -> int:
+        """Return the position in the epoch after so many batches from the one that is set."""
+        return min(self.position + batches * self.batch_size * self.size, self.length)
+
+    def __len__(self) -> int:
+        """Return the number of batches left in the epoch, equal on all ranks."""
+        return -(-(self.length - self.position) // (self.batch_size * self.size))
+
+    def batches(self) -> Iterator[tuple[Indices, float, int, int]]:
+        """Yield the samples of this rank, weight, position and count of the batches that are left.
+
+        A rank that would get none gets the first sample of the global batch, with weight 0.
+        """
+        order = permutation(self.length, self.seed, self.epoch) if self.shuffle else np.arange(self.length)
+        for begin in range(self.position, self.length, self.batch_size * self.size):
+            whole = order[begin : begin + self.batch_size * self.size]
+            start, stop = block(len(whole), self.rank, self.size)
+            mine = whole[start:stop] if stop > start else whole[:1]
+            yield mine, (stop - start) * self.size / len(whole), begin + len(whole), len(whole)
+
+
+def check_positive(**counts: int) -> None:
+    """Raise ArgumentError for a count below 1; a length may be 0."""
+    for name, value in counts.items():
+        if value < (0 if name == "length" else 1):
+            raise ArgumentError(f"{name}={value!r}: give a positive integer.")
+
+
+class Draws:
+    """Random numbers in [0, 1) of one sample, the same whatever the rank, the thread or the batch.
+
+    Counted by a hash (SplitMix64) of seed, epoch and sample: seeding a generator of NumPy takes as long as
+    resizing a small image.
+    """
+
+    def __init__(self, seed: int, epoch: int, sample: int) -> None:
+        self._state = _mixed(_mixed(_mixed(seed) ^ epoch) ^ sample)
+
+    def __call__(self, low: float = 0.0, high: float = 1.0) -> float:
+        """Return the next number, in [low, high)."""
+        self._state = (self._state + _STEP) & _MASK
+        return low + (high - low) * (_mixed(self._state) >> 11) / (1 << 53)
+
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+
+
+def _mixed(value: int) -> int:
+    """Return the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable generators, 2014)."""
+    value = (value + _STEP) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

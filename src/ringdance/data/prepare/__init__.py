@@ -1,0 +1,1 @@
+"""``ringdance data``: prepare data sets of images, check them, describe them."""

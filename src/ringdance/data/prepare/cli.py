@@ -1,0 +1,189 @@
+"""The command line of ``ringdance data``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ringdance import subcommands
+from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
+from ringdance.data.prepare import inspect
+from ringdance.data.prepare.foreign import index
+from ringdance.data.prepare.prepare import Options, prepare
+from ringdance.data.prepare.sources import SPLITS
+from ringdance.data.writing import ENDINGS
+from ringdance.errors import ArgumentError
+from ringdance.launch.parser import rank_count
+from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
+from ringdance.launch.spec import CommandError, JobSpec
+from ringdance.launch.system.linux import usable_cores
+from ringdance.subcommands import Subcommand
+
+LEFT_OUT = 3
+"""Exit code: the data set is complete except for broken images."""
+
+_DESCRIPTION = "Prepare data sets of images for training, check them, describe them."
+_EPILOG = """\
+examples:
+  ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024
+  ringdance data verify /fast/imagenet --decode       checksums, records, images
+  ringdance data info /fast/imagenet                  splits, classes, sizes
+  ringdance data index /data/tfrecords                for TFRecords or tars made by others
+
+Needs pip install 'ringdance[data]'. `ringdance data COMMAND --help` shows all options.
+"""
+_PREPARE = """\
+SRC is one of these; classes are numbered from 0 in the order of their names:
+  class directories        SRC/n01440764/*.JPEG, or SRC/train/n01440764/*.JPEG and SRC/val/n01440764/*.JPEG
+  Kaggle's archive         the directory above ILSVRC, or ILSVRC, Data or CLS-LOC in it; labels of val from
+                           LOC_val_solution.csv or the Annotations
+  official files           ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar; labels of val from
+                           ILSVRC2012_devkit_t12.tar.gz (needs SciPy), or a text file: a class a line
+                           (imagenet_2012_validation_synset_labels.txt), or lines `IMAGE CLASS`
+
+examples:
+  ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024 -np 16
+  ringdance data prepare imagenet /data/flowers /fast/flowers --format webdataset --split train
+  ringdance data prepare imagenet /data/ILSVRC /shared/imagenet-256 --resize 256 -H node1:32,node2:32
+
+An image stays byte for byte as it is, unless --resize makes it smaller or it is no JPEG in RGB or grey
+(CMYK, or a PNG named .JPEG): such are converted, damaged ones left out, and both listed in
+DST/SPLIT.problems.tsv.
+Files appear under their names when they are complete. After Ctrl-C, kill -9 or a crash the same command
+resumes, and the result has the same bytes, also with another number of processes.
+With -H both SRC and DST must be on a file system that all hosts share.
+
+exit code: 0; 3 if broken images were left out; 2 if it cannot be done; else that of the failed process"""
+_VERIFY = """\
+Compares sizes and CRC-32C of all files with the index, and reads every record of TFRecords; --decode also
+decodes every image.
+
+example:
+  ringdance data verify /fast/imagenet --decode
+
+exit code: 0 if all is well, else 1"""
+_INFO = """\
+Sizes of images are those of a thousand of them: the range, and the median in brackets.
+
+example:
+  ringdance data info /fast/imagenet --format json"""
+_INDEX = """\
+Writes DIR/SPLIT.json and DIR/SPLIT.npy; files are only read. From then on DIR is read like any data set.
+TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
+by TensorFlow's scripts and TFDS; tars need KEY.jpg with KEY.cls, or KEY.json with "label". The split is
+train, validation or test by the files' names.
+
+examples:
+  ringdance data index /data/imagenet-tfrecords
+  ringdance data index /data/shards --split train --files 'part-*.tar'"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``ringdance data`` with the words after it; returns the exit code."""
+    return subcommands.run("ringdance data", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
+
+
+def _reporting(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Make an action's errors those of a command line."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            return action(arguments)
+        except ArgumentError as error:
+            raise CommandError(str(error)) from None
+        except OSError as error:
+            raise CommandError(f"{error.filename or 'disk'}: {error.strerror or error}", 1) from None
+
+    return run
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dataset", choices=("imagenet",), help="imagenet: also any other directories of classes")
+    add("source", type=Path, metavar="SRC", help="directory of the images or tars, see below")
+    add("destination", type=Path, metavar="DST", help="directory of the data set")
+    add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
+    add("--shards", type=_positive, default=0, metavar="N", help="files of train (default: of 134 MB each)")
+    text = "files of validation (default: an eighth of --shards, or of 134 MB each)"
+    add("--validation-shards", type=_positive, default=0, metavar="N", help=text)
+    text = "make the shorter side of larger images S pixels, encoded again with quality 95"
+    add("--resize", type=_positive, default=0, metavar="S", help=text)
+    text = "only this split; class directories without train and val are this one (default: all; train)"
+    add("--split", choices=tuple(SPLITS), action="append", default=[], help=text)
+    add("--labels", type=Path, metavar="FILE", help="labels of validation (default: a file beside them)")
+    text = "broken images that may be left out (default: one in a hundred)"
+    add("--max-broken", type=int, metavar="N", help=text)
+    add("--overwrite", action="store_true", help="remove what DST has of these splits, and begin anew")
+    group = parser.add_argument_group("processes")
+    text = "number of processes (default: the slots of -H, else the cores of this machine)"
+    group.add_argument("-np", "--num-proc", type=rank_count, metavar="N", help=text)
+    names = group.add_mutually_exclusive_group()
+    names.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts, with their numbers of processes")
+    names.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, as for `ringdance run`")
+    add_ssh_options(group)
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    hosts = parse_hosts(arguments.hosts) if arguments.hosts else None
+    if arguments.hostfile:
+        hosts = parse_hostfile(arguments.hostfile)
+    ranks = arguments.num_proc or (None if hosts else usable_cores())
+    job = JobSpec((), ranks=ranks, hosts=hosts, source="-H or --hostfile", shell=remote_shell_of(arguments))
+    options = Options(
+        arguments.format, arguments.shards, arguments.validation_shards, arguments.resize, arguments.split,
+        arguments.labels, arguments.max_broken, arguments.overwrite,
+    )  # fmt: skip
+    left_out = prepare(arguments.source.absolute(), arguments.destination.absolute(), options, job)
+    return LEFT_OUT if left_out else 0
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of the data set")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("--decode", action="store_true", help="decode every image too")
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+
+
+def _add_index(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    add = parser.add_argument
+    add("--split", default="", help="name of the split of all files (default: by the files' names)")
+    add("--files", default="*", metavar="PATTERN", help="only these files (default: all TFRecords or tars)")
+    text = "number of the first class there (default: 1 for image/class/label unless a 0 occurs, else 0)"
+    add("--first-label", type=int, choices=(0, 1), help=text)
+
+
+_SUBCOMMANDS = {
+    "prepare": Subcommand(
+        _reporting(_prepare), "write images into TFRecords or tars, with an index", _add_prepare, _PREPARE
+    ),
+    "verify": Subcommand(
+        _reporting(lambda arguments: inspect.verify(arguments.directory, arguments.decode)),
+        "check the files of a data set", _add_verify, _VERIFY,
+    ),
+    "info": Subcommand(
+        _reporting(lambda arguments: inspect.info(arguments.directory, arguments.format)),
+        "show splits, samples, classes, bytes and sizes of images", _add_info, _INFO,
+    ),
+    "index": Subcommand(
+        _reporting(lambda arguments: index(
+            arguments.directory, arguments.split, arguments.files, arguments.first_label
+        )),
+        "write an index for TFRecords or tars made by others", _add_index, _INDEX,
+    ),
+}  # fmt: skip

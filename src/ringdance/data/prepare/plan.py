@@ -1,0 +1,158 @@
+"""What is to be written: which image goes into which file. On disk, for the processes that write.
+
+In ``DST/.prepare`` a split has ``train.json`` (options, source, where each file's images begin in the next
+two), ``train.places.npy`` and ``train.names``; a finished file has ``NAME.rows.npy`` and ``NAME.json``, the
+latter written last. When all are finished only ``train.json`` stays: it tells a later run what was done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringdance.data.dataset import Dataset, Rows, ShardFile
+from ringdance.data.files import write_whole
+from ringdance.data.prepare.sources import Source
+from ringdance.data.writing import shard_name
+from ringdance.errors import ArgumentError
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The files of a split.
+
+    Attributes:
+        split: such as "train".
+        format: "tfrecord" or "webdataset".
+        shards: number of files.
+        resize: of images' shorter sides in pixels, or 0.
+        fingerprint: of the source.
+        images: number of them.
+        size: in bytes.
+        root, classes, texts, tars: as of the source.
+        first: number of the first image of each file, and of all images.
+        names_at: where its names begin in the file of names, and the size of that.
+    """
+
+    split: str
+    format: str
+    shards: int
+    resize: int
+    fingerprint: str
+    images: int
+    size: int
+    root: str
+    classes: Sequence[str]
+    texts: Mapping[str, str]
+    tars: Sequence[str]
+    first: Sequence[int]
+    names_at: Sequence[int]
+
+    @classmethod
+    def read(cls, destination: Path, split: str) -> Plan | None:
+        """Read a split's plan; None if there is none."""
+        try:
+            return cls(**json.loads((state(destination) / f"{split}.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+    def name(self, shard: int) -> str:
+        """Return the name of a file."""
+        return shard_name(self.split, shard, self.shards, self.format)
+
+    def images_of(self, destination: Path, shard: int) -> tuple[list[str], Rows]:
+        """Return names and places of the images of a file."""
+        directory = state(destination)
+        begin, end = self.names_at[shard : shard + 2]
+        with open(directory / f"{self.split}.names", "rb") as file:
+            data = os.pread(file.fileno(), end - begin, begin)
+        places = np.load(directory / f"{self.split}.places.npy", mmap_mode="r")
+        names = data.decode(errors="surrogateescape").split("\n")[:-1]
+        return names, places[self.first[shard] : self.first[shard + 1]]
+
+    def finished(self, destination: Path, shard: int) -> dict[str, Any] | None:
+        """Return what was noted of a finished file; None if it is not there, or not as it was written."""
+        name = self.name(shard)
+        try:
+            about: dict[str, Any] = json.loads((state(destination) / f"{name}.json").read_text())
+            return about if (destination / name).stat().st_size == about["file"]["size"] else None
+        except FileNotFoundError:
+            return None
+
+    def differences(self, other: Plan) -> list[str]:
+        """Return what a plan has otherwise, for people."""
+        found = [
+            f"{option} {getattr(self, name) or 'none'} instead of {getattr(other, name) or 'none'}"
+            for name, option in (("format", "--format"), ("shards", "--shards"), ("resize", "--resize"))
+            if getattr(self, name) != getattr(other, name)
+        ]
+        if self.fingerprint != other.fingerprint:
+            number = f"{self.images} instead of {other.images}"
+            found.append(f"other images ({number}, or other sizes, names or labels)")
+        return found
+
+    def close(self, destination: Path) -> Dataset:
+        """Write the index of the finished files and remove what was needed until then."""
+        reports = [self.finished(destination, shard) for shard in range(self.shards)]
+        if None in reports:
+            raise ArgumentError(f"{self.name(reports.index(None))} disappeared from {destination}")
+        parts = []
+        for shard in range(self.shards):
+            rows = np.load(state(destination) / f"{self.name(shard)}.rows.npy")
+            rows["file"] = shard
+            parts.append(rows)
+        files = [ShardFile(**report["file"]) for report in reports if report]
+        Dataset(destination, self.split, self.format, self.classes, files, np.concatenate(parts)).write()
+        self.remove_state(destination, keep=f"{self.split}.json")
+        return Dataset.open(destination, self.split)
+
+    def remove_state(self, destination: Path, keep: str = "") -> None:
+        """Remove the split's files in ``.prepare``, except one."""
+        for path in state(destination).glob(f"{self.split}*"):
+            if path.name != keep and path.name.startswith((f"{self.split}.", f"{self.split}-")):
+                path.unlink()
+
+
+def state(destination: Path) -> Path:
+    """Return the directory of the preparation's own files."""
+    return destination / ".prepare"
+
+
+def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, np.ndarray[Any, Any]]:
+    """Shuffle the images of a split into files, always in the same way.
+
+    Returns:
+        The plan without places of names, and the numbers of the images in their new order.
+    """
+    images = len(source.names)
+    if not 0 < shards <= images:
+        raise ArgumentError(f"--shards {shards}: {source.split} has {images} images, so 1 to {images} files")
+    order = np.random.RandomState(_SEED).permutation(images)
+    first = [0, *np.cumsum([len(part) for part in np.array_split(order, shards)]).tolist()]
+    plan = Plan(
+        source.split, format, shards, resize, source.fingerprint, images, source.size, source.root,
+        source.classes, source.texts, source.tars, first, (),
+    )  # fmt: skip
+    return plan, order
+
+
+def store(plan: Plan, source: Source, order: np.ndarray[Any, Any], destination: Path) -> Plan:
+    """Write a plan for the processes; its own file comes last."""
+    directory = state(destination)
+    names_at = [0]
+    with open(directory / f"{plan.split}.names", "wb") as file:
+        for begin, end in zip(plan.first, plan.first[1:], strict=False):
+            text = "".join(f"{source.names[number]}\n" for number in order[begin:end])
+            names_at.append(names_at[-1] + file.write(text.encode(errors="surrogateescape")))
+    np.save(directory / f"{plan.split}.places.npy", source.places[order])
+    stored = Plan(**(vars(plan) | {"names_at": names_at}))
+    write_whole(directory / f"{plan.split}.json", json.dumps(asdict(stored)).encode())
+    return stored

@@ -1,0 +1,194 @@
+"""Find the images of ImageNet, or of any directories of classes, and their labels.
+
+Classes are numbered from 0 in the order of their directories' names, as torchvision's ``ImageFolder`` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringdance.data.prepare.labels import class_texts, validation_labels
+from ringdance.errors import ArgumentError
+
+PLACE = np.dtype([("file", "<i4"), ("label", "<i4"), ("offset", "<u8"), ("length", "<u8")])
+"""Where an image is: number of the tar (-1: a file of its own), class, first byte, number of bytes."""
+
+Places = np.ndarray[Any, np.dtype[np.void]]
+Found = tuple[str, str, str, int, int]
+"""An image: class or "", name, tar or "", first byte, number of bytes."""
+
+SPLITS = {"train": ("train",), "validation": ("val", "validation")}
+_TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
+_KAGGLE = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")
+_IMAGE = re.compile(r"\.(jpe?g|png|gif|bmp|webp|tiff?)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The images of a split.
+
+    Attributes:
+        split: "train" or "validation".
+        root: directory of the images that are files.
+        classes: names of the directories, sorted.
+        texts: what classes are called, by directory.
+        tars: files that contain images.
+        names: of the images, relative to `root` or as in the tar.
+        places: of the images, in the same order; dtype PLACE.
+    """
+
+    split: str
+    root: str
+    classes: Sequence[str]
+    texts: Mapping[str, str]
+    tars: Sequence[str]
+    names: Sequence[str]
+    places: Places
+
+    @property
+    def size(self) -> int:
+        """Bytes of all images."""
+        return int(self.places["length"].sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of names, sizes, labels and texts."""
+        found = hashlib.sha256("\n".join([*self.names, "", *self.classes]).encode(errors="surrogateescape"))
+        found.update(repr(sorted(self.texts.items())).encode())
+        found.update(np.ascontiguousarray(self.places[["label", "length", "offset"]]).tobytes())
+        return found.hexdigest()
+
+
+def find(source: Path, splits: Sequence[str] = (), labels: Path | None = None) -> list[Source]:
+    """Find the images under `source`, which may be any of the layouts of the class's documentation.
+
+    Args:
+        source: a directory of class directories or of ``train`` and ``val``, of Kaggle's or official files.
+        splits: those wanted; by default all that are there. Classes alone are the first of them.
+        labels: file with the labels of validation images that are in no class directories.
+
+    Raises:
+        ArgumentError: nothing is found, or labels are missing; names what was looked for.
+    """
+    if not source.is_dir():
+        raise ArgumentError(f"{source}: no such directory. SRC is the directory that has the images or tars")
+    there = {split: place for split in SPLITS if (place := _place(source, split))}
+    if not there:
+        if not _class_names(source):
+            raise ArgumentError(
+                f"{source}: no images found. Looked for directories of classes (n01440764/*.JPEG), for train "
+                f"and val (also in ILSVRC/Data/CLS-LOC), and for {' and '.join(_TARS.values())}"
+            )
+        there = {splits[0] if splits else "train": source}
+    missing = [split for split in splits if split not in there]
+    if missing:
+        raise ArgumentError(f"{source}: no images of {', '.join(missing)}; it has {', '.join(there)}")
+    known = _class_names(there["train"]) if "train" in there else []
+    texts = class_texts(source)
+    return [
+        _source(split, place, source, known, texts, labels)
+        for split, place in there.items() if not splits or split in splits
+    ]  # fmt: skip
+
+
+def _place(source: Path, split: str) -> Path | None:
+    """Return the directory or the tar of a split."""
+    for parent in _KAGGLE:
+        for name in (*SPLITS[split], _TARS[split]):
+            if (path := source / parent / name).exists():
+                return path
+    return None
+
+
+def _source(
+    split: str, place: Path, source: Path, known: Sequence[str], texts: Mapping[str, str], labels: Path | None
+) -> Source:
+    """List the images of a split and number their classes."""
+    found = sorted(_in_tar(place) if place.is_file() else _in_directory(place), key=lambda one: one[:2])
+    if not found:
+        raise ArgumentError(f"{place}: no images in it")
+    if flat := [name for directory, name, *_ in found if not directory]:
+        by_name = validation_labels(source, place, flat, known, labels)
+        found = [(one[0] or by_name[one[1]], *one[1:]) for one in found]
+    classes = list(known) or sorted({one[0] for one in found})
+    numbers = {name: number for number, name in enumerate(classes)}
+    if strange := sorted({one[0] for one in found} - set(classes)):
+        raise ArgumentError(f"{place}: classes that train does not have: {', '.join(strange[:5])}")
+    if split == "train" and (empty := sorted(set(classes) - {one[0] for one in found})):
+        raise ArgumentError(
+            f"{place}: classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC"
+        )
+    if broken := next((one[1] for one in found if "\n" in one[1]), None):
+        raise ArgumentError(f"{place}: the name {broken!r} contains a newline")
+    tars = sorted({one[2] for one in found} - {""})
+    files = {name: number for number, name in enumerate(tars)} | {"": -1}
+    rows = [(files[tar], numbers[directory], offset, size) for directory, _, tar, offset, size in found]
+    root = os.path.abspath(place if place.is_dir() else place.parent)
+    used = {name: texts[name] for name in classes if name in texts}
+    return Source(split, root, classes, used, tars, [one[1] for one in found], np.array(rows, PLACE))
+
+
+def _class_names(place: Path) -> list[str]:
+    """Return the classes by the names of directories or inner tars; [] for a directory of images."""
+    if place.is_file():
+        with tarfile.open(place, "r:") as tar:
+            return sorted(Path(one.name).stem for one in tar if one.name.endswith(".tar"))
+    names = [one.name for one in os.scandir(place) if one.is_dir() and not one.name.startswith(".")]
+    return sorted([*names, *(one.stem for one in place.glob("*.tar"))])
+
+
+def _in_directory(root: Path) -> Iterator[Found]:
+    """Iterate over images in class directories, in tars of classes, and in the directory itself."""
+    for entry in os.scandir(root):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            for name, size in _walk(entry.path, entry.name):
+                yield entry.name, name, "", 0, size
+        elif entry.name.endswith(".tar"):
+            with tarfile.open(entry.path, "r:") as tar:
+                for name, offset, size in _members(tar):
+                    directory = entry.name[:-4]
+                    yield directory, f"{directory}/{name}", os.path.abspath(entry.path), offset, size
+        elif _IMAGE.search(entry.name):
+            yield "", entry.name, "", 0, entry.stat().st_size
+
+
+def _walk(directory: str, name: str) -> Iterator[tuple[str, int]]:
+    for entry in os.scandir(directory):
+        if entry.is_dir():
+            yield from _walk(entry.path, f"{name}/{entry.name}")
+        elif _IMAGE.search(entry.name) and not entry.name.startswith("."):
+            yield f"{name}/{entry.name}", entry.stat().st_size
+
+
+def _in_tar(path: Path) -> Iterator[Found]:
+    """Iterate over the images of an official tar: of tars of classes, or of images without a class."""
+    place = os.path.abspath(path)
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if member.name.endswith(".tar"):
+                    directory = Path(member.name).stem
+                    with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
+                        for name, offset, size in _members(inner):
+                            yield directory, f"{directory}/{name}", place, member.offset_data + offset, size
+                elif member.isfile() and _IMAGE.search(member.name):
+                    yield "", Path(member.name).name, place, member.offset_data, member.size
+    except tarfile.TarError as error:
+        raise ArgumentError(f"{path}: {error}. Is the download complete?") from None
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, int, int]]:
+    for member in tar:
+        if member.isfile() and _IMAGE.search(member.name):
+            yield member.name.removeprefix("./"), member.offset_data, member.size

@@ -1,0 +1,183 @@
+"""TFRecord files and the ``tf.train.Example`` in them, without TensorFlow.
+
+A record is: its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, the data, the masked
+CRC-32C of the data. The data is an Example, a protocol buffer that maps names to lists of bytes or integers:
+https://www.tensorflow.org/tutorials/load_data/tfrecord.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import BinaryIO
+
+from ringdance.data.files import ShardWriter, crc32c, crc32c_extend
+from ringdance.data.sample import Sample
+from ringdance.errors import ArgumentError
+
+_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+_BYTES_LIST, _INT64_LIST = 1, 3  # numbers of the fields of tf.train.Feature
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
+FIRST_LABEL = 1
+"""Label of the first class in ``image/class/label``: TensorFlow's ImageNet scripts keep 0 free."""
+
+Value = bytes | int
+
+
+def masked(crc: int) -> int:
+    """Return a CRC-32C as records store it."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def features(sample: Sample) -> dict[str, Value]:
+    """Return the features, by the names of TensorFlow's ImageNet scripts, without the image itself."""
+    found: dict[str, Value] = {
+        "image/channels": 3,
+        "image/class/label": sample.label + FIRST_LABEL,
+        "image/class/synset": sample.synset.encode(),
+        "image/colorspace": b"RGB",
+        "image/filename": sample.name.rpartition("/")[2].encode(errors="surrogateescape"),
+        "image/format": b"JPEG",
+        "image/height": sample.height,
+        "image/width": sample.width,
+    }
+    if sample.text:
+        found["image/class/text"] = sample.text.encode()
+    return found
+
+
+def encode(features: Mapping[str, Value], name: str, data: bytes) -> bytes:
+    """Encode an Example up to, but without, the bytes `data` of its last feature `name`."""
+    body = b"".join(_entry(key, value) for key, value in sorted(features.items()))
+    lengths = [len(data)]  # of the value, then of the messages around it, from the inside
+    lengths.append(1 + len(_varint(lengths[-1])) + lengths[-1])  # BytesList
+    lengths.append(1 + len(_varint(lengths[-1])) + lengths[-1])  # Feature
+    key = _delimited(1, name.encode())
+    lengths.append(len(key) + 1 + len(_varint(lengths[-1])) + lengths[-1])  # entry of the map
+    tail = b"\x0a" + _varint(lengths[3]) + key + b"\x12" + _varint(lengths[2])
+    tail += b"\x0a" + _varint(lengths[1]) + b"\x0a" + _varint(lengths[0])
+    return b"\x0a" + _varint(len(body) + len(tail) + len(data)) + body + tail
+
+
+@lru_cache(maxsize=4096)  # most values are those of other images too
+def _entry(name: str, value: Value) -> bytes:
+    if isinstance(value, bytes):
+        feature = _delimited(_BYTES_LIST, _delimited(1, value))
+    else:
+        feature = _delimited(_INT64_LIST, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF)))
+    return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
+
+
+def _delimited(field: int, data: bytes) -> bytes:
+    return bytes((field << 3 | _BYTES,)) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def write(shard: ShardWriter, sample: Sample) -> int:
+    """Append a record; return where the image begins in the file."""
+    head = encode(features(sample), "image/encoded", sample.image)
+    length = _LENGTH.pack(len(head) + len(sample.image))
+    shard.write(length + _CRC.pack(masked(crc32c(length))) + head)
+    offset = shard.size
+    shard.write(sample.image)
+    shard.write(_CRC.pack(masked(crc32c_extend(crc32c(head), sample.image))))
+    return offset
+
+
+def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
+    """Iterate over a file's records: where the data begins, and the data.
+
+    Args:
+        file: at its start.
+        check: whether to compare the checksum of the data; that of the length always is.
+
+    Raises:
+        ArgumentError: a checksum is wrong, or the file ends in a record.
+    """
+    offset = 0
+    while head := file.read(12):
+        if not is_head(head):
+            raise ArgumentError(f"{file.name}: no record at byte {offset}: damaged, or no TFRecord file")
+        length = _LENGTH.unpack(head[:8])[0]
+        data = file.read(length)
+        crc = file.read(4)
+        if len(crc) < 4:
+            raise ArgumentError(f"{file.name}: it ends within the record at byte {offset}")
+        if check and masked(crc32c(data)) != _CRC.unpack(crc)[0]:
+            raise ArgumentError(f"{file.name}: wrong checksum of the record at byte {offset}")
+        yield offset + 12, data
+        offset += 16 + length
+
+
+def is_head(head: bytes) -> bool:
+    """Whether 12 bytes are the length of a record and its checksum."""
+    return len(head) == 12 and masked(crc32c(head[:8])) == _CRC.unpack(head[8:])[0]
+
+
+def parse(data: bytes) -> dict[str, tuple[Value, int]]:
+    """Return the first value of each feature of an Example, and where it begins in `data`.
+
+    Raises:
+        ArgumentError: it is no Example.
+    """
+    found: dict[str, tuple[Value, int]] = {}
+    try:
+        for _, start, end in _fields(data, 0, len(data)):  # Example
+            for _, at, stop in _fields(data, start, end):  # Features: entries of a map
+                entry = {number: (a, b) for number, a, b in _fields(data, at, stop)}
+                key = data[slice(*entry[1])].decode()
+                for kind, a, b in _fields(data, *entry.get(2, (0, 0))):
+                    if value := _first(data, kind, a, b):
+                        found[key] = value
+    except (IndexError, KeyError, UnicodeDecodeError):
+        raise ArgumentError("a record holds no tf.train.Example") from None
+    return found
+
+
+def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value, int] | None:
+    """Return the first value of a list of bytes or integers."""
+    for _, at, stop in _fields(data, start, end):
+        if kind == _BYTES_LIST:
+            return data[at:stop], at
+        if kind == _INT64_LIST:
+            value = _read_varint(data, at)[0]
+            return value - (value >> 63 << 64), at
+    return None
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Iterate over a message's fields: number, and where its value begins and ends."""
+    while at < end:
+        tag, at = _read_varint(data, at)
+        kind, start = tag & 7, at
+        if kind == _VARINT:
+            _, at = _read_varint(data, at)
+        elif kind == _BYTES:
+            size, start = _read_varint(data, at)
+            at = start + size
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+        else:
+            raise IndexError(kind)
+        if at > end:
+            raise IndexError(at)
+        yield tag >> 3, start, at
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at

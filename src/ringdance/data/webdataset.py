@@ -1,0 +1,39 @@
+"""Tars as WebDataset reads them: ``key.jpg`` and ``key.cls`` after each other for each sample."""
+
+from __future__ import annotations
+
+import tarfile
+
+from ringdance.data.files import ShardWriter
+from ringdance.data.sample import Sample
+
+_BLOCK = 512
+
+
+def write(shard: ShardWriter, sample: Sample, key: str) -> int:
+    """Append an image and its label; return where the image begins in the file."""
+    offset = _member(shard, f"{key}.jpg", sample.image)
+    _member(shard, f"{key}.cls", str(sample.label).encode())
+    return offset
+
+
+def key_of(sample: Sample) -> str:
+    """Return the name of a sample in a tar, which must not have dots: they begin the ending."""
+    name = sample.name.rpartition("/")[2].rpartition(".")[0] or sample.name
+    directory = f"{sample.synset}/" if sample.synset else ""
+    return (directory + name).replace(".", "_")
+
+
+def end(shard: ShardWriter) -> None:
+    """Append the blocks that end a tar."""
+    shard.write(bytes(2 * _BLOCK))
+
+
+def _member(shard: ShardWriter, name: str, data: bytes) -> int:
+    header = tarfile.TarInfo(name)  # no time, no owner: equal samples make equal files
+    header.size, header.mode = len(data), 0o644
+    shard.write(header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+    offset = shard.size
+    shard.write(data)
+    shard.write(bytes(-len(data) % _BLOCK))
+    return offset

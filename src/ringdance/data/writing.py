@@ -1,0 +1,100 @@
+"""Write samples into the files of a data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ringdance.data import tfrecord, webdataset
+from ringdance.data.dataset import ROW, Dataset, Rows, ShardFile
+from ringdance.data.files import ShardWriter, needed
+from ringdance.data.sample import Sample
+from ringdance.errors import ArgumentError
+
+ENDINGS = {"tfrecord": "tfrecord", "webdataset": "tar"}
+"""Formats, with the ending of their files' names."""
+
+
+def shard_name(split: str, number: int, shards: int, format: str) -> str:
+    """Return the name of a file, such as "train-00000-of-00128.tar"."""
+    return f"{split}-{number:05}-of-{shards:05}.{ENDINGS[format]}"
+
+
+def write_shard(path: Path, format: str, samples: Iterable[Sample]) -> tuple[ShardFile, Rows]:
+    """Write a file of a data set; it has its name when it is complete.
+
+    Args:
+        path: of the file.
+        format: "tfrecord" or "webdataset".
+        samples: in their order.
+
+    Returns:
+        The file, and its rows with 0 as its number.
+    """
+    rows: list[tuple[int, int, int, int]] = []
+    keys: set[str] = set()
+    with ShardWriter(path) as shard:
+        for sample in samples:
+            if format == "tfrecord":
+                offset = tfrecord.write(shard, sample)
+            else:
+                key = webdataset.key_of(sample)
+                # Equal keys after each other would be one sample.
+                key = f"{key}-{len(rows)}" if key in keys else key
+                keys.add(key)
+                offset = webdataset.write(shard, sample, key)
+            rows.append((0, len(sample.image), offset, sample.label))
+        if format == "webdataset":
+            webdataset.end(shard)
+    return ShardFile(path.name, len(rows), shard.size, shard.crc32c), np.array(rows, ROW)
+
+
+def write(
+    path: str | os.PathLike[str],
+    samples: Iterable[tuple[bytes, int]],
+    split: str = "train",
+    *,
+    format: str = "tfrecord",
+    shards: int = 1,
+    classes: Sequence[str] = (),
+) -> Dataset:
+    """Write a small data set; ``ringdance data prepare`` writes large ones from several processes.
+
+    Args:
+        path: directory; made if it is missing.
+        samples: encoded JPEGs and their labels, from 0.
+        split: such as "train".
+        format: "tfrecord" or "webdataset".
+        shards: number of files.
+        classes: name of each class, by label; by default the labels.
+
+    Raises:
+        ArgumentError: an image is no JPEG, or a package is missing.
+    """
+    if format not in ENDINGS:
+        raise ArgumentError(f"format={format!r}: must be one of {', '.join(ENDINGS)}")
+    directory, header = Path(path), needed("simplejpeg").decode_jpeg_header
+    directory.mkdir(parents=True, exist_ok=True)
+    pairs = list(samples)
+    classes = list(classes) or [str(label) for label in range(max((one for _, one in pairs), default=-1) + 1)]
+
+    def sample(number: int) -> Sample:
+        image, label = pairs[number]
+        try:
+            height, width = header(image)[:2]
+        except ValueError as error:
+            raise ArgumentError(f"sample {number} is no JPEG: {error}") from None
+        return Sample(image, label, classes[label], f"{number:08}.jpg", height, width)
+
+    files, all_rows = [], [np.zeros(0, ROW)]
+    for number, chosen in enumerate(np.array_split(np.arange(len(pairs)), shards)):
+        target = directory / shard_name(split, number, shards, format)
+        file, rows = write_shard(target, format, map(sample, chosen))
+        rows["file"] = number
+        files.append(file)
+        all_rows.append(rows)
+    Dataset(directory, split, format, classes, files, np.concatenate(all_rows)).write()
+    return Dataset.open(directory, split)

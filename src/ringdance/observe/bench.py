@@ -1,0 +1,245 @@
+"""``ringdance bench input``: is a training limited by its input? By three short runs of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+from ringdance import subcommands
+from ringdance.cluster.detect import detect
+from ringdance.launch.parser import rank_count
+from ringdance.launch.spec import CommandError
+from ringdance.subcommands import Subcommand
+
+__all__ = ["main"]
+
+INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.input_check
+PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
+_WORTH = 0.1  # share of the speed below which nothing is worth changing
+_BUSY = 0.85  # share of the cores' time from which on they are busy
+_TAIL = 30  # lines of a failed run that are shown
+
+_INPUT = """\
+Three runs, each until it has measured for --seconds: the loader alone (its batches are drawn and dropped),
+the step alone (with one batch again and again), and both. The script needs no change if its loader is
+hvd.image_loader(...); any other one is wrapped once:
+
+  loader = hvd.watch_input(DataLoader(data, batch_size=32))     a tf.data pipeline alike
+
+All ranks of the script iterate the loader. The runs end in the middle of an epoch with exit code 0: give the
+script a directory for checkpoints in which nothing matters.
+
+examples:
+  ringdance bench input -np 2 -- python train.py --data /scratch/imagenet
+  ringdance bench input -H node1:4,node2:4 --seconds 20 -- python train.py
+  ringdance bench input -np 4 --format json -- python train.py
+
+exit code: 0 if all three runs have measured; else that of the run that failed, or 2"""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a run measured.
+
+    Attributes:
+        images_per_second: of all ranks, at the pace of the slowest.
+        slowest: the slowest rank.
+        behind: share by which it is behind the mean rank.
+        cores: that a rank uses, with its loader's processes.
+        usable: cores for each rank.
+        host_busy: share of the hosts' processor time that is used, by whatever runs there.
+    """
+
+    images_per_second: float
+    slowest: int
+    behind: float
+    cores: float
+    usable: float
+    host_busy: float
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is hardly an idle core."""
+        return self.host_busy >= _BUSY or self.cores >= _BUSY * self.usable
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, float]]) -> Speed:
+        """Sum up the figures of all ranks."""
+        speeds = [row["samples"] / row["seconds"] for row in rows]
+        least, mean = min(speeds), fmean(speeds)
+        names = ("cores", "usable", "host_busy")
+        return cls(
+            least * len(rows), speeds.index(least), 1 - least / mean,
+            *(fmean(row[name] for row in rows) for name in names),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which waits for which.
+
+    Attributes:
+        bound: loader, step, cores (both need the same ones) or order (one works while the other waits).
+        sentence: the same in words, by how much.
+        next_step: what to try.
+    """
+
+    bound: str
+    sentence: str
+    next_step: str
+
+
+def judge(speeds: Mapping[str, Speed]) -> Verdict:
+    """Return which waits for which, by the three speeds."""
+    loader, step, both = (speeds[part].images_per_second for part in PARTS)
+    alone, gain = speeds["loader"], step / both
+    if both >= step * (1 - _WORTH):
+        return Verdict(
+            "step",
+            f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} images/s; "
+            f"the loader can give {loader:,.1f}, {loader / step:.1f} times as many.",
+            "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
+            "shows what limits it), or leave the input as it is.",
+        )
+    if loader < step * (1 - _WORTH) and both >= loader * 0.7:
+        sentence = (
+            f"The step waits for the loader, {1 - both / step:.0%} of the time: the loader gives "
+            f"{loader:,.1f} images/s, the step could take {step:,.1f}. With a loader that keeps up, training "
+            f"is {gain:.1f} times as fast."
+        )
+        used = f"each rank uses {alone.cores:.1f} of {alone.usable:.1f} cores, all processes of a host "
+        used += f"{alone.host_busy:.0%} of its cores"
+        if alone.is_busy:
+            return Verdict(
+                "loader", sentence,
+                f"Loading alone keeps the cores busy ({used}): prepare smaller images (`ringdance data "
+                "prepare ... --resize 256`), or use machines with more cores for each rank.",
+            )  # fmt: skip
+        slow = ""
+        if alone.behind > 0.1:
+            slow = f" Look at rank {alone.slowest} first: it is {alone.behind:.0%} behind the mean."
+        return Verdict(
+            "loader", sentence,
+            f"Loading alone leaves cores idle ({used}): use more threads (threads= of hvd.image_loader, "
+            "num_workers= of a DataLoader). If that does not help, the disk is the limit: copy the data to a "
+            f"local one (`ringdance hosts copy`), or prepare smaller images (--resize 256).{slow}",
+        )  # fmt: skip
+    if not speeds["both"].is_busy and loader > both:
+        return Verdict(
+            "order",
+            f"Loader and step take turns, though there are idle cores: alone they reach {loader:,.1f} and "
+            f"{step:,.1f} images/s, together {both:,.1f}. With batches prepared ahead, training is "
+            f"{min(loader, step) / both:.1f} times as fast.",
+            "Let the loader work ahead, in threads or processes: hvd.image_loader does, a DataLoader with "
+            "num_workers=1 or more, a tf.data pipeline that ends with prefetch().",
+        )
+    return Verdict(
+        "cores",
+        f"Loader and step take the cores from each other: alone they reach {loader:,.1f} and {step:,.1f} "
+        f"images/s, together {both:,.1f}. Without the loader's work, training is {gain:.1f} times as fast.",
+        "Less work for the loader: smaller images (`ringdance data prepare ... --resize 256`); or more cores "
+        "for each rank. Try fewer threads of the loader too (threads=, num_workers=).",
+    )
+
+
+def table(speeds: Mapping[str, Speed]) -> str:
+    """Return the speeds as lines of text."""
+    lines = [f"{'':14}{'images/s':>10}{'cores per rank':>18}{'hosts busy':>12}"]
+    for part, title in PARTS.items():
+        one = speeds[part]
+        cores = f"{one.cores:.1f} of {one.usable:.1f}"
+        lines.append(f"{title:14}{one.images_per_second:>10,.1f}{cores:>18}{one.host_busy:>12.0%}")
+    return "\n".join(lines)
+
+
+def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
+    """Run `ringdance run` with `words` to measure one part.
+
+    Raises:
+        CommandError: it has failed, or ended before it had measured.
+    """
+    environ = os.environ | {
+        "RINGDANCE_INPUT_CHECK": part, "RINGDANCE_INPUT_CHECK_TIME": str(seconds),
+        "RINGDANCE_SUMMARY_TIME": "0", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    line = [sys.executable, "-m", "ringdance", "run", "--output-json", *words]
+    last, found = deque[str](maxlen=_TAIL), None
+    with subprocess.Popen(
+        line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout
+        for text in process.stdout:
+            try:
+                row = json.loads(text)
+                text = f"[{row['rank']}] {row['text']}\n"
+                if row["text"].startswith(INPUT_MARK):
+                    found = Speed.of(json.loads(row["text"].removeprefix(INPUT_MARK)))
+                    continue
+            except (ValueError, KeyError, TypeError):  # a line of the launcher's own
+                pass
+            last.append(text)
+    if found is None or process.returncode:
+        why = f"failed with exit code {process.returncode}" if process.returncode else (
+            "ended before it had measured. Is its loader hvd.image_loader(...) or wrapped by "
+            "hvd.watch_input(loader), and does it iterate it in its main thread?"
+        )  # fmt: skip
+        shown = "".join(last) or "(none)\n"
+        raise CommandError(
+            f"the run with {PARTS[part]} {why}\nIts last output:\n{shown.rstrip()}", process.returncode or 2
+        )
+    return found
+
+
+def _input(arguments: argparse.Namespace) -> int:
+    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    if not words:
+        raise CommandError("give the command, as in: ringdance bench input -np 2 -- python train.py")
+    if not arguments.seconds > 0:
+        raise CommandError(f"--seconds {arguments.seconds:g}: it must be more than 0")
+    options = []
+    for option, value in (("-H", arguments.hosts), ("--hostfile", arguments.hostfile), ("-np", arguments.np)):
+        options += [option, str(value)] if value else []
+    if not options and detect(os.environ) is None:
+        options = ["-np", "1"]
+    for export in arguments.x:
+        options += ["-x", export]
+    speeds = {}
+    for number, (part, title) in enumerate(PARTS.items(), 1):
+        print(f"{number} of 3: {title}, about {1.3 * arguments.seconds:.0f} s ...", file=sys.stderr)
+        speeds[part] = measure(part, [*options, *words], arguments.seconds)
+    verdict = judge(speeds)
+    if arguments.format == "json":
+        found = {part: asdict(one) for part, one in speeds.items()} | asdict(verdict)
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"{table(speeds)}\n\n{textwrap.fill(verdict.sentence, 100)}")
+        print(textwrap.fill(f"Try next: {verdict.next_step}", 100))
+    return 0
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "number of ranks (default: the slots of the hosts, or 1)"
+    add("-np", "-n", type=rank_count, metavar="N", help=text)
+    add("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
+    add("--hostfile", metavar="FILE", help="the same from a file")
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
+    text = "that each run measures, after a warm-up (default 8)"
+    add("--seconds", type=float, default=8.0, metavar="S", help=text)
+    add("--format", choices=("table", "json"), default="table", help="default: table")
+    add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``ringdance bench`` with the words after it; returns the exit code."""
+    text = "measure whether the loader or the step is the limit"
+    known = {"input": Subcommand(_input, text, _add_input, _INPUT)}
+    return subcommands.run("ringdance bench", "Measure a training by short runs of it.", known, argv)

@@ -1,0 +1,1 @@
+"""Training jobs that come with the package: one file each, to be copied and changed."""

@@ -1,0 +1,145 @@
+"""The command line of ``ringdance recipes``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ringdance import subcommands
+from ringdance.launch.spec import CommandError
+from ringdance.recipes.resnet50.presets import PRESETS, Preset
+from ringdance.subcommands import Subcommand
+
+_DESCRIPTION = "List, show and copy training jobs that come with Ringdance."
+_EPILOG = """\
+examples:
+  ringdance recipes list
+  ringdance recipes show resnet50                  its presets: hyper-parameters, sources, published results
+  ringdance recipes copy resnet50 job              train_torch.py, train_keras.py, presets.py into ./job
+  ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
+"""
+_RECIPES = ("resnet50",)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``ringdance recipes`` with the words after it; returns the exit code."""
+    return subcommands.run("ringdance recipes", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
+
+
+def _directory(name: str) -> Path:
+    package = importlib.import_module(f"ringdance.recipes.{name}")
+    return Path(str(package.__file__)).parent
+
+
+def _files(name: str) -> list[Path]:
+    """Return the files of a recipe, those to be run first."""
+    found = [one for one in _directory(name).glob("*.py") if one.name != "__init__.py"]
+    return sorted(found, key=lambda one: (not one.name.startswith("train_"), one.name))
+
+
+def _first_line(path: Path) -> str:
+    # Not by importing: that would load a framework.
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for name in _RECIPES:
+        print(f"{name}: {_first_line(_directory(name) / '__init__.py')}")
+        for path in _files(name):
+            print(f"  {path.name:16} {_first_line(path)}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    if arguments.format == "json":
+        print(json.dumps({name: asdict(preset) for name, preset in PRESETS.items()}, indent=1))
+    elif arguments.format == "markdown":
+        print(markdown())
+    else:
+        print("\n\n".join(_described(name, preset) for name, preset in PRESETS.items()))
+    return 0
+
+
+def _described(name: str, one: Preset) -> str:
+    """Return a preset as a paragraph."""
+    batch = one.batch_size * one.devices
+    milestones = f" at {', '.join(f'{epoch:g}' for epoch in one.milestones)}" if one.milestones else ""
+    return (
+        f"{name}\n"
+        f"  batch      {batch:,}: {one.batch_size} on each of {one.devices} devices, {one.precision}\n"
+        f"  optimizer  {one.optimizer}, rate {one.rate:g}, momentum {one.momentum:g}, "
+        f"weight decay {one.weight_decay:g}\n"
+        f"  schedule   {one.epochs:g} epochs: {one.warmup_epochs:g} of warm-up, then "
+        f"{one.schedule}{milestones}\n"
+        f"  targets    label smoothing {one.label_smoothing:g}; crops of {one.image_size} pixels\n"
+        f"  source     {one.source}\n"
+        f"  expected   {one.expected}"
+    )
+
+
+def markdown() -> str:
+    """Return the presets as a table of the documentation."""
+    rows = [
+        "| preset | batch | optimizer, peak rate | schedule, epochs (warm-up) | weight decay | expected |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, one in PRESETS.items():
+        batch = f"{one.batch_size * one.devices:,} = {one.devices} × {one.batch_size}"
+        rows.append(
+            f"| `{name}` | {batch} | {one.optimizer}, {one.rate:g} | {one.schedule}, {one.epochs:g} "
+            f"({one.warmup_epochs:g}) | {one.weight_decay:.3g} | {one.expected} |"
+        )
+    return "\n".join(rows)
+
+
+def _copy(arguments: argparse.Namespace) -> int:
+    target = Path(arguments.directory or arguments.recipe)
+    files = _files(arguments.recipe)
+    there = [one.name for one in files if (target / one.name).exists()]
+    if there and not arguments.force:
+        raise CommandError(
+            f"{target} already has {', '.join(there)}: nothing was copied. Name another directory, or use "
+            "--force to overwrite."
+        )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for one in files:
+            (target / one.name).write_bytes(one.read_bytes())
+    except OSError as error:
+        raise CommandError(f"Cannot copy to {target}: {error.strerror} ({error.filename}).") from None
+    for one in files:
+        print(target / one.name)
+    scripts = [one.name for one in files if one.name.startswith("train_")]
+    if scripts:
+        start = f"ringdance run -np 2 python {target / scripts[-1]} --preset laptop --synthetic --steps 20"
+        print(f"Try: {start}", file=sys.stderr)
+    return 0
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", choices=_RECIPES, metavar="RECIPE", help=f"one of: {', '.join(_RECIPES)}")
+
+
+def _add_copy(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="where to (default: ./RECIPE)")
+    parser.add_argument("--force", action="store_true", help="overwrite files of these names")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
+    text = "default: text; markdown is the table of the documentation"
+    parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help=text)
+
+
+_SUBCOMMANDS = {
+    "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
+    "show": Subcommand(_show, "show a recipe's presets, their sources and published results", _add_show),
+    "copy": Subcommand(_copy, "copy a recipe's files into a directory, to run and to change", _add_copy),
+}

@@ -1,0 +1,114 @@
+"""Hyper-parameters of published ResNet-50 runs, each with its source and the result that it reports.
+
+A preset's ``rate`` is the peak learning rate of its whole batch, ``batch_size * devices``. Runs on another
+number of devices scale it linearly (Goyal et al. 2017): see ``Preset.rate_for``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PRESETS", "Preset"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One set of hyper-parameters.
+
+    Attributes:
+        batch_size: images per device and step.
+        devices: of the published run.
+        optimizer: "sgd" (with momentum) or "lars".
+        rate: peak learning rate of the whole batch.
+        schedule: after the warm-up: "cosine", "step" (a tenth at each of ``milestones``) or "polynomial"
+            (power 2).
+        warmup_epochs: in which the rate rises linearly.
+        epochs: length of the schedule, with the warm-up.
+        source: where the figures are from.
+        expected: what the source reports for them.
+        milestones: epochs, of "step".
+        label_smoothing: share of the target that is spread over all classes.
+        weight_decay: L2, of weights only: not of biases, nor of normalization's scales and offsets.
+        momentum: not corrected when the rate changes.
+        precision: "float32", "float16" (with loss scaling) or "bfloat16".
+        image_size: of the crops, in pixels.
+        augment: random crops and flips.
+    """
+
+    batch_size: int
+    devices: int
+    optimizer: str
+    rate: float
+    schedule: str
+    warmup_epochs: float
+    epochs: float
+    source: str
+    expected: str
+    milestones: tuple[float, ...] = ()
+    label_smoothing: float = 0.1
+    weight_decay: float = 5e-5
+    momentum: float = 0.9
+    precision: str = "float32"
+    image_size: int = 224
+    augment: bool = True
+
+    def rate_for(self, batch: int) -> float:
+        """Return the peak learning rate for another whole batch: linear scaling."""
+        return self.rate * batch / (self.batch_size * self.devices)
+
+
+_GOYAL = "Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677"
+_NVIDIA = "NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5, DGX1_RN50_AMP_90E.sh and README"
+_MLPERF = "MLPerf reference convergence points, github.com/mlcommons/logging, training_4.0.0/rcps_resnet.json"
+
+
+def _goyal(devices: int, expected: str) -> Preset:
+    """Return the recipe of the paper: 0.1 for each 256 images of a batch, 32 images per device."""
+    return Preset(
+        batch_size=32, devices=devices, optimizer="sgd", rate=0.1 * 32 * devices / 256, schedule="step",
+        milestones=(30, 60, 80), warmup_epochs=5, epochs=90, label_smoothing=0.0, weight_decay=1e-4,
+        source=_GOYAL, expected=expected,
+    )
+
+
+def _mlperf(
+    batch_size: int, devices: int, rate: float, warmup_epochs: int, epochs: int, weight_decay: float,
+    converged: float, momentum: float = 0.9,
+) -> Preset:
+    """Return a reference convergence point.
+
+    ``batch_size`` is the source's span of batch normalization. The length of the schedule is the source's
+    number of decay steps; the warm-up comes before them where the source's own runs took longer than that.
+    Label smoothing and precision are not in the source: NVIDIA's 0.1, and bfloat16.
+    """
+    return Preset(
+        batch_size=batch_size, devices=devices, optimizer="lars", rate=rate, schedule="polynomial",
+        warmup_epochs=warmup_epochs, epochs=epochs, weight_decay=weight_decay, momentum=momentum,
+        precision="bfloat16", source=_MLPERF,
+        expected=f"75.9% top-1 after {converged:g} epochs (mean of its runs)",
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Preset] = {
+    "laptop": Preset(
+        batch_size=8, devices=2, optimizer="sgd", rate=0.02, schedule="cosine", warmup_epochs=2, epochs=20,
+        label_smoothing=0.0, image_size=64, augment=False,
+        source="none: chosen here, for 71 photographs on two cores",
+        expected="over 95% top-1 on its own 71 training images; says nothing about other images",
+    ),
+    "8xV100": Preset(
+        batch_size=256, devices=8, optimizer="sgd", rate=2.048, schedule="cosine", warmup_epochs=8, epochs=90,
+        weight_decay=1 / 32768, momentum=0.875, precision="float16", source=_NVIDIA,
+        expected="76.88% +/- 0.16 top-1; 8,322 images/s, about 5 hours on a DGX-1 (8 V100 of 16 GB)",
+    ),
+    "32": _goyal(32, "the accuracy of a small batch: the paper reports no loss up to a batch of 8,192"),
+    "256": _goyal(256, "76.3% top-1 in one hour on 256 P100; 90% scaling efficiency from 8 to 256"),
+    "mlperf-1632": _mlperf(204, 8, 7.4, 2, 37, 5e-5, 35),
+    "mlperf-3264": _mlperf(204, 16, 10.5, 2, 37, 5e-5, 35.2),
+    "mlperf-4096": _mlperf(64, 64, 10.0, 5, 42, 2e-4, 40),
+    "mlperf-8192": _mlperf(64, 128, 17.0, 5, 44, 2e-4, 42),
+    "mlperf-13056": _mlperf(204, 64, 12.8, 9, 48, 2.5e-5, 45.4),
+    "mlperf-32768": _mlperf(128, 256, 21.2, 16, 58, 2.5e-5, 56, 0.94),
+    "mlperf-49152": _mlperf(256, 192, 19.405, 24, 71, 1e-4, 68, 0.951807),
+    "mlperf-65536": _mlperf(128, 512, 24.699, 31, 89, 1e-4, 84.5, 0.951807),
+}

@@ -1,0 +1,385 @@
+"""Train ResNet-50 with Keras 3 on any number of processes: ImageNet, your own images, or synthetic ones.
+
+Try it on a laptop, without data; then with data, as `ringdance data prepare` writes it:
+
+    ringdance run -np 2 python train_keras.py --preset laptop --synthetic --steps 20
+    ringdance data prepare imagenet /data/ILSVRC2012 /data/imagenet --format tfrecord --shards 128
+    ringdance run -np 8 python train_keras.py --preset 8xV100 --data /data/imagenet --checkpoints run1
+    ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_keras.py --preset 32 --data /data/imagenet
+
+`ringdance recipes show resnet50` lists the presets: the hyper-parameters of published runs and their results.
+Options override single values. The learning rate of a preset holds for its whole batch; with another number
+of processes it is scaled with the batch.
+
+A rank uses the GPU of its local rank, where there are GPUs. KERAS_BACKEND chooses tensorflow, torch or jax.
+
+With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
+of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint, and each
+epoch still uses every image exactly once. Only rank 0 reads and writes that directory.
+
+What rank 0 prints: a line every --log-every steps with the loss (cross-entropy and, with SGD, the L2 term),
+images per second of all ranks, the time so far with that of the runs before, and what it has cost, if
+--price-per-hour says what all machines together cost. After every --evaluate-every epochs: top-1 and top-5 on
+the split `validation` (or `train`, if the data has no other), each image counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import keras
+import numpy as np
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
+
+import ringdance.keras as hvd
+from ringdance.data import Dataset, Synthetic
+
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
+
+
+# Options ---------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    manual, form = __doc__ or "", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=manual, formatter_class=form, allow_abbrev=False)
+    add = parser.add_argument
+    add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=", ".join(PRESETS))
+    add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
+    add("--synthetic", action="store_true", help="random pixels instead of data")
+    add("--synthetic-images", type=int, default=1_281_167, metavar="N", help="default: as ImageNet has")
+    add("--epochs", type=int, metavar="N", help="length of the schedule")
+    add("--steps", type=int, metavar="N", help="end after so many steps, with a checkpoint")
+    add("--batch-size", type=int, metavar="N", help="images for each rank and pass")
+    add("--accumulate", type=int, default=1, metavar="N", help="passes in each step; default: 1")
+    add("--optimizer", choices=("sgd", "lars"))
+    add("--rate", type=float, metavar="R", help="peak learning rate of the whole batch")
+    add("--precision", choices=("float32", "float16", "bfloat16"))
+    add("--image-size", type=int, metavar="PIXELS")
+    add("--seed", type=int, default=0)
+    add("--checkpoints", metavar="DIR", help="write checkpoints there, and go on from the newest one")
+    add("--checkpoint-every", type=int, default=1000, metavar="STEPS", help="and after epochs; default: 1000")
+    add("--keep", type=int, default=3, metavar="N", help="checkpoints; default: 3")
+    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and at the end; 0: never")
+    add("--log-every", type=int, default=20, metavar="STEPS", help="default: 20")
+    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
+    add("--tensorboard", metavar="DIR", help="write loss, rate, speed and accuracy there")
+    add("--sample-log", metavar="DIR", help="write which images each rank used in each step")
+    given = parser.parse_args()
+    if bool(given.data) == given.synthetic:
+        parser.error("give either --data DIR or --synthetic")
+    return given
+
+
+def chosen(given: argparse.Namespace) -> Preset:
+    """Return the preset with what the command line overrides."""
+    names = ("epochs", "batch_size", "optimizer", "precision", "image_size")
+    preset: Preset = PRESETS[given.preset]
+    found = {name: getattr(given, name) for name in names}
+    return replace(preset, **{name: value for name, value in found.items() if value is not None})
+
+
+# Model -----------------------------------------------------------------------------------------------
+
+
+def resnet50(classes: int, image_size: int) -> Any:
+    """Return ResNet-50 v1.5 (stride in the 3x3 convolutions), on pixels 0 to 255, channels last; logits."""
+    layers = keras.layers
+
+    def conv(x: Any, filters: int, kernel: int, stride: int = 1) -> Any:
+        if kernel > 1:  # as PyTorch pads, not as "same"
+            x = layers.ZeroPadding2D(kernel // 2)(x)
+        return layers.Conv2D(filters, kernel, stride, use_bias=False, kernel_initializer="he_normal")(x)
+
+    def norm(x: Any, gamma: str = "ones") -> Any:
+        return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, gamma_initializer=gamma)(x)
+
+    def block(x: Any, filters: int, stride: int) -> Any:
+        y = layers.ReLU()(norm(conv(x, filters, 1)))
+        y = layers.ReLU()(norm(conv(y, filters, 3, stride)))
+        y = norm(conv(y, 4 * filters, 1), "zeros")  # a block begins as the identity: Goyal et al. 2017
+        if stride > 1 or x.shape[-1] != 4 * filters:
+            x = norm(conv(x, 4 * filters, 1, stride))
+        return layers.ReLU()(layers.Add()([x, y]))
+
+    images = keras.Input((image_size, image_size, 3), dtype="uint8")
+    x = layers.Normalization(mean=MEAN, variance=np.square(DEVIATION))(images)
+    x = layers.ReLU()(norm(conv(x, 64, 7, 2)))
+    x = layers.MaxPooling2D(3, 2)(layers.ZeroPadding2D(1)(x))
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for number in range(blocks):
+            x = block(x, 64 << stage, 2 if stage and not number else 1)
+    x = layers.GlobalAveragePooling2D()(x)
+    start = keras.initializers.RandomNormal(stddev=0.01)
+    logits = layers.Dense(classes, kernel_initializer=start, dtype="float32")(x)
+    return keras.Model(images, logits)
+
+
+def use_own_gpu() -> None:
+    """Let this rank see the GPU of its local rank alone. With JAX: set CUDA_VISIBLE_DEVICES for each rank."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        gpus = tf.config.list_physical_devices("GPU")
+        if gpus:
+            mine = gpus[hvd.local_rank() % len(gpus)]
+            tf.config.set_visible_devices(mine, "GPU")
+            tf.config.experimental.set_memory_growth(mine, True)
+    elif keras.backend.backend() == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+
+
+def build(preset: Preset, classes: int, accumulate: int) -> Any:
+    """Return the compiled model, equal on all ranks, with an optimizer that has its variables."""
+    keras.config.set_dtype_policy("float32" if preset.precision == "float32" else f"mixed_{preset.precision}")
+    model = resnet50(classes, preset.image_size)
+    passes: dict[str, Any] = {"gradient_accumulation_steps": accumulate if accumulate > 1 else None}
+    if preset.optimizer == "lars":
+        optimizer: Any = hvd.LARS(0.0, preset.momentum, preset.weight_decay, **passes)
+    else:
+        optimizer = keras.optimizers.SGD(0.0, preset.momentum, **passes)
+        for weights in model.trainable_variables:
+            if len(weights.shape) > 1:  # no decay of biases, nor of normalization's scales and offsets
+                weights.regularizer = keras.regularizers.L2(preset.weight_decay / 2)
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=preset.label_smoothing)
+    # float16: compile() adds loss scaling; if a rank's gradients overflow, all ranks skip that step.
+    model.compile(hvd.DistributedOptimizer(optimizer), loss)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+# Training --------------------------------------------------------------------------------------------
+
+
+def train_step(model: Any, batch: Any, classes: int, passes: int) -> float:
+    """Update the model by one batch, in so many passes; return the mean loss since ``reset_metrics``.
+
+    Gradients are averaged over passes and ranks. The weights of the samples make that the mean over the
+    samples of the global batch, also if it is short, or if a rank or a pass has none of it.
+    """
+    count = len(batch.labels)
+    loss = 0.0
+    for rows in np.array_split(np.arange(count), passes):
+        weight = batch.weight * passes * len(rows) / count
+        rows = rows if len(rows) else np.arange(1)  # all ranks take part in the exchange: one image, weight 0
+        targets = keras.utils.to_categorical(batch.labels[rows], classes)
+        weights = np.full(len(rows), weight, np.float32)
+        loss = model.train_on_batch(batch.images[rows], targets, sample_weight=weights)
+    return float(loss)
+
+
+def average_statistics(model: Any) -> None:
+    """Average normalization's running means and variances, which each rank has of its own images."""
+    for variable in model.non_trainable_variables:
+        if "moving" in variable.path:
+            variable.assign(hvd.allreduce(variable.value, name=variable.path))
+
+
+def evaluate(model: Any, loader: Any) -> dict[str, float]:
+    """Return "count", the images of all ranks, and "top1" and "top5", the shares that are right."""
+    average_statistics(model)
+    right = hvd.TopK((1, 5))
+    loader.set_epoch(0)
+    for batch in loader.batches():
+        if batch.weight:  # else padding
+            right.add(model.predict_on_batch(batch.images), batch.labels)
+    return right.result()
+
+
+class Checkpointer:
+    """Saves and restores model, optimizer, and where the training is: step, epoch, position, seconds."""
+
+    def __init__(self, directory: str | None, keep: int, model: Any) -> None:
+        self.files = hvd.Checkpoints(directory, keep) if directory else None
+        self.model = model
+        # All of them: with averages of gradients, loss scale and counters.
+        self.variables = [*model.variables, *model.optimizer.variables]
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Begin to write a checkpoint. A copy is made here, the file in the background."""
+        if self.files is None:
+            return
+        average_statistics(self.model)
+        arrays: dict[str, Any] = {}
+        if hvd.rank() == 0:
+            arrays = {f"v{number}": read(one) for number, one in enumerate(self.variables)}
+
+        def write(path: Path) -> None:
+            with open(path, "wb") as file:
+                np.savez(file, state=np.array(json.dumps(state)), **arrays)
+
+        self.files.save(state["step"], write)
+
+    def restore(self) -> dict[str, Any]:
+        """Load the newest checkpoint, or the fresh model of rank 0, on all ranks; return the state."""
+        latest = self.files.read() if self.files is not None else None  # rank 0 reads, all have it
+        if latest is None:
+            hvd.broadcast_variables(self.variables, root_rank=0)
+            return {"step": 0, "epoch": 0, "position": 0, "seconds": 0.0}
+        with np.load(io.BytesIO(latest[1])) as saved:
+            for number, one in enumerate(self.variables):
+                one.assign(saved[f"v{number}"])
+            state: dict[str, Any] = json.loads(str(saved["state"]))
+        return state
+
+    def close(self) -> None:
+        """Wait for the last file."""
+        if self.files is not None:
+            self.files.close()
+
+
+def read(variable: Any) -> np.ndarray[Any, Any]:
+    """Return a copy of a variable's value."""
+    return np.array(keras.ops.convert_to_numpy(variable.value))
+
+
+class Log:
+    """The table on rank 0, with time and money so far, and TensorBoard's files."""
+
+    def __init__(self, given: argparse.Namespace, seconds: float) -> None:
+        self.began = time.perf_counter() - seconds
+        self.price = given.price_per_hour
+        self.mark, self.images = time.perf_counter(), 0
+        self.board: Any = None
+        if hvd.rank() == 0 and given.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self.board = SummaryWriter(given.tensorboard)
+        self.print("   epoch     step      rate     loss  images/s      time      cost")
+
+    def print(self, text: str) -> None:
+        """Print on rank 0."""
+        if hvd.rank() == 0:
+            print(text, flush=True)
+
+    def seconds(self) -> float:
+        """Return the time so far, with that of the runs before."""
+        return time.perf_counter() - self.began
+
+    def so_far(self) -> str:
+        """Return the time and the cost so far."""
+        seconds = int(self.seconds())
+        cost = f"{self.price * seconds / 3600:.2f}" if self.price is not None else "-"
+        return f"{seconds // 3600:>3}:{seconds // 60 % 60:02}:{seconds % 60:02}{cost:>10}"
+
+    def line(self, epoch: float, step: int, rate: float, loss: float) -> None:
+        """Print a line on the steps since the last one; a collective call."""
+        now = time.perf_counter()
+        speed = self.images / (now - self.mark)
+        mean = float(hvd.allreduce(np.float32(loss), name="loss"))
+        self.print(f"{epoch:8.2f} {step:8} {rate:9.4g} {mean:8.4f} {speed:9,.0f} {self.so_far()}")
+        self.scalars(step, loss=mean, rate=rate, images_per_second=speed)
+        self.mark, self.images = time.perf_counter(), 0
+
+    def accuracy(self, epoch: int, step: int, found: dict[str, float]) -> None:
+        """Write the result of an evaluation, whose time is not that of steps."""
+        shares = f"top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%} of {found['count']} images"
+        self.print(f"{epoch:8.2f} {step:8}   evaluation: {shares} {self.so_far()}")
+        self.scalars(step, top1=found["top1"], top5=found["top5"])
+        self.mark, self.images = time.perf_counter(), 0
+
+    def scalars(self, step: int, **values: float) -> None:
+        """Write values for TensorBoard."""
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Complete TensorBoard's files."""
+        if self.board is not None:
+            self.board.close()
+
+
+def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, check: Any) -> None:
+    """Train from the newest checkpoint to the last epoch."""
+    per_rank = preset.batch_size * given.accumulate
+    rate = preset.rate_for(per_rank * hvd.size()) if given.rate is None else given.rate
+    schedule = hvd.Schedule(
+        rate, preset.epochs, preset.schedule, preset.warmup_epochs, milestones=preset.milestones
+    )
+    loader = hvd.image_loader(
+        data, per_rank, image_size=preset.image_size, augment=preset.augment, shuffle=True, seed=given.seed
+    ).loader
+    checkpointer = Checkpointer(given.checkpoints, given.keep, model)
+    state = checkpointer.restore()
+    step, first, begin = state["step"], state["epoch"], state["position"]
+    log = Log(given, state["seconds"])
+    if step:
+        log.print(f"going on after step {step}: epoch {first}, {begin} of its {len(data)} images are done")
+    samples = Path(given.sample_log) / f"rank-{hvd.rank()}.jsonl" if given.sample_log else None
+    last = step + given.steps if given.steps else None
+    classes = len(data.classes)
+    for epoch in range(first, int(preset.epochs)):
+        position = begin if epoch == first else 0
+        loader.set_epoch(epoch, position)
+        model.reset_metrics()
+        for batch in loader.batches():
+            current = schedule(epoch + (batch.position - batch.count) / len(data))
+            model.optimizer.learning_rate = current
+            loss = train_step(model, batch, classes, given.accumulate)
+            step, position = step + 1, batch.position
+            log.images += batch.count
+            if samples is not None:
+                used = batch.indices[batch.indices >= 0].tolist()
+                with samples.open("a") as file:
+                    file.write(json.dumps({"step": step, "epoch": epoch, "samples": used}) + "\n")
+            if step % given.log_every == 0 or position == len(data):
+                log.line(epoch + position / len(data), step, current, loss)
+                model.reset_metrics()
+            done = {"step": step, "epoch": epoch, "position": position, "seconds": log.seconds()}
+            if step % given.checkpoint_every == 0 or position == len(data) or step == last:
+                checkpointer.save(done)
+            if step == last:
+                break
+        over = epoch + 1 == int(preset.epochs) or step == last
+        if given.evaluate_every and (over or (epoch + 1) % given.evaluate_every == 0):
+            log.accuracy(epoch + 1, step, evaluate(model, check))
+        if over:
+            break
+    checkpointer.close()
+    log.close()
+
+
+def main() -> None:
+    """Train as the command line says."""
+    given = options()
+    hvd.init()
+    use_own_gpu()
+    preset = chosen(given)
+    keras.utils.set_random_seed(given.seed)
+    if given.synthetic:
+        data: Any = Synthetic(given.synthetic_images)
+        check = data
+    else:
+        data = Dataset.open(given.data, "train")
+        other = (Path(given.data) / "validation.json").exists()
+        check = Dataset.open(given.data, "validation") if other else data
+    model = build(preset, len(data.classes), given.accumulate)
+    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False).loader
+    if hvd.rank() == 0:
+        batch = preset.batch_size * given.accumulate * hvd.size()
+        print(
+            f"ResNet-50 with Keras on {keras.backend.backend()}: {hvd.size()} ranks, batch {batch:,}, "
+            f"{preset.optimizer}, {preset.precision}, {preset.epochs:g} epochs of {len(data):,} images\n"
+            f"preset {given.preset} ({preset.source}): {preset.expected}"
+        )
+    train(given, preset, model, data, checks)
+
+
+if __name__ == "__main__":
+    main()
+    hvd.shutdown()

@@ -1,0 +1,423 @@
+"""Train ResNet-50 with PyTorch on any number of processes: ImageNet, your own images, or synthetic ones.
+
+Try it on a laptop, without data; then with data, as `ringdance data prepare` writes it:
+
+    ringdance run -np 2 python train_torch.py --preset laptop --synthetic --steps 20
+    ringdance data prepare imagenet /data/ILSVRC2012 /data/imagenet --format tfrecord --shards 128
+    ringdance run -np 8 python train_torch.py --preset 8xV100 --data /data/imagenet --checkpoints run1
+    ringdance run -H node1:8,node2:8,node3:8,node4:8 python train_torch.py --preset 32 --data /data/imagenet
+
+`ringdance recipes show resnet50` lists the presets: the hyper-parameters of published runs and their
+results. Options override single values. The learning rate of a preset holds for its whole batch; with
+another number of processes it is scaled with the batch.
+
+A rank uses the GPU of its local rank, where there are GPUs.
+
+With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another
+number of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint,
+and in each epoch every image is still used exactly once. Only rank 0 reads and writes that directory.
+
+What is printed, by rank 0: one line every --log-every steps with the loss, images per second of all ranks and
+of each, the share of the time in which training waited for images, the time so far with that of the runs
+before, the time left, and what it has cost, if --price-per-hour says what all machines together cost. After
+every --evaluate-every epochs: top-1 and top-5 on the split `validation` (or `train`, if the data has no
+other), each image counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ringdance.torch as hvd
+from ringdance.data import Batch, Dataset, Synthetic
+
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
+
+
+# Options --------------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    manual, form = __doc__ or "", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=manual, formatter_class=form, allow_abbrev=False)
+    add = parser.add_argument
+    names = f"default: 8xV100; {', '.join(PRESETS)}"
+    add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=names)
+    add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
+    add("--synthetic", action="store_true", help="random pixels instead of data")
+    add("--synthetic-images", type=int, default=1_281_167, metavar="N", help="default: 1,281,167")
+    add("--epochs", type=int, metavar="N", help="length of the schedule")
+    add("--steps", type=int, metavar="N", help="end after so many steps of this run, with a checkpoint")
+    add("--batch-size", type=int, metavar="N", help="images for each rank and pass")
+    add("--accumulate", type=int, default=1, metavar="N", help="passes in each step; default: 1")
+    add("--optimizer", choices=("sgd", "lars"))
+    add("--rate", type=float, metavar="R", help="peak learning rate of the whole batch, not scaled further")
+    add("--precision", choices=("float32", "float16", "bfloat16"))
+    add("--image-size", type=int, metavar="PIXELS")
+    add("--width", type=int, default=64, help="channels of the first stage; default: 64")
+    add("--threads", type=int, metavar="N", help="that decode images; default: the cores of each rank")
+    add("--seed", type=int, default=0)
+    add("--checkpoints", metavar="DIR", help="write them there, also after each epoch; go on from the newest")
+    add("--checkpoint-every", type=int, default=1000, metavar="STEPS", help="default: 1000")
+    add("--keep", type=int, default=3, metavar="N", help="checkpoints; default: 3")
+    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="default: 1; 0: never")
+    add("--log-every", type=int, default=20, metavar="STEPS", help="default: 20")
+    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
+    add("--tensorboard", metavar="DIR", help="write loss, rate, speed and accuracy there")
+    add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
+    given = parser.parse_args()
+    if bool(given.data) == given.synthetic:
+        parser.error("give either --data DIR or --synthetic")
+    for name in ("epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")
+    if given.image_size is not None and given.image_size <= 32:
+        parser.error(f"--image-size {given.image_size}: give 33 or more: the network halves it five times")
+    return given
+
+
+def chosen(given: argparse.Namespace) -> Preset:
+    """Return the preset with what the command line overrides."""
+    names = ("epochs", "batch_size", "optimizer", "precision", "image_size")
+    preset: Preset = PRESETS[given.preset]
+    overridden = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    return replace(preset, **overridden)
+
+
+# Model ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the stride is in the 3x3 convolution (v1.5)."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+
+        def conv(before: int, after: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+            padding = kernel // 2
+            return [nn.Conv2d(before, after, kernel, stride, padding, bias=False), nn.BatchNorm2d(after)]
+
+        self.body = nn.Sequential(
+            *conv(channels, width, 1), nn.ReLU(inplace=True), *conv(width, width, 3, stride),
+            nn.ReLU(inplace=True), *conv(width, 4 * width, 1),
+        )
+        # A block begins as the identity: Goyal et al. 2017.
+        nn.init.zeros_(self.body[-1].get_parameter("weight"))
+        changed = stride > 1 or channels != 4 * width
+        self.shortcut = nn.Sequential(*conv(channels, 4 * width, 1, stride)) if changed else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features of shape (n, 4 * width, height / stride, width / stride)."""
+        return functional.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+def resnet50(classes: int, width: int) -> nn.Module:
+    """Return ResNet-50 v1.5; logits."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)]
+    layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    channels = width
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for number in range(blocks):
+            layers.append(Block(channels, width << stage, 2 if stage and not number else 1))
+            channels = 4 * (width << stage)
+    head = nn.Linear(channels, classes)
+    nn.init.normal_(head.weight, std=0.01)
+    nn.init.zeros_(head.bias)
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    for one in model.modules():
+        if isinstance(one, nn.Conv2d):
+            nn.init.kaiming_normal_(one.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Position:
+    """Where a training is: steps, epoch, images of it that are done, seconds so far."""
+
+    step: int = 0
+    epoch: int = 0
+    done: int = 0
+    seconds: float = 0.0
+
+
+class Training:
+    """Model, optimizer and loss scale of this rank, and how they are updated and saved."""
+
+    def __init__(self, given: argparse.Namespace, preset: Preset, classes: int, device: torch.device) -> None:
+        self.device, self.preset, self.passes = device, preset, given.accumulate
+        model: Any = resnet50(classes, given.width)
+        self.model: nn.Module = model.to(device, memory_format=torch.channels_last)
+        self.mean = torch.tensor(MEAN, device=device).view(3, 1, 1)
+        self.deviation = torch.tensor(DEVIATION, device=device).view(3, 1, 1)
+        groups = hvd.parameter_groups(self.model, preset.weight_decay)  # norms and biases do not decay
+        if preset.optimizer == "lars":
+            self.inner: torch.optim.Optimizer = hvd.LARS(groups, 0.0, preset.momentum)
+        else:
+            self.inner = torch.optim.SGD(groups, 0.0, preset.momentum)
+        self.optimizer = hvd.DistributedOptimizer(
+            self.inner, self.model.named_parameters(), backward_passes_per_step=self.passes
+        )
+        self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
+        self.checkpoints = hvd.Checkpoints(given.checkpoints, given.keep) if given.checkpoints else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of images, uint8, shape (n, 3, size, size)."""
+        with self.autocast():
+            logits: Tensor = self.model((images.float() - self.mean) / self.deviation)
+        return logits
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which convolutions compute with 16 bits, if the preset says so."""
+        low = self.preset.precision != "float32"
+        dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
+        return torch.autocast(self.device.type, dtype, enabled=low)
+
+    def step(self, batch: Batch, rate: float) -> Tensor:
+        """Update the model by one batch, in so many passes; return the mean loss over this rank's images.
+
+        The gradients are averaged over the ranks. The weight of the batch makes that the mean over the images
+        of the global batch, also if it is short, or if this rank has none of it.
+        """
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        total, count = torch.zeros((), device=self.device), len(batch.labels)
+        passes = min(self.passes, count)
+        self.optimizer.set_backward_passes_per_step(passes)
+        parts = batch.images.tensor_split(passes), batch.labels.tensor_split(passes)
+        for images, labels in zip(*parts, strict=True):
+            loss = functional.cross_entropy(
+                self.forward(images).float(), labels, label_smoothing=self.preset.label_smoothing
+            ) * (len(labels) / count)
+            total += loss.detach()
+            scaled: Any = self.scaler.scale(loss * batch.weight)
+            scaled.backward()
+        self.scaler.step(self.optimizer)  # float16: if a rank's gradients overflow, all skip this step
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, loader: Any) -> dict[str, float]:
+        """Return the number of images of all ranks, "count", and the shares "top1" and "top5"."""
+        self.average_statistics()
+        metric = hvd.TopK((1, 5))
+        self.model.eval()
+        loader.set_epoch(0)
+        for batch in loader:
+            if batch.weight:  # else padding
+                metric.add(self.forward(batch.images).float().cpu(), batch.labels.cpu())
+        self.model.train()
+        return metric.result()
+
+    def average_statistics(self) -> None:
+        """Average normalization's running means and variances, which each rank has of its own images."""
+        statistics = [one for one in self.model.buffers() if one.is_floating_point()]
+        hvd.grouped_allreduce_(statistics, name="statistics")
+
+    def save(self, position: Position) -> None:
+        """Begin to write a checkpoint: a copy is made here, the file is written in the background."""
+        if self.checkpoints is None:
+            return
+        self.average_statistics()
+        state = {}
+        if hvd.rank() == 0:
+            state = hvd.snapshot({**self._parts(), "position": vars(position)})
+        self.checkpoints.save(position.step, lambda path: torch.save(state, path))
+
+    def restore(self) -> Position:
+        """Load the newest checkpoint on all ranks; without one, make them equal."""
+        found = self.checkpoints.read() if self.checkpoints else None
+        if found is None:
+            hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+            return Position()
+        saved = torch.load(io.BytesIO(found[1]), map_location=self.device, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.inner.load_state_dict(saved["optimizer"])
+        self.scaler.load_state_dict(saved["scaler"])
+        return Position(**saved["position"])
+
+    def _parts(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.inner, "scaler": self.scaler}
+        return {name: one.state_dict() for name, one in parts.items()}
+
+
+def train(given: argparse.Namespace, training: Training, data: Any, loader: Any, check: Any) -> None:
+    """Train from the newest checkpoint to the last epoch."""
+    preset = training.preset
+    peak = preset.rate_for(loader.plan.batch_size * hvd.size()) if given.rate is None else given.rate
+    schedule = hvd.Schedule(
+        peak, preset.epochs, preset.schedule, preset.warmup_epochs, milestones=preset.milestones
+    )
+    at = training.restore()
+    log = Log(given, at, len(data), preset.epochs)
+    samples = Path(given.sample_log) / f"rank-{hvd.rank()}.jsonl" if given.sample_log else None
+    last = at.step + given.steps if given.steps else None
+    while at.epoch < preset.epochs and at.step != last:
+        loader.set_epoch(at.epoch, at.done)
+        for batch in log.timed(loader):
+            rate = schedule(at.epoch + at.done / len(data))
+            loss = training.step(batch, rate)
+            at.step, at.done = at.step + 1, batch.position
+            if samples:
+                used = batch.indices[batch.indices >= 0].tolist()
+                with samples.open("a") as file:
+                    print(json.dumps({"step": at.step, "epoch": at.epoch, "samples": used}), file=file)
+            if at.step % given.log_every == 0 or at.done == len(data):
+                log.line(at, at.epoch * len(data) + at.done, rate, loss)
+            if at.step == last or (at.step % given.checkpoint_every == 0 and at.done < len(data)):
+                at.seconds = log.seconds()
+                training.save(at)
+            if at.step == last:
+                break
+        if at.done == len(data):
+            at.epoch, at.done, at.seconds = at.epoch + 1, 0, log.seconds()
+            training.save(at)
+        over = at.epoch >= preset.epochs
+        if given.evaluate_every and (over or (at.done == 0 and at.epoch % given.evaluate_every == 0)):
+            log.evaluation(at, training.evaluate(check))
+    if training.checkpoints:
+        training.checkpoints.close()
+    log.close()
+
+
+# What is shown --------------------------------------------------------------------------------------------
+
+
+class Log:
+    """The table on rank 0, with time and money so far, and TensorBoard's files."""
+
+    def __init__(self, given: argparse.Namespace, at: Position, images: int, epochs: float) -> None:
+        self.began = time.perf_counter() - at.seconds
+        self.price, self.epoch, self.total, self.board = given.price_per_hour, images, images * epochs, None
+        self.images = self.waited = 0.0
+        self.mark = time.perf_counter()
+        if hvd.rank() == 0 and given.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self.board = SummaryWriter(given.tensorboard)
+        if at.step:
+            self.print(f"going on after step {at.step}: epoch {at.epoch}, {at.done} of its images are done")
+        self.print(
+            f"{'epoch':>8} {'step':>8} {'rate':>9} {'loss':>8} {'images/s':>9} {'per rank':>9} {'input':>6} "
+            f"{'time':>9} {'left':>9}{'cost':>10}"
+        )
+
+    def print(self, text: str) -> None:
+        """Print on rank 0."""
+        if hvd.rank() == 0:
+            print(text, flush=True)
+
+    def seconds(self) -> float:
+        """Return the time so far, with that of the runs before."""
+        return time.perf_counter() - self.began
+
+    def timed(self, loader: Any) -> Iterator[Batch]:
+        """Yield the batches, and add up how long the training waits for them."""
+        batches = iter(loader)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - began
+            if batch is None:
+                return
+            self.images += batch.count
+            yield batch
+
+    def line(self, at: Position, done: int, rate: float, loss: Tensor) -> None:
+        """Print a line on the steps since the last one; a collective call."""
+        mean = float(hvd.allreduce(loss, name="loss"))  # waits for the GPU, too
+        now = time.perf_counter()
+        speed, waiting = self.images / (now - self.mark), self.waited / (now - self.mark)
+        left = clock((self.total - done) / speed)
+        self.print(
+            f"{done / self.epoch:8.2f} {at.step:8} {rate:9.4g} {mean:8.4f} {speed:9,.1f} "
+            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9}{self.cost():>10}"
+        )
+        self.scalars(at.step, loss=mean, rate=rate, images_per_second=speed, waiting_for_input=waiting)
+        self.mark, self.images, self.waited = time.perf_counter(), 0.0, 0.0
+
+    def evaluation(self, at: Position, found: dict[str, float]) -> None:
+        """Print what an evaluation has found."""
+        self.print(
+            f"after {at.epoch} epochs: top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%} of "
+            f"{found['count']} images"
+        )
+        self.scalars(at.step, top1=found["top1"], top5=found["top5"])
+        self.mark, self.images, self.waited = time.perf_counter(), 0.0, 0.0
+
+    def cost(self) -> str:
+        """Return the cost so far."""
+        return f"{self.price * self.seconds() / 3600:.2f}" if self.price is not None else "-"
+
+    def scalars(self, step: int, **values: float) -> None:
+        """Write values for TensorBoard."""
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Print the time and the cost of all; complete TensorBoard's files."""
+        cost = f", cost {self.cost()}" if self.price is not None else ""
+        self.print(f"done in {clock(self.seconds())}{cost}")
+        if self.board is not None:
+            self.board.close()
+
+
+def clock(seconds: float) -> str:
+    """Return hours, minutes and seconds."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+def main() -> None:
+    """Train as the command line says."""
+    given = options()
+    hvd.init()
+    preset = chosen(given)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.manual_seed(given.seed)
+    if given.synthetic:
+        data: Any = Synthetic(given.synthetic_images)
+        check: Any = data
+    else:
+        data = Dataset.open(given.data, "train")
+        found = (Path(given.data) / "validation.json").exists()
+        check = Dataset.open(given.data, "validation") if found else data
+    sizes = {"image_size": preset.image_size, "device": device, "threads": given.threads, "seed": given.seed}
+    per_rank = preset.batch_size * given.accumulate
+    loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, **sizes)
+    checks = hvd.image_loader(check, preset.batch_size, augment=False, **sizes)
+    training = Training(given, preset, len(data.classes), device)
+    if hvd.rank() == 0:
+        batch = per_rank * hvd.size()
+        print(
+            f"ResNet-50 on {device.type}: {hvd.size()} ranks, batch {batch:,}, {preset.optimizer}, "
+            f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes, "
+            f"{preset.epochs:g} epochs\n"
+            f"preset {given.preset} ({preset.source}): {preset.expected}", flush=True,
+        )  # fmt: skip
+    train(given, training, data, loader, checks)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Measure a job's input: the loader alone, the step alone, both. See ``ringdance bench input``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ringdance import session
+from ringdance import settings as settings_module
+from ringdance.errors import ArgumentError
+from ringdance.training.gradients.options import own_cores
+from ringdance.training.objects import allgather_json
+
+__all__ = ["watch_input"]
+
+# Begins the line on stdout with which rank 0 gives `ringdance bench input` the figures; JSON follows.
+INPUT_MARK = "::ringdance-input::"
+_LEAST = 3  # batches that are measured, and that are left out before
+_WARM_UP = 0.3  # of the time that is measured
+
+
+def watch_input(loader: Any) -> Any:
+    """Return the loader of the training, so that ``ringdance bench input`` can measure it.
+
+    ::
+
+        loader = hvd.watch_input(DataLoader(data, batch_size=32))
+
+    Without that command it is the same object. All ranks iterate it. Loaders of ``image_loader`` that
+    shuffle are watched without this call.
+
+    Args:
+        loader: anything that can be iterated several times: a DataLoader, a tf.data pipeline, a list.
+    """
+    settings = settings_module.load()
+    if settings.input_check == "off":
+        return loader
+    return WatchedLoader(loader, settings.input_check, settings.input_check_time)
+
+
+def watch_training(loader: Any) -> Any:
+    """Return a loader of ``image_loader``: watched if it shuffles, as only that of a training does."""
+    return watch_input(loader) if loader.plan.shuffle else loader
+
+
+class WatchedLoader:
+    """A loader with an endless epoch, which ends the script when it has been measured.
+
+    Args:
+        loader: what is watched; other attributes than those here are its own.
+        part: "loader": batches are dropped; "step": the first one is yielded again and again; "both".
+        seconds: of the measurement, after a warm-up.
+    """
+
+    _measured: WatchedLoader | None = None  # the one that was iterated first
+
+    def __init__(self, loader: Iterable[Any], part: str, seconds: float) -> None:
+        self._loader, self.part, self._seconds = loader, part, seconds
+        self._batches = self._samples = 0
+        self._next, self._warm = _LEAST, False
+        self._start = self._cpu = 0.0
+        self._host = 0.0, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # TypeError where it has none, as it should
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches until all ranks have measured; raise ``SystemExit(0)`` then, on all alike."""
+        if not self.begin():
+            yield from self._loader
+            return
+        for batch in self.drawn():
+            number = samples_of(batch)
+            if self.part != "loader":
+                yield batch
+            self.count(number)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the same: loops of one's own may call this method of an image loader."""
+        return iter(self)
+
+    def begin(self) -> bool:
+        """Return whether this loader is measured: the first one is."""
+        if WatchedLoader._measured is None:
+            WatchedLoader._measured = self
+            self._start, self._cpu, self._host = time.perf_counter(), _cpu_seconds(), _host_cpu()
+        return WatchedLoader._measured is self
+
+    def count(self, samples: int) -> None:
+        """Count a batch that is done; raise ``SystemExit(0)`` after the last, on all ranks alike."""
+        self._samples += samples
+        self._batches += 1
+        if self._batches >= self._next and self._is_complete():
+            self._report()
+            raise SystemExit(0)
+
+    def drawn(self) -> Iterator[Any]:
+        """Yield batches without an end; of the step alone, the first one again and again.
+
+        Without the short ones of ``image_loader``: a framework may compile the step for them once more.
+        """
+        full = None
+        while True:
+            batch = None
+            for batch in self._loader:
+                if self.part == "step":
+                    break
+                count = getattr(batch, "count", None)  # of all ranks, so that all leave out the same
+                full = count if full is None else full
+                if count == full or not isinstance(count, int):
+                    yield batch
+            while self.part == "step" and batch is not None:
+                yield batch
+            if batch is None:
+                raise ArgumentError(f"{self._loader!r} has no batches: there is nothing to measure.")
+
+    def _is_complete(self) -> bool:
+        """Return whether the measurement has lasted long enough; begin it after the warm-up.
+
+        With steps, the ranks agree: each has to end after the same one. They ask one another after numbers of
+        batches that grow, which costs next to nothing. Without, they wait for one another only at the end.
+        """
+        elapsed = time.perf_counter() - self._start
+        if self.part != "loader" and session.is_initialized():
+            elapsed = max(allgather_json(elapsed, "ringdance.input_check.time"))
+        limit = self._seconds * (1.0 if self._warm else _WARM_UP)
+        if elapsed < limit:
+            left = int((limit - elapsed) / elapsed * self._batches) if self.part != "loader" else 0
+            self._next = self._batches + min(max(left, 1), self._batches)
+            return False
+        if not self._warm:
+            self._warm, self._batches, self._samples = True, 0, 0
+            self._next = _LEAST
+            self._start, self._cpu, self._host = time.perf_counter(), _cpu_seconds(), _host_cpu()
+            return False
+        return True
+
+    def _report(self) -> None:
+        """Write the figures of all ranks to the stdout of rank 0."""
+        seconds, used = time.perf_counter() - self._start, _cpu_seconds() - self._cpu
+        busy, host = _host_cpu()[0] - self._host[0], _host_cpu()[1] - self._host[1]
+        share = own_cores(session.engine().local_size if session.is_initialized() else 1)
+        row = {
+            "samples": self._samples, "seconds": round(seconds, 4), "cores": round(used / seconds, 3),
+            "usable": max(share, 1), "host_busy": round(busy / host, 3) if host else 0.0,
+        }  # fmt: skip
+        rank, rows = 0, [row]
+        if session.is_initialized():
+            rank, rows = session.engine().rank, allgather_json(row, "ringdance.input_check.rows")
+        if rank == 0:
+            sys.stdout.flush()
+            # Past sys.stdout, which a script may have redirected; a newline, as it may be within a line.
+            os.write(1, f"\n{INPUT_MARK}{json.dumps(rows)}\n".encode())
+
+
+def samples_of(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of its first array or list."""
+    if hasattr(batch, "images"):
+        batch = batch.images
+    elif isinstance(batch, Mapping) and batch:
+        return samples_of(next(iter(batch.values())))
+    elif isinstance(batch, tuple) and batch:
+        return samples_of(batch[0])
+    elif isinstance(batch, list) and batch and hasattr(batch[0], "shape"):
+        return samples_of(batch[0])  # torch's DataLoader gives a list [inputs, targets]
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 1
+    return len(batch) if hasattr(batch, "__len__") else 1
+
+
+def _cpu_seconds() -> float:
+    """Return the processor time of this process and of its children, which may decode."""
+    import psutil
+
+    own = psutil.Process()
+    total = 0.0
+    for process in (own, *own.children(recursive=True)):
+        try:
+            used = process.cpu_times()
+        except psutil.Error:  # has ended meanwhile
+            continue
+        total += used.user + used.system
+    return total
+
+
+def _host_cpu() -> tuple[float, float]:
+    """Return the processor time that this host has used, and all of it, in seconds."""
+    import psutil
+
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # Linux counts the time of guests as user time too.
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return total - idle, total

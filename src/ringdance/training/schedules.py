@@ -1,0 +1,62 @@
+"""Learning rates over the epochs of a training: warm-up, then cosine, steps or a polynomial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringdance.errors import ArgumentError
+
+__all__ = ["Schedule"]
+
+KINDS = ("cosine", "step", "polynomial", "constant")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a function of the epoch, with fractions: ``schedule(epoch)``.
+
+    Attributes:
+        peak: the rate after the warm-up. For large batches it grows with the whole batch, as in Goyal et
+            al. 2017, arXiv 1706.02677: rate for one process times number of processes.
+        epochs: length of the training, with the warm-up; afterwards the rate stays as at its end.
+        kind: "cosine" to 0; "step": a tenth from each of ``milestones`` on; "polynomial": to 0 by ``power``;
+            "constant".
+        warmup_epochs: in which the rate rises linearly from ``start`` to ``peak``.
+        start: rate of the first step of the warm-up.
+        milestones: epochs, counted from the beginning of the training, for "step".
+        factor: of each step.
+        power: of the polynomial.
+
+    Raises:
+        ArgumentError: unknown kind, or the warm-up is longer than the training.
+    """
+
+    peak: float
+    epochs: float
+    kind: str = "cosine"
+    warmup_epochs: float = 5.0
+    start: float = 0.0
+    milestones: Sequence[float] = ()
+    factor: float = 0.1
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ArgumentError(f"kind={self.kind!r}: choose {', '.join(map(repr, KINDS))}.")
+        if not 0 <= self.warmup_epochs <= self.epochs:
+            raise ArgumentError(f"warmup_epochs={self.warmup_epochs}: give 0 to epochs={self.epochs}.")
+
+    def __call__(self, epoch: float) -> float:
+        """Return the rate at an epoch; 2.5: in the middle of the third."""
+        if epoch < self.warmup_epochs:
+            return self.start + (self.peak - self.start) * epoch / self.warmup_epochs
+        if self.kind == "step":
+            return self.peak * self.factor ** sum(epoch >= one for one in self.milestones)
+        if self.kind == "constant":
+            return self.peak
+        left = 1.0 - min(1.0, (epoch - self.warmup_epochs) / max(self.epochs - self.warmup_epochs, 1e-9))
+        if self.kind == "polynomial":
+            return float(self.peak * left**self.power)
+        return self.peak * 0.5 * (1.0 - math.cos(math.pi * left))

@@ -1,0 +1,94 @@
+"""`ringdance bench input` of a script on two ranks, which is slow at its input or at its step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, blocks, environment, put_files
+
+PARENT = {"prepare": "data", "copy": "recipes"}
+SCRIPT = """
+import sys, time
+import numpy as np
+import ringdance.numpy as hvd
+from ringdance.training.loaders import AsyncDataLoaderMixin, BaseDataLoader
+
+class Slow(BaseDataLoader):
+    def __len__(self):
+        return 4
+    def _iterate(self):
+        for number in range(4):
+            time.sleep(LOAD)
+            yield {"image": np.ones((8, 3)), "label": np.ones(8)}
+
+class Ahead(AsyncDataLoaderMixin, Slow): pass
+
+LOAD, STEP = float(sys.argv[1]), float(sys.argv[2])
+hvd.init()
+loader = hvd.watch_input(Ahead(2))
+for epoch in range(1000):
+    for batch in loader:
+        time.sleep(STEP * (1 + hvd.rank()))
+        hvd.allreduce(batch["image"], "gradients")
+print("has trained")
+"""
+
+
+@pytest.mark.parametrize(
+    ("load", "step", "bound"), [(0.04, 0.001, "loader"), (0.001, 0.04, "step")], ids=["loader", "step"]
+)
+def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    line = ["bench", "input", "-np", "2", "--seconds", "0.5", "--format", "json", "--"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", *line, "python", "train.py", str(load), str(step)],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    speeds = {part: found[part]["images_per_second"] for part in ("loader", "step", "both")}
+    assert min(speeds["loader"], speeds["step"]) == speeds[bound]
+    assert speeds["both"] > 0
+    # On a busy machine it says that cores are short; tests/unit/observe/test_bench.py has the conclusions.
+    assert found["bound"] in (bound, "cores", "order")
+    assert found["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path, framework: str) -> None:
+    pytest.importorskip(framework)
+    page = ROOT / "docs" / "tutorials" / "imagenet.md"
+    put_files(page, tmp_path)
+    for line in ("python photos.py", "prepare imagenet photos small -np 1", "copy resnet50 job"):
+        words = line.split()
+        command = words if words[0] == "python" else ["ringdance", PARENT[words[0]], *words]
+        subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=100)
+    shown = [block for block in blocks(page) if block.language == "console"]
+    command = next(line for block in shown for line, _ in block.commands() if "bench input" in line)
+    command = command.replace("input -np 2", "input -np 2 --seconds 1 --format json")
+    if framework == "tensorflow":
+        command = command.replace("train_torch.py", "train_keras.py").replace(" --width 8", "")
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(found[part]["images_per_second"] > 0 for part in ("loader", "step", "both"))
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('no data')\nsys.exit(3)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "ringdance", "bench", "input", "-np", "2", "--", "python", "train.py"],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "loader alone failed with exit code 3" in done.stderr
+    assert "[0] no data" in done.stderr

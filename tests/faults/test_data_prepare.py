@@ -1,0 +1,104 @@
+"""`ringdance data prepare` killed at any time: the same command resumes, and the bytes are the same."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+PIL = pytest.importorskip("PIL.Image")
+pytest.importorskip("simplejpeg")
+
+SHARDS = 40
+IMAGES = 1200
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Images of two classes: few contents, many names."""
+    root = tmp_path_factory.mktemp("src")
+    first = []
+    for number in range(8):
+        pixels = np.random.RandomState(number).randint(0, 256, (256, 256, 3), np.uint8)
+        data = io.BytesIO()
+        PIL.fromarray(pixels).save(data, "JPEG", quality=90 + number)
+        first.append(root / f"image.{number}")
+        first[-1].write_bytes(data.getvalue())
+    for number in range(IMAGES):
+        path = root / f"src/n{number % 2}/{number}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.link(first[number % 8], path)
+    return root / "src"
+
+
+def command(source: Path, destination: Path, processes: int) -> list[str]:
+    return [
+        sys.executable, "-m", "ringdance", "data", "prepare", "imagenet", str(source), str(destination),
+        "--shards", str(SHARDS), "-np", str(processes),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory) -> dict[str, bytes]:
+    """The files of a run without a fault."""
+    destination = tmp_path_factory.mktemp("whole")
+    subprocess.run(command(source, destination, 1), check=True, timeout=60)
+    return files(destination)
+
+
+def files(destination: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in destination.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("victim", ["launcher", "worker", pytest.param("alone", marks=pytest.mark.slow)])
+def test_resumed_after_kill_9(source, whole, tmp_path, victim):
+    destination = tmp_path / "dst"
+    processes = 1 if victim == "alone" else 2
+    with open(tmp_path / "first", "wb") as output:
+        job = subprocess.Popen(command(source, destination, processes), stdout=output, stderr=output)
+    deadline = time.monotonic() + 60
+    while len(done := list(destination.glob("train-*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+    workers = [one for one in family if "ringdance.data.prepare.work" in one.cmdline()[:4]]
+    assert len(workers) == (0 if victim == "alone" else 2)
+    (workers[1] if victim == "worker" else family[0]).send_signal(signal.SIGKILL)
+    code = job.wait(60)
+    psutil.wait_procs(family, timeout=30)
+    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    if victim == "worker":
+        assert code == 128 + signal.SIGKILL
+        assert b"Stopped. The same command resumes" in (tmp_path / "first").read_bytes()
+    done = list(destination.glob("train-*"))
+    assert 3 <= len(done) < SHARDS
+    assert not (destination / "train.json").exists()
+    kept = {path.name: path.stat().st_ino for path in done}
+
+    resume = command(source, destination, 3 - processes)
+    again = subprocess.run(resume, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert "Resuming: " in again.stderr
+    found = files(destination)
+    assert found == whole
+    written = [name for name, number in kept.items() if (destination / name).stat().st_ino != number]
+    assert len(written) <= processes  # renamed, but not yet noted as complete
+    assert sorted(path.name for path in (destination / ".prepare").iterdir()) == ["lock", "train.json"]
+
+
+def test_a_second_run_at_the_same_time_is_refused(source, tmp_path):
+    with open(tmp_path / "first", "wb") as output:
+        job = subprocess.Popen(command(source, tmp_path / "dst", 1), stdout=output, stderr=output)
+    while not list(tmp_path.glob("dst/train-*")):
+        time.sleep(0.002)
+    second = subprocess.run(command(source, tmp_path / "dst", 1), capture_output=True, text=True, timeout=60)
+    assert second.returncode == 2
+    assert "another `ringdance data prepare` is writing to" in second.stderr
+    assert job.wait(60) == 0

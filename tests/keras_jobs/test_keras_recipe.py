@@ -1,0 +1,116 @@
+"""The ResNet-50 recipe on two ranks, with a small net: stopped in mid-epoch, resumed, evaluated."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from sample_counts import contained
+
+import ringdance.keras as hvd
+from ringdance import data, recipes
+
+image = pytest.importorskip("PIL.Image")
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+IMAGES = 8 * SIZE + 3  # three steps in an epoch, the last one short
+
+
+def small(classes: int, image_size: int) -> Any:
+    images = keras.Input((image_size, image_size, 3), dtype="uint8")
+    x = keras.layers.Rescaling(1 / 255)(images)
+    x = keras.layers.Conv2D(8, 3, 2, use_bias=False)(x)
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+    return keras.Model(images, keras.layers.Dense(classes, dtype="float32")(keras.layers.Flatten()(x)))
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(recipes.__file__).parent / "resnet50"))
+    module = importlib.import_module("train_keras")
+    monkeypatch.setattr(module, "resnet50", small)
+    policy = keras.config.dtype_policy()
+    yield module
+    keras.config.set_dtype_policy(policy)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A directory that all ranks share, with a data set in which the colour tells the class."""
+    directory = Path(hvd.broadcast_object(str(tmp_path)))
+    if RANK == 0:
+        samples = []
+        for number in range(IMAGES):
+            file = io.BytesIO()
+            image.new("RGB", (24, 24), (80 * (number % 3), 255 - 9 * number, 40)).save(file, "JPEG")
+            samples.append((file.getvalue(), number % 3))
+        data.write(directory / "data", samples)
+    hvd.broadcast_object(None)
+    return directory
+
+
+def run(recipe: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, name: str, *words: str) -> None:
+    (directory / name).mkdir(exist_ok=True)
+    line = (
+        f"--preset laptop --data {directory / 'data'} --image-size 16 --batch-size 4 --epochs 2 --rate 0.05 "
+        f"--checkpoints {directory / name} --checkpoint-every 2 --keep 9 --sample-log {directory / name}"
+    )
+    monkeypatch.setattr(sys, "argv", ["train_keras.py", *line.split(), *words])
+    recipe.main()
+    hvd.broadcast_object(None)
+
+
+def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
+    """State and variables of the newest checkpoint."""
+    return read(max(directory.glob("checkpoint-*")))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    with np.load(path) as saved:
+        return json.loads(str(saved["state"])), [saved[name] for name in saved.files if name != "state"]
+
+
+def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
+    recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(recipe, monkeypatch, photos, "whole")
+    told = capsys.readouterr().out
+    run(recipe, monkeypatch, photos, "parts", "--steps", "2", "--evaluate-every", "0")
+    assert final(photos / "parts")[0]["position"] == 8 * SIZE
+    run(recipe, monkeypatch, photos, "parts", "--price-per-hour", "3600")
+    state, variables = final(photos / "parts")
+    expected, others = final(photos / "whole")
+    assert (state["step"], state["epoch"], state["position"]) == (6, 1, IMAGES)
+    assert expected["step"] == 6
+    for one, other in zip(variables, others, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    for name in ("whole", "parts"):
+        assert contained([photos / name]) == {epoch: Counter(range(IMAGES)) for epoch in range(2)}, name
+    if RANK == 0:
+        assert told.count(f"of {IMAGES} images") == 3  # in the first line, and after each epoch
+        assert "going on after step 2" in capsys.readouterr().out
+
+
+def test_lars_with_accumulation_in_half_precision(
+    recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--optimizer lars --rate 5 --batch-size 2 --accumulate 2 --precision float16 --evaluate-every 2"
+    run(recipe, monkeypatch, photos, "half", *words.split())
+    state, variables = final(photos / "half")
+    assert state["step"] == 6
+    assert contained([photos / "half"])[1] == Counter(range(IMAGES))
+    assert all(np.isfinite(one).all() for one in variables)
+    before = read(min((photos / "half").glob("checkpoint-*")))[1]  # after two steps
+    assert np.abs(variables[0] - before[0]).max() > 1e-4, "the scaled loss reaches the weights"
+    if RANK == 0:
+        assert capsys.readouterr().out.count("evaluation: top-1") == 1

@@ -1,0 +1,26 @@
+"""Which images are in the final weights of a training, by the logs of its runs (`--sample-log`)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def contained(runs: Sequence[Path]) -> dict[int, Counter[int]]:
+    """Count each image by epoch, over the steps that are in the final weights.
+
+    Args:
+        runs: the logs' directories of runs that each went on from a checkpoint of the one before. Steps of a
+            run that a later one made again are in weights that were lost.
+    """
+    kept: list[dict] = []
+    for directory in runs:
+        lines = [json.loads(line) for one in directory.glob("rank-*.jsonl") for line in one.open()]
+        begin = min(line["step"] for line in lines)
+        kept = [line for line in kept if line["step"] < begin] + lines
+    counts: dict[int, Counter[int]] = {}
+    for line in kept:
+        counts.setdefault(line["epoch"], Counter()).update(line["samples"])
+    return counts

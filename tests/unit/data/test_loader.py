@@ -1,0 +1,244 @@
+"""The loader: exact resumption at every number of ranks, the same whatever the threads, no threads left."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ringdance.data import Loader, SyntheticLoader, images
+from ringdance.data.boxes import centre_box, random_box
+from ringdance.data.images import decode_into
+from ringdance.data.order import Draws, Plan
+from ringdance.errors import ArgumentError
+
+SIZES = range(1, 6)
+
+
+def encoded(pixels: Any, kind: str = "JPEG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+class Memory:
+    """Small images of random colours in memory, each in the file format of its turn."""
+
+    def __init__(self, length: int) -> None:
+        random = np.random.RandomState(1)
+        shapes = random.randint(20, 60, (length, 2))
+        colours = [random.randint(0, 256, (2, 2, 3), np.uint8) for _ in range(length)]
+        images = [
+            Image.fromarray(colour).resize((int(wide), int(high)), Image.Resampling.BICUBIC)
+            for colour, (wide, high) in zip(colours, shapes, strict=True)
+        ]
+        self.data = [encoded(image) for image in images]
+        self.rows = {"label": np.arange(length) % 7}
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def read(self, number: int) -> bytes:
+        return self.data[number]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
+    """Go through part of an epoch with each number of ranks, go on with each other, and with a third."""
+    for length, batch, (first, second, third) in itertools.product(
+        (0, 7, 31), (1, 3), itertools.product(SIZES, repeat=3)
+    ):
+        whole = Plan(length, batch, shuffle, 5, 0, 1)
+        whole.set_epoch(2)
+        order = [one for numbers, *_ in whole.batches() for one in numbers.tolist()]
+        seen: list[int] = []
+        position = 0
+        for size, steps in ((first, 2), (second, 1), (third, 10**6)):
+            plans = [Plan(length, batch, shuffle, 5, rank, size) for rank in range(size)]
+            for plan in plans:
+                plan.set_epoch(2, position)
+            assert len({len(plan) for plan in plans}) == 1
+            rounds = list(zip(*[list(plan.batches()) for plan in plans], strict=True))
+            assert len(rounds) == len(plans[0])
+            for parts in rounds[:steps]:
+                mine = [numbers.tolist() for numbers, weight, _, _ in parts if weight]
+                assert {end for _, _, end, _ in parts} == {position + sum(map(len, mine))}
+                assert {count for *_, count in parts} == {sum(map(len, mine))}
+                assert all(1 <= len(numbers) <= batch for numbers, *_ in parts)
+                # The average over ranks of weight times a rank's mean is the mean over all samples.
+                means = [weight * np.mean(numbers) for numbers, weight, _, _ in parts]
+                assert np.isclose(np.mean(means), np.mean([*itertools.chain(*mine)]))
+                seen += [*itertools.chain(*mine)]
+                position = parts[0][2]
+        assert seen == order
+        assert Counter(seen) == Counter(range(length))
+
+
+def pixels_of(loader: Loader) -> dict[int, bytes]:
+    return {
+        int(number): image.tobytes()
+        for batch in loader for number, image in zip(batch.indices, batch.images, strict=True) if number >= 0
+    }  # fmt: skip
+
+
+def test_a_sample_is_augmented_alike_on_any_rank() -> None:
+    data = Memory(13)
+    found = []
+    for size in (1, 3, 5):
+        parts: dict[int, bytes] = {}
+        for rank in range(size):
+            loader = Loader(data, 2, image_size=16, seed=3, rank=rank, size=size, threads=1 + rank % 3)
+            loader.set_epoch(1)
+            mine = pixels_of(loader)
+            assert not mine.keys() & parts.keys()
+            parts |= mine
+        found.append(parts)
+    assert found[0] == found[1] == found[2]
+    assert sorted(found[0]) == list(range(13))
+    loader.set_epoch(2)
+    assert all(found[0][number] != image for number, image in pixels_of(loader).items())
+
+
+def test_a_rank_without_samples_gets_padding_of_weight_0() -> None:
+    last = [list(Loader(Memory(4), 1, image_size=8, rank=rank, size=3))[-1] for rank in range(3)]
+    assert [batch.weight for batch in last] == [3, 0, 0]
+    assert [batch.indices.tolist()[0] >= 0 for batch in last] == [True, False, False]
+    assert [(batch.position, batch.count, batch.images.shape) for batch in last] == [(4, 1, (1, 8, 8, 3))] * 3
+
+
+def test_labels_follow_their_samples() -> None:
+    for loader in (Loader(Memory(10), 4, image_size=8), SyntheticLoader(10, 4, 8, 7)):
+        loader.set_epoch(0, 3)
+        assert len(loader) == 2
+        batches = list(loader)
+        assert [len(batch.labels) for batch in batches] == [4, 3]
+        for batch in batches:
+            assert batch.labels.tolist() == (batch.indices % 7).tolist()
+            assert (batch.images.dtype, batch.labels.dtype) == ("uint8", "int64")
+            assert len(batch.images) == len(batch.labels)
+
+
+def decoding() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ringdance-decode")]
+
+
+def test_no_thread_is_left() -> None:
+    loader = Loader(Memory(20), 2, image_size=8, threads=3)
+    for _ in loader:
+        break
+    assert not decoding()
+    held = iter(loader)
+    next(held)
+    assert len(decoding()) == 3
+    loader.close()
+    assert not decoding()
+    assert list(held) == []
+    assert sum(len(batch.labels) for batch in loader) == 20
+    assert not decoding()
+
+
+def test_a_yielded_batch_is_not_written_again() -> None:
+    loader = Loader(Memory(20), 2, image_size=8)
+    batches = [(batch, batch.images.copy()) for batch in loader]
+    assert all((batch.images == copy).all() for batch, copy in batches)
+
+
+def test_a_broken_image_is_named() -> None:
+    data = Memory(9)
+    data.data[5] = data.data[5][:200]
+    loader = Loader(data, 3, image_size=8, augment=False, rank=1, size=2)
+    with pytest.raises(ArgumentError, match="rank 1: sample 5: the image cannot be decoded"):
+        list(loader)
+    assert not decoding()
+    data.data[5] = b""
+    with pytest.raises(ArgumentError, match="sample 5"):
+        list(loader)
+
+
+def test_other_failures_of_threads_are_raised() -> None:
+    data = Memory(9)
+    data.rows = {"label": np.arange(4)}  # fails where the memory of a batch is made
+    with pytest.raises(IndexError):
+        list(Loader(data, 3, image_size=8))
+    assert not decoding()
+
+
+@pytest.mark.parametrize("kind", ["RGB", "L", "CMYK", "PNG", "palette"])
+def test_formats(kind: str) -> None:
+    colour = Image.new("RGB", (40, 30), (200, 40, 90))
+    data = {
+        "RGB": lambda: encoded(colour, quality=95), "L": lambda: encoded(colour.convert("L")),
+        "CMYK": lambda: encoded(colour.convert("CMYK"), quality=95), "PNG": lambda: encoded(colour, "PNG"),
+        "palette": lambda: encoded(colour.quantize(4), "PNG"),
+    }[kind]()  # fmt: skip
+    out = np.zeros((16, 16, 3), np.uint8)
+    decode_into(out, data, Draws(0, 0, 0))
+    expected = [colour.convert("L").getpixel((0, 0))] * 3 if kind == "L" else [200, 40, 90]
+    assert np.abs(out.astype(int) - expected).max() <= 4
+
+
+@pytest.mark.parametrize("side", [350, 224, 56])
+def test_the_centre_is_that_of_resize_and_crop(side: int) -> None:
+    """Also where the JPEG is decoded at a part of its size."""
+    wave = np.sin(np.arange(512) / 25)[:, None, None] * np.cos(np.arange(1024) / 30)[None, :, None]
+    picture = Image.fromarray((127 + 120 * wave * [1, 0.5, -1]).astype(np.uint8))
+    out = np.zeros((side, side, 3), np.uint8)
+    decode_into(out, encoded(picture, quality=98))
+    short = round(side * 256 / 224)
+    resized = picture.resize((2 * short, short), Image.Resampling.BILINEAR)
+    left, top = (resized.width - side) // 2, (resized.height - side) // 2
+    expected = np.asarray(resized.crop((left, top, left + side, top + side)), int)
+    assert np.abs(out - expected).mean() < 4
+    assert np.abs(out[:, ::-1] - expected).mean() > 15
+
+
+def test_random_parts() -> None:
+    flips = 0
+    areas = []
+    for number in range(400):
+        draw = Draws(1, 2, number)
+        left, top, right, bottom = random_box(500, 375, draw)
+        assert 0 <= left < right <= 500
+        assert 0 <= top < bottom <= 375
+        assert 0.74 < (right - left) / (bottom - top) < 1.35
+        areas.append((right - left) * (bottom - top) / (500 * 375))
+        flips += draw() < 0.5
+    assert 0.07 < min(areas) < 0.12
+    assert 0.38 < np.mean(areas) < 0.48  # large ones fit less often
+    assert 160 < flips < 240
+    assert random_box(1000, 10, Draws(0, 0, 0))[3] == 10  # no part has an allowed ratio: the centre
+    assert centre_box(640, 480) == (110, 30, 530, 450)
+
+
+def test_wrong_arguments() -> None:
+    data = Memory(3)
+    for options in (
+        {"batch_size": 0}, {"batch_size": 1, "rank": 2, "size": 2}, {"batch_size": 1, "threads": 0},
+        {"batch_size": 1, "seed": -1}, {"batch_size": 1, "prefetch": 0},
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError):
+            Loader(data, **options)
+    loader = Loader(data, 1)
+    with pytest.raises(ArgumentError, match="has 3 samples"):
+        loader.set_epoch(0, 4)
+
+
+def test_without_opencv_the_pixels_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cv2")
+    noise = np.random.RandomState(2).randint(0, 256, (9, 12, 3), np.uint8)
+    data = [*Memory(40).data, encoded(Image.fromarray(noise).resize((400, 300)))]
+    for number, one in enumerate(data):
+        found = []
+        for _ in range(2):
+            found.append(np.zeros((24, 24, 3), np.uint8))
+            decode_into(found[-1], one, Draws(0, 0, number))
+            monkeypatch.setattr(images, "cv2", None)
+        monkeypatch.undo()
+        assert np.abs(found[0].astype(int) - found[1]).mean() < 5

@@ -1,0 +1,332 @@
+"""`ringdance data` in this process: layouts of the source, unusual images, errors, files of others."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringdance.data import Dataset
+from ringdance.data.prepare.cli import main
+
+PIL = pytest.importorskip("PIL.Image")
+CLASSES = ["n01440764", "n01443537", "n02119789"]
+
+
+def image(number: int, kind: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (48, 40)) -> bytes:
+    """An image in one colour, with its number in it."""
+    data = io.BytesIO()
+    PIL.new("RGB", size, (number * 37 % 256, number * 91 % 256, 64)).convert(mode).save(data, kind)
+    return data.getvalue()
+
+
+def class_directories(root: Path, each: int = 4) -> dict[str, bytes]:
+    """Images in directories of classes; returns them by name."""
+    images = {f"{c}/{c}_{n}.JPEG": image(10 * k + n) for k, c in enumerate(CLASSES) for n in range(each)}
+    for name, data in images.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return images
+
+
+def flat_validation(root: Path, count: int = 6) -> dict[str, bytes]:
+    root.mkdir(parents=True)
+    images = {f"ILSVRC2012_val_{n:08}.JPEG": image(100 + n) for n in range(1, count + 1)}
+    for name, data in images.items():
+        (root / name).write_bytes(data)
+    return images
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def prepare(source: Path, destination: Path, *words: object) -> int:
+    return run("prepare", "imagenet", source, destination, "-np", 1, *words)
+
+
+def pairs(data: Dataset) -> set[tuple[bytes, int]]:
+    return {(data.read(number), int(data.rows["label"][number])) for number in range(len(data))}
+
+
+def by_class(images: dict[str, bytes]) -> set[tuple[bytes, int]]:
+    return {(data, CLASSES.index(name.partition("/")[0])) for name, data in images.items()}
+
+
+@pytest.mark.parametrize("format", ["tfrecord", "webdataset"])
+def test_class_directories_keep_every_byte(tmp_path, capfd, format):
+    images = class_directories(tmp_path / "src")
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--format", format, "--shards", 3) == 0
+    found = Dataset.open(tmp_path / "dst")
+    assert list(found.classes) == CLASSES
+    assert pairs(found) == by_class(images)
+    assert [file.samples for file in found.files] == [4, 4, 4]
+    assert list(found.rows["label"]) != sorted(found.rows["label"])  # shuffled
+    assert run("verify", tmp_path / "dst", "--decode") == 0
+    capfd.readouterr()
+    assert run("info", tmp_path / "dst", "--format", "json") == 0
+    [row] = json.loads(capfd.readouterr().out)
+    assert (row["samples"], row["classes"], row["width"], row["height"]) == (12, 3, [48] * 3, [40] * 3)
+
+
+def labels_of_kaggle(base: Path, names: list[str], classes: list[str]) -> None:
+    rows = [f"{Path(n).stem},{c} 10 20 30 40 {c} 1 2 3 4" for n, c in zip(names, classes, strict=True)]
+    text = "\n".join(["ImageId,PredictionString", *reversed(rows)])
+    (base / "LOC_val_solution.csv").write_text(text + "\n")
+
+
+def labels_of_annotations(base: Path, names: list[str], classes: list[str]) -> None:
+    directory = base / "ILSVRC/Annotations/CLS-LOC/val"
+    directory.mkdir(parents=True)
+    for name, c in zip(names, classes, strict=True):
+        text = f"<annotation><object><name>{c}</name></object></annotation>"
+        (directory / f"{Path(name).stem}.xml").write_text(text)
+
+
+@pytest.mark.parametrize("write_labels", [labels_of_kaggle, labels_of_annotations])
+@pytest.mark.parametrize("below", ["", "ILSVRC", "ILSVRC/Data/CLS-LOC"])
+def test_kaggle(tmp_path, write_labels, below):
+    base = tmp_path / "src"
+    train = class_directories(base / "ILSVRC/Data/CLS-LOC/train")
+    validation = flat_validation(base / "ILSVRC/Data/CLS-LOC/val")
+    classes = [CLASSES[n % 3] for n in range(6)]
+    write_labels(base, sorted(validation), classes)
+    (base / "LOC_synset_mapping.txt").write_text("n01440764 tench, Tinca tinca\n")
+    assert prepare(base / below, tmp_path / "dst", "--shards", 2) == 0
+    assert pairs(Dataset.open(tmp_path / "dst")) == by_class(train)
+    found = Dataset.open(tmp_path / "dst", "validation")
+    assert len(found.files) == 1
+    expected = zip(sorted(validation), classes, strict=True)
+    assert pairs(found) == {(validation[name], CLASSES.index(c)) for name, c in expected}
+    data = b"".join(path.read_bytes() for path in (tmp_path / "dst").glob("train-*"))
+    assert data.count(b"tench, Tinca tinca") == 4
+
+
+def official(base: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    train = class_directories(base.parent / "loose")
+    base.mkdir()
+    with tarfile.open(base / "ILSVRC2012_img_train.tar", "w") as outer:
+        for c in reversed(CLASSES):
+            inner = io.BytesIO()
+            with tarfile.open(fileobj=inner, mode="w") as tar:
+                for name, data in train.items():
+                    if name.startswith(c):
+                        add(tar, name.partition("/")[2], data)
+            add(outer, f"{c}.tar", inner.getvalue())
+    validation = flat_validation(base.parent / "flat")
+    with tarfile.open(base / "ILSVRC2012_img_val.tar", "w") as tar:
+        for name, data in validation.items():
+            add(tar, name, data)
+    return train, validation
+
+
+def devkit(base: Path, numbers: list[int]) -> None:
+    """The kit's files: numbers of classes in an order of its own, and a class that is not a leaf."""
+    savemat = pytest.importorskip("scipy.io").savemat
+    kind = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+    rows = [(1, CLASSES[2], "a", 0), (2, CLASSES[0], "b", 0), (3, CLASSES[1], "c", 0), (4, "n0", "d", 3)]
+    matrix, text = io.BytesIO(), "".join(f"{number}\n" for number in numbers)
+    savemat(matrix, {"synsets": np.array(rows, kind).reshape(-1, 1)})
+    with tarfile.open(base / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
+        add(tar, "ILSVRC2012_devkit_t12/data/meta.mat", matrix.getvalue())
+        add(tar, "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt", text.encode())
+
+
+@pytest.mark.parametrize("labels", ["devkit", "classes", "numbers"])
+def test_official_tars(tmp_path, labels):
+    train, validation = official(tmp_path / "src")
+    names = sorted(validation)
+    if labels == "devkit":
+        devkit(tmp_path / "src", [2, 3, 1, 2, 3, 1])
+    elif labels == "classes":
+        (tmp_path / "src/synset_labels.txt").write_text("".join(f"{CLASSES[n % 3]}\n" for n in range(6)))
+    else:
+        (tmp_path / "src/val.txt").write_text("".join(f"{name} {n % 3}\n" for n, name in enumerate(names)))
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 0
+    assert pairs(Dataset.open(tmp_path / "dst")) == by_class(train)
+    expected = {(validation[name], n % 3) for n, name in enumerate(names)}
+    assert pairs(Dataset.open(tmp_path / "dst", "validation")) == expected
+
+
+def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
+    images = class_directories(tmp_path / "src")
+    first = tmp_path / "src" / CLASSES[0]
+    good = image(7, size=(200, 160))
+    noise = np.random.RandomState(0).randint(0, 256, (160, 200, 3), np.uint8)
+    buffer = io.BytesIO()
+    PIL.fromarray(noise).save(buffer, "JPEG")
+    middle = bytearray(buffer.getvalue())
+    middle[len(middle) // 2 : len(middle) // 2 + 200] = bytes(200)
+    special = {
+        "png.JPEG": image(1, "PNG"), "cmyk.JPEG": image(2, mode="CMYK"), "grey.JPEG": image(3, mode="L"),
+        "short.JPEG": good[: len(good) // 2], "text.JPEG": b"<html>404</html>", "empty.JPEG": b"",
+        "middle.JPEG": bytes(middle), "alpha.png": image(5, "PNG", "RGBA"),
+    }  # fmt: skip
+    for name, data in special.items():
+        (first / name).write_bytes(data)
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 2) == 2
+    assert "3 of 20 images of train are broken" in capfd.readouterr().err
+    assert not (tmp_path / "dst/train.json").exists()
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3
+    lines = [line.split("\t") for line in (tmp_path / "dst/train.problems.tsv").read_text().splitlines()]
+    assert {(kind, name.partition("/")[2]) for kind, name, _ in lines} == {
+        ("left out", "short.JPEG"), ("left out", "text.JPEG"), ("left out", "empty.JPEG"),
+        ("converted", "png.JPEG"), ("converted", "cmyk.JPEG"), ("converted", "middle.JPEG"),
+        ("converted", "alpha.png"),
+    }  # fmt: skip
+    found = Dataset.open(tmp_path / "dst")
+    assert len(found) == 17
+    assert {*by_class(images), (special["grey.JPEG"], 0)} < pairs(found)
+    modes = {PIL.open(io.BytesIO(data)).mode for data, _ in pairs(found)}
+    assert modes == {"RGB", "L"}
+    assert run("verify", tmp_path / "dst", "--decode") == 0
+
+
+def test_resize_makes_larger_images_smaller_and_keeps_the_others(tmp_path):
+    (tmp_path / "src/a").mkdir(parents=True)
+    x, y = np.meshgrid(np.linspace(0, 255, 400), np.linspace(0, 255, 300))
+    pixels = np.stack([x, y, (x + y) / 2], -1).astype(np.uint8)
+    PIL.fromarray(pixels).save(tmp_path / "src/a/large.jpg", quality=95)
+    small = image(1)
+    (tmp_path / "src/a/small.jpg").write_bytes(small)
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--resize", 60) == 0
+    found = Dataset.open(tmp_path / "dst")
+    data = {found.read(0), found.read(1)} - {small}
+    with PIL.open(io.BytesIO(data.pop())) as made:
+        assert made.size == (80, 60)
+        expected = np.asarray(PIL.fromarray(pixels).resize((80, 60), PIL.LANCZOS), np.float32)
+        assert np.abs(np.asarray(made, np.float32) - expected).mean() < 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (None, ["--shards", 4], "--shards 4 instead of 3"),
+        (None, ["--resize", 64], "--resize 64 instead of none"),
+        (None, ["--format", "webdataset"], "--format webdataset instead of tfrecord"),
+        ("add", [], "other images (13 instead of 12"),
+        ("size", [], "other images (12 instead of 12"),
+    ],
+)
+def test_a_changed_option_or_source_is_refused(tmp_path, capfd, change, words, message):
+    class_directories(tmp_path / "src")
+    options = ["--shards", 3]
+    assert prepare(tmp_path / "src", tmp_path / "dst", *options) == 0
+    if change:
+        name = "new.JPEG" if change == "add" else f"{CLASSES[0]}_1.JPEG"
+        (tmp_path / "src" / CLASSES[0] / name).write_bytes(image(99) + b"x")
+    assert prepare(tmp_path / "src", tmp_path / "dst", *options, *words) == 2
+    assert message in capfd.readouterr().err
+    assert prepare(tmp_path / "src", tmp_path / "dst", *options, *words, "--overwrite") == 0
+    assert run("verify", tmp_path / "dst") == 0
+    listed = {file.name for file in Dataset.open(tmp_path / "dst").files}
+    assert {path.name for path in (tmp_path / "dst").glob("train-*")} == listed
+
+
+def test_errors_say_what_to_do(tmp_path, capfd, monkeypatch):
+    def refused(*words: object) -> str:
+        assert prepare(tmp_path / "src", tmp_path / "dst", *words) == 2
+        return capfd.readouterr().err
+
+    assert "no such directory" in refused()
+    (tmp_path / "src").mkdir()
+    assert "no images found. Looked for directories of classes" in refused()
+    class_directories(tmp_path / "src/train")
+    flat_validation(tmp_path / "src/val")
+    assert "no labels for them. Looked for LOC_val_solution.csv" in refused()
+    (tmp_path / "labels.txt").write_text("1\n2\n3\n1\n2\n3\n")
+    assert "are no labels: give ILSVRC2012_devkit" in refused("--labels", tmp_path / "labels.txt")
+    (tmp_path / "labels.txt").write_text("n01440764\n")
+    assert "it has 1 labels, but there are 6 images" in refused("--labels", tmp_path / "labels.txt")
+    assert "train has 12 images, so 1 to 12 files" in refused("--split", "train", "--shards", 13)
+    (tmp_path / "src/train/n09999999").mkdir()
+    assert "classes without images: n09999999" in refused("--split", "train")
+    (tmp_path / "src/train/n09999999").rmdir()
+    usage = type("Usage", (), {"free": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        assert "only 1.0 kB free" in refused("--split", "train")
+    assert not list((tmp_path / "dst").glob("train*"))
+    assert run("prepare", "imagenet", tmp_path / "src", tmp_path / "src/train/dst", "--split", "train") == 2
+    assert "src/train, whose directories are classes" in capfd.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, capfd):
+    class_directories(tmp_path / "src", 40)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capfd.readouterr().err
+    assert "train-00000-of-00002.tfrecord: File too large" in error
+    assert "Stopped. The same command resumes" in error
+    assert [path.name for path in (tmp_path / "dst").iterdir()] == [".prepare"]
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 0
+
+
+def test_verify_finds_damage_of_every_kind(tmp_path, capfd):
+    class_directories(tmp_path / "src")
+    prepare(tmp_path / "src", tmp_path / "dst", "--shards", 4, "--format", "tfrecord")
+    names = [tmp_path / "dst" / file.name for file in Dataset.open(tmp_path / "dst").files]
+    data = bytearray(names[0].read_bytes())
+    data[300] ^= 1
+    names[0].write_bytes(data)
+    names[1].write_bytes(names[1].read_bytes()[:-1])
+    names[2].unlink()
+    capfd.readouterr()
+    assert run("verify", tmp_path / "dst") == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert f"{names[0]}: checksum" in lines[0]
+    assert "wrong checksum of the record" in lines[1]
+    assert f"{names[1]}: {names[1].stat().st_size} bytes instead of" in lines[2]
+    assert "No such file" in lines[3]
+    assert lines[-1] == "4 problems"
+
+
+def test_an_index_of_tars_made_by_others(tmp_path, capfd):
+    images = [image(number) for number in range(4)]
+    with tarfile.open(tmp_path / "shard-000000.tar", "w") as tar:
+        for number, data in enumerate(images):
+            if number % 2:
+                add(tar, f"./{number:05}.json", json.dumps({"label": number, "text": "x"}).encode())
+            add(tar, f"./{number:05}.seg.png", b"a mask")
+            add(tar, f"./{number:05}.jpg", data)
+            if not number % 2:
+                add(tar, f"./{number:05}.cls", b"%d\n" % number)
+    assert run("index", tmp_path) == 0
+    found = Dataset.open(tmp_path)
+    assert [found.read(number) for number in range(4)] == images
+    assert list(found.rows["label"]) == [0, 1, 2, 3]
+    assert run("verify", tmp_path, "--decode") == 0
+    with tarfile.open(tmp_path / "val-000000.tar", "w") as tar:
+        add(tar, "1.jpg", images[0])
+    capfd.readouterr()
+    assert run("index", tmp_path) == 2
+    assert "1 images without .cls or .json, such as 1" in capfd.readouterr().err
+
+
+def test_webdataset_reads_our_tars(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    images = class_directories(tmp_path / "src")
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--format", "webdataset", "--shards", 2) == 0
+    pattern = str(tmp_path / "dst/train-{00000..00001}-of-00002.tar")
+    samples = list(webdataset.WebDataset(pattern, shardshuffle=False).decode("rgb8").to_tuple("jpg", "cls"))
+    data = Dataset.open(tmp_path / "dst")
+    assert [label for _, label in samples] == list(data.rows["label"])
+    for number, (pixels, _) in enumerate(samples):
+        assert (pixels == np.asarray(PIL.open(io.BytesIO(data.read(number))))).all()
+    assert len(samples) == len(images)

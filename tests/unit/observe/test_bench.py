@@ -1,0 +1,66 @@
+"""What `ringdance bench input` concludes from three speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringdance.observe import bench
+from ringdance.observe.bench import INPUT_MARK, Speed, judge, table
+from ringdance.training import input_check
+
+
+def speed(images: float, cores: float = 0.2, second: float = 1.0) -> Speed:
+    """Two ranks with two cores each, of which the second reaches a share of the first one's speed."""
+    rows = [
+        {"samples": images / 2 * share, "seconds": 1.0, "cores": cores, "usable": 2.0, "host_busy": cores / 2}
+        for share in (1.0, second)
+    ]
+    return Speed.of(rows)
+
+
+@pytest.mark.parametrize(
+    ("loader", "step", "both", "bound", "words"),
+    [
+        (speed(100), speed(400), speed(100), "loader", "75% of the time"),
+        (speed(100), speed(400), speed(99), "loader", "4.0 times as fast"),
+        (speed(100), speed(400), speed(99), "loader", "leaves cores idle (each rank uses 0.2 of 2.0"),
+        (speed(100, cores=1.9), speed(400), speed(99), "loader", "--resize 256"),
+        (speed(100, second=0.5), speed(400), speed(50), "loader", "Look at rank 1 first: it is 33% behind"),
+        (speed(400), speed(100), speed(98), "step", "4.0 times as many"),
+        (speed(101), speed(100), speed(99), "step", "not the limit"),
+        (speed(100), speed(100), speed(51, cores=2.0), "cores", "fewer threads"),
+        (speed(100), speed(100), speed(51), "order", "2.0 times as fast"),
+        (speed(400), speed(100), speed(80), "order", "prefetch()"),
+    ],
+)
+def test_who_waits_for_whom(loader: Speed, step: Speed, both: Speed, bound: str, words: str) -> None:
+    found = judge({"loader": loader, "step": step, "both": both})
+    assert found.bound == bound
+    assert words in f"{found.sentence} {found.next_step}"
+
+
+def test_the_job_has_the_pace_of_its_slowest_rank() -> None:
+    one = speed(100, second=0.8)
+    assert (one.images_per_second, one.slowest) == (80.0, 1)
+    lines = table({"loader": one, "step": speed(50), "both": speed(50)}).splitlines()
+    assert lines[1].split() == ["loader", "alone", "80.0", "0.2", "of", "2.0", "10%"]
+    assert lines[3].split() == ["both", "50.0", "0.2", "of", "2.0", "10%"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_command_and_the_ranks_know_the_same_mark() -> None:
+    assert INPUT_MARK == input_check.INPUT_MARK
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["input"], "give the command"),
+        (["input", "--seconds", "0", "--", "true"], "more than 0"),
+        (["inptu", "--", "true"], "did you mean input?"),
+        (["input", "-np", "1", "--", "true"], "hvd.watch_input(loader)"),
+    ],
+)
+def test_what_cannot_be_measured(line: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(line) == 2
+    assert words in capfd.readouterr().err

@@ -1,0 +1,71 @@
+"""`ringdance recipes`, and the presets that come with a recipe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringdance.cli import main
+from ringdance.recipes.resnet50 import presets
+
+
+def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    target = tmp_path / "job"
+    assert main(["recipes", "copy", "resnet50", str(target)]) == 0
+    names = sorted(one.name for one in target.iterdir())
+    package = Path(presets.__file__).parent
+    assert names == sorted(one.name for one in package.glob("*.py") if one.name != "__init__.py")
+    (target / "presets.py").write_text("# changed by hand\n")
+    capsys.readouterr()
+    assert main(["recipes", "copy", "resnet50", str(target)]) == 2
+    told = capsys.readouterr().err
+    assert "presets.py" in told
+    assert "--force" in told
+    assert (target / "presets.py").read_text() == "# changed by hand\n"
+    assert main(["recipes", "copy", "resnet50", str(target), "--force"]) == 0
+    assert (target / "presets.py").read_bytes() == (package / "presets.py").read_bytes()
+
+
+def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("")
+    assert main(["recipes", "copy", "resnet50", str(tmp_path / "file")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+def test_list_names_each_file_and_loads_no_framework():
+    code = "import sys; from ringdance.cli import main; main(['recipes', 'list']); " \
+           "assert not {'torch', 'tensorflow', 'keras'} & set(sys.modules)"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in ("train_torch.py", "train_keras.py", "presets.py"):
+        assert name in done.stdout
+
+
+def test_presets_say_where_they_are_from_and_are_complete(capsys: pytest.CaptureFixture[str]):
+    assert main(["recipes", "show", "resnet50", "--format", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == set(presets.PRESETS)
+    for name, one in presets.PRESETS.items():
+        assert one.source, name
+        assert one.expected, name
+        assert 0 <= one.warmup_epochs < one.epochs, name
+        assert one.optimizer in ("sgd", "lars"), name
+        assert (one.schedule == "step") == bool(one.milestones), name
+        if name.startswith("mlperf-"):
+            assert one.batch_size * one.devices == int(name.removeprefix("mlperf-")), name
+
+
+def test_the_rate_scales_with_the_batch():
+    assert presets.PRESETS["256"].rate == pytest.approx(3.2)
+    assert presets.PRESETS["256"].rate_for(256) == pytest.approx(0.1)
+    assert presets.PRESETS["8xV100"].rate_for(256) == pytest.approx(0.256)
+
+
+def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str]):
+    assert main(["recipes", "show", "resnet50", "--format", "markdown"]) == 0
+    page = Path(__file__).parents[2] / "docs" / "howto" / "recipes.md"
+    assert capsys.readouterr().out in page.read_text()

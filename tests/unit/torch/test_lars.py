@@ -1,0 +1,67 @@
+"""LARS of the PyTorch binding, beside NumPy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from lars_reference import step
+from torch import nn
+
+import ringdance.torch as hvd
+
+
+def test_it_computes_what_the_paper_says() -> None:
+    torch.manual_seed(3)
+    shapes = [(4, 3, 3, 3), (4,), (5, 4), (2, 2)]
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    with torch.no_grad():
+        parameters[3].zero_()  # no norm: not adapted
+    arrays = [one.detach().double().numpy().copy() for one in parameters]
+    velocities = [np.zeros_like(one) for one in arrays]
+    optimizer = hvd.LARS(parameters, lr=2.0, momentum=0.9, weight_decay=1e-2, eps=1e-6)
+    for number in range(4):
+        for one in parameters:
+            one.grad = torch.randn_like(one)
+        if number == 2:
+            parameters[2].grad.zero_()
+        optimizer.param_groups[0]["lr"] = rate = 2.0 / (number + 1)
+        gradients = [one.grad.double().numpy() for one in parameters]
+        step(arrays, gradients, velocities, rate, 0.9, 1e-2, 1e-3, 1e-6)
+        optimizer.step()
+        for one, array in zip(parameters, arrays, strict=True):
+            np.testing.assert_allclose(one.detach().numpy(), array, rtol=2e-5, atol=1e-7)
+    assert set(optimizer.state_dict()["state"][0]) == {"momentum_buffer"}
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    decays, others = hvd.parameter_groups(model, 0.1)
+    assert [list(one.shape) for one in decays["params"]] == [[4, 3, 3, 3], [2, 4]]
+    assert [list(one.shape) for one in others["params"]] == [[4], [4], [2]]
+    assert (decays["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    with pytest.raises(ValueError, match="momentum=-1"):
+        hvd.LARS(model.parameters(), momentum=-1)
+
+
+def test_it_trains_inside_the_distributed_optimizer() -> None:
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    data = torch.randn(64, 8)
+    target = data.sum(1, keepdim=True)
+    inner = hvd.LARS(hvd.parameter_groups(model, 1e-4), lr=1.0, trust_coefficient=0.02)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    first = None
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = ((model(data) - target) ** 2).mean()
+        first = first or loss.item()
+        loss.backward()
+        optimizer.step()
+    hvd.shutdown()
+    assert loss.item() < first / 10

@@ -1,0 +1,120 @@
+"""Loaders that `ringdance bench input` watches."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringdance.data.loader import Batch
+from ringdance.errors import ArgumentError
+from ringdance.training.input_check import INPUT_MARK, WatchedLoader, samples_of, watch_input
+
+
+@pytest.fixture(autouse=True)
+def _no_other_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WatchedLoader, "_measured", None)
+
+
+class Loader:
+    """Three batches of 4 samples, numbered; counts how many were drawn."""
+
+    batch_size = 4
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        for number in range(3):
+            self.drawn += 1
+            yield np.full((4, 2), number), np.zeros(4)
+
+
+def run(part: str, capfd: pytest.CaptureFixture[str]) -> tuple[Loader, list[int], dict[str, float]]:
+    loader = Loader()
+    watched = WatchedLoader(loader, part, 0.01)
+    seen: list[int] = []
+
+    def train() -> None:
+        while True:  # epochs
+            for images, _ in watched:
+                seen.append(int(images[0, 0]))
+                if len(seen) % 5 == 0:
+                    break
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 0
+    assert (len(watched), watched.batch_size) == (3, 4)
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith(INPUT_MARK))
+    (row,) = json.loads(line.removeprefix(INPUT_MARK))
+    return loader, seen, row
+
+
+def test_without_a_measurement_it_is_the_loader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Loader()
+    assert watch_input(loader) is loader
+    monkeypatch.setenv("RINGDANCE_INPUT_CHECK", "both")
+    assert isinstance(watch_input(loader), WatchedLoader)
+
+
+def test_the_loader_alone_yields_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    loader, seen, row = run("loader", capfd)
+    assert seen == []
+    assert 4 * loader.drawn > row["samples"] >= 12  # without the warm-up
+    assert row["samples"] % 4 == 0
+    assert row["seconds"] >= 0.01
+
+
+def test_the_step_alone_has_one_batch(capfd: pytest.CaptureFixture[str]) -> None:
+    loader, seen, row = run("step", capfd)
+    assert set(seen) == {0}
+    assert loader.drawn == len(seen) // 5 + 1  # each time that the script begins anew
+    assert row["samples"] < 4 * len(seen)
+
+
+def test_both_go_through_the_epochs(capfd: pytest.CaptureFixture[str]) -> None:
+    loader, seen, _ = run("both", capfd)
+    assert len(seen) >= 6
+    assert seen == ([0, 1, 2, 0, 1] * len(seen))[: len(seen)]
+    assert loader.drawn == len(seen)
+
+
+def test_short_batches_are_left_out() -> None:
+    batches = [Batch(np.zeros((n, 2, 2, 3)), None, None, 1.0, 0, 2 * n) for n in (4, 4, 3)]
+    watched = WatchedLoader(batches, "both", 100.0).batches()
+    seen = [next(watched).count for _ in range(6)]
+    assert seen == [8] * 6
+
+
+def test_only_the_first_loader_is_measured() -> None:
+    first, second = (WatchedLoader(Loader(), "both", 100.0) for _ in range(2))
+    next(iter(first))
+    assert len(list(second)) == 3
+
+
+def test_a_loader_without_batches_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="no batches"):
+        list(WatchedLoader([], "both", 1.0))
+
+
+def test_samples_of_all_kinds_of_batches() -> None:
+    images = np.zeros((5, 2, 2))
+    assert samples_of(Batch(images, None, None, 1.0, 5, 5)) == 5
+    assert samples_of((images, np.zeros(5))) == 5
+    assert samples_of([images, np.zeros(5)]) == 5
+    assert samples_of({"x": (images, 1), "y": 2}) == 5
+    assert samples_of(["a", "b", "c"]) == 3
+    assert samples_of(images) == 5
+    assert samples_of(7) == 1
+
+
+def test_batches_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.zeros(6, 2), torch.zeros(6))
+    assert samples_of(next(iter(WatchedLoader(torch.utils.data.DataLoader(data, 3), "both", 1.0)))) == 3
