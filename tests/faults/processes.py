@@ -139,3 +139,13 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float | None:
             return None
         time.sleep(0.01)
     return time.monotonic() - began
+
+
+def monitors_have_ended(seconds: float = 20.0) -> bool:
+    """Wait until there is no monitor on this host: on a busy one it still writes when its job has ended."""
+
+    def none() -> bool:
+        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        return "ringdance.monitor.main" not in found
+
+    return wait_until(none, seconds) is not None

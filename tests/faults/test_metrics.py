@@ -9,11 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import script
+from processes import monitors_have_ended, script
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from run import launcher
 
+WRITTEN = """
+def written():
+    while not os.path.exists({path!r}):  # on a busy host the monitor may still be starting
+        time.sleep(0.01)
+
+def killed():
+    written()
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), 9)
+"""
 LOOP = """
 import os, time
 import numpy as np, ringdance.numpy as hvd
@@ -37,14 +47,16 @@ def ringdance(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("event", ["pass", "hvd.rank() == 1 and os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("event", ["written()", "killed()"])
 def test_figures_of_all_ranks_are_in_the_output_directory(tmp_path: Path, event: str) -> None:
     options = ("--output-filename", str(tmp_path / "out"), "-x", "RINGDANCE_METRICS_INTERVAL=0.1")
-    done = ringdance(tmp_path, LOOP.format(event=event), 3, *options)
-    assert (done.returncode == 0) == (event == "pass"), done.stderr
+    path = str(tmp_path / "out" / "metrics-0.jsonl")
+    done = ringdance(tmp_path, WRITTEN.format(path=path) + LOOP.format(event=event), 3, *options)
+    assert (done.returncode == 0) == (event == "written()"), done.stderr
+    assert monitors_have_ended()
     assert "ringdance: 3 ranks" not in done.stderr  # too short a run for a summary
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics-0.jsonl").read_text().splitlines()]
-    steps = 30 if event == "pass" else 20
+    steps = 30 if event == "written()" else 20
     for rank in range(3):
         own = [row for row in rows if row["rank"] == rank]
         assert [row["steps"] for row in own] == sorted(row["steps"] for row in own)

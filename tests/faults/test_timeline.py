@@ -7,12 +7,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import script
+from processes import monitors_have_ended, script
 
 LOOP = """
 import os, time
@@ -36,17 +35,13 @@ def run(tmp_path: Path, text: str, ranks: int, timeline: str) -> subprocess.Comp
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environ)
 
 
-def monitors() -> list[str]:
-    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if "ringdance.monitor.main" in line]
-
-
 @pytest.mark.parametrize("event", ["pass", "hvd.rank() == 1 and os.kill(os.getpid(), 9)"])
 def test_all_ranks_are_in_the_file(tmp_path: Path, event: str) -> None:
     path = tmp_path / "timeline.json"
     done = run(tmp_path, LOOP.format(event=event), 3, str(path))
     steps = 20 if event == "pass" else 13
     assert (done.returncode == 0) == (event == "pass")
+    assert monitors_have_ended()
     found = events_of(path)
     names = {one["pid"]: one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]}
     ended = [(one["name"], names[one["pid"]], one["tid"]) for one in found if one["ph"] == "E"]
@@ -55,10 +50,14 @@ def test_all_ranks_are_in_the_file(tmp_path: Path, event: str) -> None:
         assert counts["NEGOTIATE_ALLREDUCE", "allreduce.large", rank] == steps
         assert counts["ALLREDUCE", "allreduce.large", rank] == steps
         assert steps - 1 <= counts["ALLGATHER", "allgather.rows", rank] <= steps
-    until = time.monotonic() + 5
-    while monitors() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not monitors()
+
+
+def test_what_is_left_to_write_when_a_job_is_killed_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    text = LOOP.replace("range(20)", "range(3000)").replace("1_000_000", "100").replace("12", "2000")
+    assert run(tmp_path, text.format(event="os.kill(os.getpid(), 9)"), 2, str(path)).returncode == 137
+    ended = [one["tid"] for one in events_of(path) if one["ph"] == "E" and one["name"] == "ALLREDUCE"]
+    assert min(collections.Counter(ended).values()) >= 2001
 
 
 def test_a_timeline_of_some_steps(tmp_path: Path) -> None:

@@ -234,6 +234,7 @@ class RingReader:
         words: the header, see ``Word``.
         labels: the names, or tuples of names, by number.
         lost: how many records were overwritten before they were read.
+        ended: set when the rank writes no more: a record that is not complete then never will be.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -244,6 +245,7 @@ class RingReader:
             raise ValueError("not a ring of this version")
         self.labels: list[Label] = []
         self.lost = 0
+        self.ended = False
         self._read_labels = _HEADER
         self._position = 0
 
@@ -291,15 +293,18 @@ class RingReader:
 
         See Note [Sequence numbers].
         """
-        self._leave_out(self.words[_WRITTEN])
-        first, end = self._position, self.words[_WRITTEN]
+        end = self.words[_WRITTEN]
+        if self.ended:  # killed threads may not have said what they wrote; ``records`` leaves out the rest
+            end += _WRITERS
+        self._leave_out(end)
+        first = self._position
         at, to = (first & MASK) * 40, (end & MASK) * 40
         slots = self._slots
         data = bytes(slots[at:to]) if at <= to else bytes(slots[at:]) + bytes(slots[:to])
         self._leave_out(self.words[_WRITTEN])  # overwritten meanwhile
         data = data[(self._position - first) * 40 :]
         first = self._position
-        for number in range(max(first, end - _WRITERS), end):
+        for number in range(max(first, end - _WRITERS), 0 if self.ended else end):
             if RECORD.unpack_from(data, (number - first) * 40)[-1] != number & _U32:
                 end = number  # another thread is still writing it
                 break

@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -66,7 +67,17 @@ class Monitor:
                 self._watch(descriptor, partial(self._selector.unregister, descriptor))
 
     def run(self) -> None:
-        """Serve until all ranks have left."""
+        """Serve until all ranks have left, then complete the files."""
+        # Its priority is that of one thread on Linux. What is left to do at the end has the usual one:
+        # the ranks are gone, and other programs may keep all cores busy.
+        serving = threading.Thread(target=self._serve_ranks)
+        serving.start()
+        serving.join()
+        self._stop(last=True)
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _serve_ranks(self) -> None:
         os.nice(19)
         if not self._alive:  # read by those who want metrics; requests for a timeline get an error
             os.write(2, b"ringdance: no metrics: the memory of the ranks cannot be opened by /proc/PID/fd\n")
@@ -74,6 +85,8 @@ class Monitor:
             busy = self._trace or self._sender or self._followers or self._ending
             self._step(_POLL_S if busy else min(_IDLE_S, self._interval))
             gone = [pid for pid, reader in self._alive.items() if reader.words[Word.CLOSED] or not lives(pid)]
+            for pid in gone:
+                self._alive[pid].ended = True
             self._take()
             if self._trace is not None:
                 self._trace.convert()
@@ -82,9 +95,6 @@ class Monitor:
                 self._metrics.leave(gone)
             for pid in gone:
                 del self._alive[pid]
-        self._stop(last=True)
-        if self._metrics is not None:
-            self._metrics.close()
 
     def _watch(self, descriptor: int, act: Callable[[], Any]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, act)

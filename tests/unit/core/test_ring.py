@@ -36,6 +36,21 @@ def test_what_is_written_is_read_in_order() -> None:
     assert list(reader.last(5)) == [first, second]
 
 
+def test_what_a_killed_thread_has_begun_hides_nothing() -> None:
+    """A record that it has not completed, and a count of records that another thread wrote before."""
+    ring = Ring()
+    reader = RingReader(ring.memory)
+    ring.add(Kind.STEP, a=1)
+    next(ring.numbers)
+    ring.add(Kind.STEP, a=2)
+    ring.add(Kind.STEP, a=3)
+    ring.words[Word.WRITTEN] -= 1
+    assert [record.values[0] for record in reader.read()] == [1]
+    reader.ended = True
+    assert [record.values[0] for record in reader.read()] == [2, 3]
+    assert list(reader.read()) == []
+
+
 def test_a_label_is_written_once_and_never_beyond_its_room() -> None:
     ring = Ring()
     assert ring.label("x") == ring.label("x") != ring.label("y")

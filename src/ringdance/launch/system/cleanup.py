@@ -29,7 +29,6 @@ from ..directories import host_directory
 from . import linux
 
 _SHM = "/dev/shm"
-_SPARED_S = 0.8  # for helpers that remove shared memory themselves
 _LIMIT_S = 4.0
 _INSPECT_S = 0.4
 _INSPECT_ALL_S = 1.5  # all processes of the host
@@ -135,7 +134,9 @@ class Cleanup:
         self._backup = 0  # pid
 
     def run(self, failed: bool = True) -> bool:
-        """Kill and remove; return whether nothing is left. Takes some tens of milliseconds, at most 4 s.
+        """Kill and remove; return whether nothing is left.
+
+        Takes some tens of milliseconds, at most 4 s; longer where a monitor completes the timeline's file.
 
         A job that has not `failed` may leave shared memory behind on purpose: then only what the processes
         that must be killed here have mapped is removed.
@@ -218,17 +219,16 @@ class Cleanup:
 
     def _end_processes(self) -> set[int]:
         """Kill until none is found twice in a row: a process may fork while the table is being read."""
-        began, quiet, left = time.monotonic(), 0, set[int]()
-        while quiet < 2 and time.monotonic() - began < _LIMIT_S:
+        began, quiet, left, limit = time.monotonic(), 0, set[int](), _LIMIT_S
+        while quiet < 2 and (passed := time.monotonic() - began) < limit:
             left = linux.job_processes(self._job, self._root) - {self._backup}
             self._mapped |= _used_by(left - self._inspected, _INSPECT_S)[0]
             self._inspected |= left
             self._pids |= left
-            # Helpers that unlink shared memory when their clients are dead get a moment to do so.
-            victims = {pid for pid in left if not linux.is_tracker(pid)}
-            if not victims and time.monotonic() - began > _SPARED_S:
-                victims = left
-                self._directories += _manager_directories(victims)
+            graces = {pid: linux.grace(pid) for pid in left}
+            limit = _LIMIT_S + max(graces.values(), default=0.0)
+            victims = {pid for pid, seconds in graces.items() if passed >= seconds}
+            self._directories += _manager_directories(pid for pid in victims if graces[pid])
             for pid in victims:
                 _kill(pid)
             quiet = 0 if left else quiet + 1

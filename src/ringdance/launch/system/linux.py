@@ -18,6 +18,7 @@ LINUX = sys.platform.startswith("linux")
 MARKER = "RINGDANCE_JOB"
 """Environment variable that every process of a job inherits; its value is the job's id."""
 
+_TRACKER_S, _MONITOR_S = 0.8, 10.0
 _JOB = re.compile(rb"(?:^|\0)" + MARKER.encode() + rb"=([0-9a-f]{8,})(?=\0|$)")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -159,10 +160,15 @@ def name_of(pid: int) -> str:
     return _read(f"/proc/{pid}/comm").decode(errors="replace").strip() or "a process"
 
 
-def is_tracker(pid: int) -> bool:
-    """Return whether a process is a helper that removes shared memory once its clients are dead."""
+def grace(pid: int) -> float:
+    """Return how many seconds a helper gets to end by itself once its job's ranks are dead; 0: no helper.
+
+    Some remove shared memory then; the monitor completes the timeline and the metrics.
+    """
     line = _read(f"/proc/{pid}/cmdline")
-    return b"multiprocessing.resource_tracker" in line or b"torch_shm_manager" in line
+    if b"ringdance.monitor.main" in line:
+        return _MONITOR_S
+    return _TRACKER_S if b"multiprocessing.resource_tracker" in line or b"torch_shm_manager" in line else 0.0
 
 
 def _open_files(pid: int) -> Iterator[tuple[str, str]]:
