@@ -52,6 +52,15 @@ def loader_sleeping() -> None:
     load()
 
 
+def evaluated_alone() -> None:
+    def evaluate_all() -> None:
+        while True:
+            np.sort(np.random.random(10_000))  # evaluated_alone
+
+    begin()
+    evaluate_all()
+
+
 def stopped() -> None:
     begin()
     os.kill(os.getpid(), signal.SIGSTOP)  # stopped

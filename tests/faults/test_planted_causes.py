@@ -59,6 +59,10 @@ RUN = ("ringdance run",)
 FAILURE = rf"first failure: {WHO}"
 CAUSES = {
     "loader_sleeping": Planted((LATE, f"sleeps, at {AT}"), "load"),
+    "evaluated_alone": Planted(
+        (LATE, f"computes, at {AT}", r"rank 1 alone does this \(evaluate_all\)", "pause_stall_check"),
+        "evaluate_all",
+    ),
     "stopped": Planted((f"No answer from {WHO}", r"is stopped \(SIGSTOP", AT, "kill -CONT"), "stopped"),
     "infinite_loop": Planted((LATE, f"computes, at {AT}"), "infinite_loop"),
     "lock_held_in_c": Planted(

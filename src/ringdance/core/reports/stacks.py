@@ -28,6 +28,9 @@ _BY_MODULE = (
     ("torch._inductor", "compiles"),
     ("torch._dynamo.convert_frame", "compiles"),
     ("jax._src.compiler", "compiles"),
+    ("torch.serialization", "saves or loads a model"),
+    ("keras.src.saving", "saves or loads a model"),
+    ("tensorflow.python.saved_model", "saves or loads a model"),
     ("torch.utils.data.dataloader", "waits for its data loader"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ __all__ = ["Stall", "pending_names", "stall_message"]
 
 _MOST_NAMES = 6
 _MOST_THREADS = 3
+# What often one rank does alone, by the names of its functions or by what its thread does.
+_ALONE = re.compile(r"eval|valid|checkpoint|save|export|predict|score", re.IGNORECASE)
 _IN_FILE = ("pending", "waiting", "joined", "after", "threads")
 
 
@@ -117,9 +120,10 @@ def stall_message(stall: Stall) -> str:
     if stall.missing:
         if stall.culprits == [stall.rank]:
             parts.append(f"Only rank {stall.rank} has submitted '{stall.name}'.")
-        parts.append("All ranks must make the same calls.")
+        alone = _alone(stall, own)
+        parts.append(alone or "All ranks must make the same calls.")
         # Ranks that have no more batches can join, which helps with the reductions of all ranks.
-        if stall.set_id == 0 and "allreduce." in stall.name:
+        if not alone and stall.set_id == 0 and "allreduce." in stall.name:
             parts.append(OUT_OF_DATA)
     elif stall.unstarted:
         parts.append("A rank takes part in the exchange once it waits for a result.")
@@ -155,6 +159,24 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
     if what := stall.pauses.get(rank):
         doing = f"it is in what it has marked as '{what}'; {doing}"
     return f"{doing}; {_locations(status, own)}"
+
+
+def _alone(stall: Stall, own: set[str]) -> str:
+    """Return what to do about work that one rank does while the others wait; "" if it is nothing such."""
+    rank, *more = stall.missing
+    status = stall.answers[rank]
+    if more or stall.culprits != [rank] or status["joined"] or status["pending"] or status["waiting"]:
+        return ""
+    thread = status["threads"][0]
+    functions = [frame.rpartition(" in ")[2] for frame in thread["frames"] if frame not in own]
+    for text in (*functions, thread.get("doing", "")):
+        if _ALONE.search(text):
+            return (
+                f"The others wait while rank {rank} alone does this ({text}): divide it among all ranks, or "
+                "do it in the background, as hvd.Checkpoints writes files. If the others are to wait: "
+                f"with hvd.pause_stall_check('{text}')."
+            )
+    return ""
 
 
 def _exchange(stall: Stall, own: set[str]) -> str:
