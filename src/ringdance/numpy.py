@@ -23,18 +23,21 @@ from ringdance.training.collectives import Call, movement, reduction
 from ringdance.training.exports import *
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.image_loader import image_loader
+from ringdance.training.pipe_loader import pipe_loader
 from ringdance.training.process_sets import set_id
 from ringdance.training.sharding import Shard, shard
+from ringdance.training.table_loader import table_loader
 
 __all__ = [
-    "Adasum", "Average", "CheckpointError", "Checkpoints", "CollectiveError", "Max", "Min", "ProcessSet",
-    "Product", "Schedule", "Shard", "Sum", "TopK", "add_process_set", "allgather", "allgather_object",
-    "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object", "ccl_built", "cross_rank",
-    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
-    "image_loader", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
-    "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "pause_stall_check", "poll", "rank", "reducescatter", "remove_process_set", "rocm_built", "shard",
-    "shutdown", "size", "start_timeline", "stop_timeline", "synchronize", "watch_input",
+    "Adasum", "Average", "BinaryScores", "CheckpointError", "Checkpoints", "CollectiveError",
+    "EmbeddingTable", "Max", "Min", "ProcessSet", "Product", "Schedule", "Shard", "Sum", "TopK",
+    "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
+    "broadcast_object", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "global_process_set", "gloo_built", "gloo_enabled", "image_loader", "init", "is_homogeneous",
+    "is_initialized", "join", "local_rank", "local_size", "mark_step", "metrics", "mpi_built",
+    "mpi_enabled", "mpi_threads_supported", "nccl_built", "pause_stall_check", "pipe_loader", "poll", "rank",
+    "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size", "start_timeline",
+    "stop_timeline", "synchronize", "table_loader", "watch_input",
 ]
 
 Array = np.ndarray[Any, Any]

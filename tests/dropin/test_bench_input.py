@@ -50,7 +50,7 @@ def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: P
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    speeds = {part: found[part]["images_per_second"] for part in ("loader", "step", "both")}
+    speeds = {part: found[part]["samples_per_second"] for part in ("loader", "step", "both")}
     assert min(speeds["loader"], speeds["step"]) == speeds[bound]
     assert speeds["both"] > 0
     # On a busy machine it says that cores are short; tests/unit/observe/test_bench.py has the conclusions.
@@ -80,7 +80,7 @@ def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path, framework:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert all(found[part]["images_per_second"] > 0 for part in ("loader", "step", "both"))
+    assert all(found[part]["samples_per_second"] > 0 for part in ("loader", "step", "both"))
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
+from ringdance.data import planted
+
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("simplejpeg")
 
@@ -102,3 +104,34 @@ def test_a_second_run_at_the_same_time_is_refused(source, tmp_path):
     assert second.returncode == 2
     assert "another `ringdance data prepare` is writing to" in second.stderr
     assert job.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_click_logs_resumed_after_kill_9_in_both_passes(tmp_path):
+    pytest.importorskip("pyarrow")
+    source, whole, destination = tmp_path / "train.txt", tmp_path / "whole", tmp_path / "dst"
+    source.write_bytes(b"".join(part.lines() for part in planted(40_000)))
+    start = [sys.executable, "-m", "ringdance", "data", "prepare", "criteo", str(source)]
+    options = ["--chunk", "1", "--shards", "24", "--format", "libsvm", "-np"]
+    subprocess.run([*start, str(whole), *options, "1"], check=True, timeout=60)
+    for pattern, victim in ((".prepare/unit.*", "launcher"), ("train-*", "worker")):
+        with open(tmp_path / "output", "wb") as output:
+            job = subprocess.Popen([*start, str(destination), *options, "2"], stdout=output, stderr=output)
+        deadline = time.monotonic() + 60
+        while len(list(destination.glob(pattern))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        workers = [one for one in family if "ringdance.data.prepare.shuffle" in one.cmdline()[:4]]
+        assert len(workers) == 2
+        (workers[1] if victim == "worker" else family[0]).send_signal(signal.SIGKILL)
+        assert job.wait(60)
+        psutil.wait_procs(family, timeout=30)
+        done = list(destination.glob(pattern))
+        assert len(done) < 24
+        assert not (destination / "train.json").exists()
+        times = {path: path.stat().st_mtime_ns for path in done}
+    subprocess.run([*start, str(destination), *options, "1"], check=True, timeout=60)
+    again = [path for path in times if path.stat().st_mtime_ns != times[path]]
+    assert len(again) <= 2  # complete, but that was not noted yet
+    assert files(destination) == files(whole)
+    assert sorted(path.name for path in (destination / ".prepare").iterdir()) == ["criteo.json", "lock"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ringdance.numpy as hvd
+from ringdance.errors import ArgumentError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -19,6 +20,35 @@ def test_counts_of_all_ranks_are_exact() -> None:
         metric.add(np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), [0, 0, 0])
     total = 3 * sum(range(SIZE))
     assert metric.result() == {"count": total, "top1": (2 * total / 3) / max(total, 1)}
+
+
+@pytest.mark.parametrize("digits", [1, 3, 17])
+def test_the_area_under_the_curve_is_that_of_all_samples(digits: int) -> None:
+    """Against scikit-learn; with many ties, and a rank without samples."""
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    random = np.random.default_rng(3)
+    scores = np.round(random.random(5_000), digits)
+    labels = (random.random(5_000) < scores).astype(np.float32)
+    metric = hvd.BinaryScores()
+    owner = random.integers(0, max(SIZE - 1, 1), 5_000)  # the last rank has none
+    for part in np.array_split(np.flatnonzero(owner == RANK), 3):
+        metric.add(scores[part], labels[part])
+    found = metric.result()
+    assert found["auc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert found["logloss"] == pytest.approx(log_loss(labels, np.clip(scores, 1e-15, 1)), rel=1e-9)
+    assert found["calibration"] == pytest.approx(scores.sum() / labels.sum(), rel=1e-12)
+    assert (found["count"], found["positives"]) == (5_000, int(labels.sum()))
+
+
+def test_scores_that_are_no_probabilities_are_an_error_on_all_ranks() -> None:
+    metric = hvd.BinaryScores()
+    assert np.isnan(metric.result()["auc"])
+    metric.add([np.nan if RANK == SIZE - 1 else 0.5, 0.25], [1, 0])
+    with pytest.raises(ArgumentError, match=rf"not between 0 and 1: 1 of rank {SIZE - 1}\."):
+        metric.result()
+    with pytest.raises(ArgumentError, match=r"labels such as \[2\]"):
+        metric.add([0.5], [2])
 
 
 def test_rank_zero_writes_and_all_read(tmp_path: Path) -> None:

@@ -197,3 +197,33 @@ def test_loaders_are_compared_on_a_directory_of_photographs(tmp_path: Path) -> N
     assert "ringdance, tars" in done.stdout
     found = json.loads((tmp_path / "result.json").read_text())["images/s, CPU ms/image"]
     assert all(speed > 0 for runs in found.values() for speed, _ in runs["1"])
+
+
+def test_formats_of_tables_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    names = [f"{form}: ringdance" for form in ("rows", "CSV")]
+    words = ["--rows", "3000", "--rounds", "1", "--seconds", "0.1", "--json", str(tmp_path / "result.json")]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "table_formats.py", "--only", *names, *words],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert all(speed > 0 for name in names for run in found["rows/s, rows/CPU s"][name] for speed in run)
+    assert found["bytes"]["rows: ringdance"] == pytest.approx(4 + 39 * 8, abs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(450)
+def test_parts_of_a_pipeline_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    words = ["--rows", "3000", "--rounds", "1", "--seconds", "0.1", "--json", str(tmp_path / "result.json")]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "table_pipeline.py", *words],
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "+ cache before shuffle" in done.stdout
+    found = json.loads((tmp_path / "result.json").read_text())
+    parts = found["rows/s alone, with the step, share of waiting"]
+    assert all(run[0] > 0 for runs in parts.values() for run in runs)

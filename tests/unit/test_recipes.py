@@ -45,6 +45,22 @@ def test_list_names_each_file_and_loads_no_framework():
         assert name in done.stdout
 
 
+def test_a_script_runs_without_a_copy_with_its_own_arguments():
+    run = [sys.executable, "-m", "ringdance", "recipes", "run"]
+    given = subprocess.run([*run, "deepfm/compare", "--help"], capture_output=True, text=True, timeout=60)
+    assert given.returncode == 0, given.stderr
+    assert "--strategies" in given.stdout
+    wrong = subprocess.run([*run, "deepfm/compere"], capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2
+    assert "deepfm/compare" in wrong.stderr
+
+
+def test_a_recipe_without_presets_shows_its_manuals(capsys: pytest.CaptureFixture[str]):
+    assert main(["recipes", "show", "deepfm"]) == 0
+    assert "parameter_server" in capsys.readouterr().out
+    assert main(["recipes", "show", "deepfm", "--format", "json"]) == 2
+
+
 def test_presets_say_where_they_are_from_and_are_complete(capsys: pytest.CaptureFixture[str]):
     assert main(["recipes", "show", "resnet50", "--format", "json"]) == 0
     shown = json.loads(capsys.readouterr().out)

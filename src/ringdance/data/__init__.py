@@ -1,7 +1,11 @@
-"""Data sets of images in shards: prepare them, look at them, read them. No framework is imported."""
+"""Data sets of images and tables of click logs: prepare and read them. No framework is imported."""
 
 from ringdance.data.dataset import Dataset
 from ringdance.data.loader import Batch, Loader, Synthetic, SyntheticLoader
+from ringdance.data.tables import Table, TableBatch, TableLoader, planted
 from ringdance.data.writing import write
 
-__all__ = ["Batch", "Dataset", "Loader", "Synthetic", "SyntheticLoader", "write"]
+__all__ = [
+    "Batch", "Dataset", "Loader", "Synthetic", "SyntheticLoader", "Table", "TableBatch", "TableLoader",
+    "planted", "write",
+]

@@ -13,8 +13,8 @@ from ringdance.errors import ArgumentError
 
 
 @cache
-def needed(module: str) -> ModuleType:
-    """Import a module of the extra ``data``.
+def needed(module: str, extra: str = "data") -> ModuleType:
+    """Import a module of an extra.
 
     Raises:
         ArgumentError: it is not installed.
@@ -22,7 +22,7 @@ def needed(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ArgumentError(f"{error}: needed for images; pip install 'ringdance[data]'") from None
+        raise ArgumentError(f"{error}: pip install 'ringdance[{extra}]'") from None
 
 
 def crc32c(data: bytes) -> int:

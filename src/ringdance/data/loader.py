@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ringdance.data.batches import Batches
 from ringdance.data.order import Draws, Indices, Plan, check_positive
 from ringdance.errors import ArgumentError
 
@@ -54,54 +55,20 @@ class Source(Protocol):
     def read(self, number: int) -> bytes: ...
 
 
-class Batches:
-    """What loaders share: the plan of the epochs, and a conversion of batches for a framework.
+class ImageBatches(Batches):
+    """What loaders of images share.
 
     Attributes:
-        plan: which samples come in which batch.
         image_size: height and width, in pixels.
-        convert: what makes of a ``Batch`` of NumPy arrays what is yielded.
     """
 
     def __init__(self, plan: Plan, image_size: int) -> None:
         check_positive(image_size=image_size)
-        self.plan = plan
+        super().__init__(plan)
         self.image_size = image_size
-        self.convert: Callable[[Batch], Any] = lambda batch: batch
-
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch of the next iteration, and after how many samples of its order it begins.
-
-        Args:
-            epoch: its number, from 0.
-            position: the ``position`` of the last batch that was consumed, with any number of ranks.
-
-        Raises:
-            ArgumentError: the epoch has fewer samples.
-        """
-        self.plan.set_epoch(epoch, position)
-
-    def position_after(self, batches: int) -> int:
-        """Return the ``position`` of the batch after which so many have come since ``set_epoch``."""
-        return self.plan.position_after(batches)
-
-    def __len__(self) -> int:
-        """Return the number of batches left in the epoch, equal on all ranks."""
-        return len(self.plan)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the rest of the epoch; threads end with it, also if it is left early."""
-        return map(self.convert, self.batches())
-
-    def batches(self) -> Iterator[Batch]:
-        """Yield the batches of the rest of the epoch as NumPy arrays."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End the threads of iterations that are still under way."""
 
 
-class Loader(Batches):
+class Loader(ImageBatches):
     """Decoded batches of a data set, the rest of an epoch at each iteration.
 
     Args:
@@ -187,7 +154,7 @@ class Synthetic:
         return self.samples
 
 
-class SyntheticLoader(Batches):
+class SyntheticLoader(ImageBatches):
     """Batches with the interface of ``Loader`` and no data set: to try a training and its speed.
 
     The images are one batch of random pixels, the same memory each time; samples, weights and positions are

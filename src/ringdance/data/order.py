@@ -41,16 +41,19 @@ class Plan:
         shuffle: another order in each epoch.
         seed: of the order.
         rank, size: of the job.
+        block: samples that stay together, in their order, where they are shuffled.
     """
 
-    def __init__(self, length: int, batch_size: int, shuffle: bool, seed: int, rank: int, size: int) -> None:
+    def __init__(
+        self, length: int, batch_size: int, shuffle: bool, seed: int, rank: int, size: int, block: int = 1
+    ) -> None:
         check_positive(length=length, batch_size=batch_size, size=size)
         if not 0 <= rank < size:
             raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
         if not 0 <= seed < _SEEDS:
             raise ArgumentError(f"seed={seed}: give an integer from 0 to 2**32 - 1.")
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.block = rank, size, block
         self.epoch = self.position = 0
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
@@ -85,12 +88,29 @@ class Plan:
 
         A rank that would get none gets the first sample of the global batch, with weight 0.
         """
-        order = permutation(self.length, self.seed, self.epoch) if self.shuffle else np.arange(self.length)
-        for begin in range(self.position, self.length, self.batch_size * self.size):
-            whole = order[begin : begin + self.batch_size * self.size]
-            start, stop = block(len(whole), self.rank, self.size)
-            mine = whole[start:stop] if stop > start else whole[:1]
-            yield mine, (stop - start) * self.size / len(whole), begin + len(whole), len(whole)
+        blocks = -(-self.length // self.block)
+        order = permutation(blocks, self.seed, self.epoch) if self.shuffle else np.arange(blocks)
+        rows = order if self.block == 1 else _Blocks(order, self.block, self.length)
+        whole = self.batch_size * self.size
+        for begin in range(self.position, self.length, whole):
+            count = min(whole, self.length - begin)
+            start, stop = block(count, self.rank, self.size)
+            mine = rows[begin + start : begin + stop] if stop > start else rows[begin : begin + 1]
+            yield mine, (stop - start) * self.size / count, begin + count, count
+
+
+class _Blocks:
+    """The order of samples by the order of their blocks, which takes memory for the blocks only."""
+
+    def __init__(self, order: Indices, block: int, length: int) -> None:
+        sizes = np.minimum(block, length - order * block)
+        self._ends = np.cumsum(sizes)  # in the order
+        self._shift = order * block - (self._ends - sizes)
+
+    def __getitem__(self, part: slice) -> Indices:
+        at = np.arange(part.start, part.stop)
+        found: Indices = self._shift[np.searchsorted(self._ends, at, "right")] + at
+        return found
 
 
 def check_positive(**counts: int) -> None:

@@ -69,8 +69,13 @@ def _entry(name: str, value: Value) -> bytes:
     return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
 
 
+def delimiter(field: int, size: int) -> bytes:
+    """Return what is before the bytes of a field with so many of them."""
+    return bytes((field << 3 | _BYTES,)) + _varint(size)
+
+
 def _delimited(field: int, data: bytes) -> bytes:
-    return bytes((field << 3 | _BYTES,)) + _varint(len(data)) + data
+    return delimiter(field, len(data)) + data
 
 
 def _varint(value: int) -> bytes:
@@ -91,6 +96,13 @@ def write(shard: ShardWriter, sample: Sample) -> int:
     shard.write(sample.image)
     shard.write(_CRC.pack(masked(crc32c_extend(crc32c(head), sample.image))))
     return offset
+
+
+def framed(data: bytes) -> bytes:
+    """Return data as a record."""
+    length = _LENGTH.pack(len(data))
+    head, tail = masked(crc32c(length)), masked(crc32c(data))
+    return length + _CRC.pack(head) + data + _CRC.pack(tail)
 
 
 def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:

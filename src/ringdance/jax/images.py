@@ -1,4 +1,4 @@
-"""Batches of images as arrays of JAX."""
+"""ImageBatches of images as arrays of JAX."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from ringdance.data.loader import Batch, Batches
+from ringdance.data.loader import Batch, ImageBatches
 from ringdance.training.image_loader import make_loader
 from ringdance.training.input_check import watch_training
 
 __all__ = ["image_loader"]
 
 
-def image_loader(dataset: Any, batch_size: int, *, device: Any = None, **options: Any) -> Batches:
+def image_loader(dataset: Any, batch_size: int, *, device: Any = None, **options: Any) -> ImageBatches:
     """Return a loader of this rank's part of each batch, as arrays of JAX.
 
     A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest of
@@ -35,5 +35,4 @@ def image_loader(dataset: Any, batch_size: int, *, device: Any = None, **options
         return replace(batch, images=images, labels=labels)
 
     loader.convert = convert
-    watched: Batches = watch_training(loader)
-    return watched
+    return watch_training(loader)

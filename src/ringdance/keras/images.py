@@ -2,124 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from ringdance.data.loader import Batch, Batches
-from ringdance.errors import ArgumentError
-from ringdance.keras.library import KERAS2, keras
+from ringdance.data.loader import Batch
+from ringdance.keras.batches import BatchSequence
 from ringdance.training.image_loader import make_loader
-from ringdance.training.input_check import WatchedLoader, watch_training
 
 __all__ = ["image_loader"]
 
-_Sequence: Any = keras.utils.Sequence if KERAS2 else keras.utils.PyDataset
 
+class ImageLoader(BatchSequence):
+    """What ``image_loader`` returns: images (n, size, size, 3) uint8, labels (n,) int64, and weights."""
 
-class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets the loader's epoch to that of ``fit``; the first one keeps its position."""
-
-    def __init__(self, loader: Batches) -> None:
-        super().__init__()
-        self._loader = loader
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if epoch != self._loader.plan.epoch:
-            self._loader.set_epoch(epoch)
-        steps = self.params.get("steps")
-        if steps != len(self._loader):  # Keras asks once, at the start of fit
-            raise ArgumentError(
-                f"fit() counts on {steps} batches in each epoch; epoch {epoch} has {len(self._loader)} left. "
-                "Finish an epoch that begins in its middle in a fit() of its own, with "
-                "epochs=initial_epoch + 1, and do not give steps_per_epoch."
-            )
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._loader.set_epoch(epoch + 1)
-
-
-class _Measurement(_Epochs):
-    """For ``ringdance bench input``: ``fit`` may read the loader in a thread; steps end in the main one."""
-
-    steps = 1 << 30  # of the only epoch
-
-    def __init__(self, loader: Batches, watched: WatchedLoader) -> None:
-        super().__init__(loader)
-        self._watched = watched
-        self._sizes: deque[int] = deque()  # of the batches that were read, and not yet trained with
-
-    def batches(self) -> Iterator[Batch]:
-        """Yield batches without an end."""
-        self._sizes.clear()
-        for batch in self._watched.drawn():
-            self._sizes.append(len(batch.labels))
-            yield batch
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self._watched.part == "loader":
-            for _ in self._watched:  # until it ends the script
-                pass
-        self._watched.begin()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._watched.count(self._sizes.popleft())
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        pass
-
-
-class ImageLoader(_Sequence):  # type: ignore[misc]
-    """What ``image_loader`` returns: a ``keras.utils.PyDataset`` that is read in its order.
-
-    Attributes:
-        loader: yields the same as ``ringdance.data.Batch``.
-        callback: for ``fit``, so that each epoch has its own order.
-    """
-
-    def __init__(self, loader: Batches) -> None:
-        super().__init__()
-        watched = watch_training(loader)
-        self.loader: Batches = watched  # the same, but for `ringdance bench input`
-        self._measurement = _Measurement(loader, watched) if isinstance(watched, WatchedLoader) else None
-        self.callback = self._measurement or _Epochs(loader)
-        self._batches: Iterator[Batch] = iter(())
-        self._next = 0
-
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Choose the epoch, and after how many samples of its order to begin: before ``fit``."""
-        self.loader.set_epoch(epoch, position)
-
-    def position_after(self, batches: int) -> int:
-        """Return the position after so many batches of the epoch: that of a checkpoint."""
-        return self.loader.position_after(batches)
-
-    def __len__(self) -> int:
-        return self._measurement.steps if self._measurement else len(self.loader)
-
-    def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
-        """Return images (n, size, size, 3) uint8, labels (n,) int64, and weights (n,) float32.
-
-        Raises:
-            ArgumentError: it is not the batch after the last one, nor the first.
-        """
-        if index == 0:
-            self.close()
-            self._batches, self._next = (self._measurement or self.loader).batches(), 0
-        if index != self._next:
-            raise ArgumentError(
-                f"Batch {index} was asked for, and {self._next} is the next: pass shuffle=False to fit(); "
-                "the loader shuffles."
-            )
-        self._next += 1
-        batch = next(self._batches)
-        return batch.images, batch.labels, np.full(len(batch.labels), batch.weight, np.float32)
-
-    def close(self) -> None:
-        """End the threads that decode."""
-        self.loader.close()
+    def inputs(self, batch: Batch) -> Any:
+        """Return the images."""
+        return batch.images
 
 
 def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageLoader:

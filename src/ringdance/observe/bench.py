@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
@@ -23,6 +24,10 @@ __all__ = ["main"]
 
 INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
+_LESS = {
+    "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",
+    "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
+}
 _WORTH = 0.1  # share of the speed below which nothing is worth changing
 _BUSY = 0.85  # share of the cores' time from which on they are busy
 _TAIL = 30  # lines of a failed run that are shown
@@ -30,7 +35,7 @@ _TAIL = 30  # lines of a failed run that are shown
 _INPUT = """\
 Three runs, each until it has measured for --seconds: the loader alone (its batches are drawn and dropped),
 the step alone (with one batch again and again), and both. The script needs no change if its loader is
-hvd.image_loader(...); any other one is wrapped once:
+hvd.image_loader(...) or hvd.table_loader(...); any other one is wrapped once:
 
   loader = hvd.watch_input(DataLoader(data, batch_size=32))     a tf.data pipeline alike
 
@@ -50,7 +55,8 @@ class Speed:
     """What a run measured.
 
     Attributes:
-        images_per_second: of all ranks, at the pace of the slowest.
+        unit: what the loader gives: images, rows or samples.
+        samples_per_second: of all ranks, at the pace of the slowest.
         slowest: the slowest rank.
         behind: share by which it is behind the mean rank.
         cores: that a rank uses, with its loader's processes.
@@ -58,7 +64,8 @@ class Speed:
         host_busy: share of the hosts' processor time that is used, by whatever runs there.
     """
 
-    images_per_second: float
+    unit: str
+    samples_per_second: float
     slowest: int
     behind: float
     cores: float
@@ -71,13 +78,13 @@ class Speed:
         return self.host_busy >= _BUSY or self.cores >= _BUSY * self.usable
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, float]]) -> Speed:
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
         """Sum up the figures of all ranks."""
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
         names = ("cores", "usable", "host_busy")
         return cls(
-            least * len(rows), speeds.index(least), 1 - least / mean,
+            str(rows[0]["unit"]), least * len(rows), speeds.index(least), 1 - least / mean,
             *(fmean(row[name] for row in rows) for name in names),
         )  # fmt: skip
 
@@ -99,12 +106,13 @@ class Verdict:
 
 def judge(speeds: Mapping[str, Speed]) -> Verdict:
     """Return which waits for which, by the three speeds."""
-    loader, step, both = (speeds[part].images_per_second for part in PARTS)
+    loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
+    pace, less = f"{alone.unit}/s", _LESS.get(alone.unit, _LESS["images"])
     if both >= step * (1 - _WORTH):
         return Verdict(
             "step",
-            f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} images/s; "
+            f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}; "
             f"the loader can give {loader:,.1f}, {loader / step:.1f} times as many.",
             "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
             "shows what limits it), or leave the input as it is.",
@@ -112,7 +120,7 @@ def judge(speeds: Mapping[str, Speed]) -> Verdict:
     if loader < step * (1 - _WORTH) and both >= loader * 0.7:
         sentence = (
             f"The step waits for the loader, {1 - both / step:.0%} of the time: the loader gives "
-            f"{loader:,.1f} images/s, the step could take {step:,.1f}. With a loader that keeps up, training "
+            f"{loader:,.1f} {pace}, the step could take {step:,.1f}. With a loader that keeps up, training "
             f"is {gain:.1f} times as fast."
         )
         used = f"each rank uses {alone.cores:.1f} of {alone.usable:.1f} cores, all processes of a host "
@@ -120,43 +128,43 @@ def judge(speeds: Mapping[str, Speed]) -> Verdict:
         if alone.is_busy:
             return Verdict(
                 "loader", sentence,
-                f"Loading alone keeps the cores busy ({used}): prepare smaller images (`ringdance data "
-                "prepare ... --resize 256`), or use machines with more cores for each rank.",
+                f"Loading alone keeps the cores busy ({used}): {less}, or use machines with more cores "
+                "for each rank.",
             )  # fmt: skip
         slow = ""
         if alone.behind > 0.1:
             slow = f" Look at rank {alone.slowest} first: it is {alone.behind:.0%} behind the mean."
         return Verdict(
             "loader", sentence,
-            f"Loading alone leaves cores idle ({used}): use more threads (threads= of hvd.image_loader, "
+            f"Loading alone leaves cores idle ({used}): use more threads (threads= of Ringdance's loaders, "
             "num_workers= of a DataLoader). If that does not help, the disk is the limit: copy the data to a "
-            f"local one (`ringdance hosts copy`), or prepare smaller images (--resize 256).{slow}",
+            f"local one (`ringdance hosts copy`), or {less}.{slow}",
         )  # fmt: skip
     if not speeds["both"].is_busy and loader > both:
         return Verdict(
             "order",
             f"Loader and step take turns, though there are idle cores: alone they reach {loader:,.1f} and "
-            f"{step:,.1f} images/s, together {both:,.1f}. With batches prepared ahead, training is "
+            f"{step:,.1f} {pace}, together {both:,.1f}. With batches prepared ahead, training is "
             f"{min(loader, step) / both:.1f} times as fast.",
-            "Let the loader work ahead, in threads or processes: hvd.image_loader does, a DataLoader with "
+            "Let the loader work ahead, in threads or processes: Ringdance's loaders do, a DataLoader with "
             "num_workers=1 or more, a tf.data pipeline that ends with prefetch().",
         )
     return Verdict(
         "cores",
         f"Loader and step take the cores from each other: alone they reach {loader:,.1f} and {step:,.1f} "
-        f"images/s, together {both:,.1f}. Without the loader's work, training is {gain:.1f} times as fast.",
-        "Less work for the loader: smaller images (`ringdance data prepare ... --resize 256`); or more cores "
-        "for each rank. Try fewer threads of the loader too (threads=, num_workers=).",
+        f"{pace}, together {both:,.1f}. Without the loader's work, training is {gain:.1f} times as fast.",
+        f"Less work for the loader: {less}; or more cores for each rank. Try fewer threads of the loader too "
+        "(threads=, num_workers=).",
     )
 
 
 def table(speeds: Mapping[str, Speed]) -> str:
     """Return the speeds as lines of text."""
-    lines = [f"{'':14}{'images/s':>10}{'cores per rank':>18}{'hosts busy':>12}"]
+    lines = [f"{'':14}{speeds['loader'].unit + '/s':>14}{'cores per rank':>18}{'hosts busy':>12}"]
     for part, title in PARTS.items():
         one = speeds[part]
         cores = f"{one.cores:.1f} of {one.usable:.1f}"
-        lines.append(f"{title:14}{one.images_per_second:>10,.1f}{cores:>18}{one.host_busy:>12.0%}")
+        lines.append(f"{title:14}{one.samples_per_second:>14,.1f}{cores:>18}{one.host_busy:>12.0%}")
     return "\n".join(lines)
 
 
@@ -188,7 +196,7 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
             last.append(text)
     if found is None or process.returncode:
         why = f"failed with exit code {process.returncode}" if process.returncode else (
-            "ended before it had measured. Is its loader hvd.image_loader(...) or wrapped by "
+            "ended before it had measured. Is its loader one of Ringdance's or wrapped by "
             "hvd.watch_input(loader), and does it iterate it in its main thread?"
         )  # fmt: skip
         shown = "".join(last) or "(none)\n"

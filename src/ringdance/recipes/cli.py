@@ -6,7 +6,9 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,15 +18,26 @@ from ringdance.launch.spec import CommandError
 from ringdance.recipes.resnet50.presets import PRESETS, Preset
 from ringdance.subcommands import Subcommand
 
-_DESCRIPTION = "List, show and copy training jobs that come with Ringdance."
+_DESCRIPTION = "List, show, copy and run training jobs that come with Ringdance."
 _EPILOG = """\
 examples:
   ringdance recipes list
   ringdance recipes show resnet50                  its presets: hyper-parameters, sources, published results
   ringdance recipes copy resnet50 job              train_torch.py, train_keras.py, presets.py into ./job
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
+  ringdance recipes run deepfm/compare --help      a script of a recipe, without a copy
 """
-_RECIPES = ("resnet50",)
+_RUN_EPILOG = """\
+examples:
+  ringdance recipes run deepfm/compare /data/clicks --strategies ringdance,single,ddp -np 2
+  ringdance recipes run resnet50/train_torch --preset laptop --synthetic --steps 20
+  ringdance run -np 2 ringdance recipes run resnet50/train_torch --preset laptop --synthetic --steps 20
+"""
+# Each recipe, and the command that tries a copy of it.
+_RECIPES = {
+    "resnet50": "ringdance run -np 2 python {}/train_torch.py --preset laptop --synthetic --steps 20",
+    "deepfm": "ringdance run -np 2 python {}/train_torch.py --help",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +70,12 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    if arguments.format == "json":
+    if arguments.recipe != "resnet50":
+        if arguments.format != "text":
+            raise CommandError(f"{arguments.recipe} has no presets: only --format text shows it.")
+        manuals = ((one, ast.get_docstring(ast.parse(one.read_text()))) for one in _files(arguments.recipe))
+        print("\n\n".join(f"{one.name}\n\n{textwrap.indent(text or '', '  ')}" for one, text in manuals))
+    elif arguments.format == "json":
         print(json.dumps({name: asdict(preset) for name, preset in PRESETS.items()}, indent=1))
     elif arguments.format == "markdown":
         print(markdown())
@@ -115,11 +133,21 @@ def _copy(arguments: argparse.Namespace) -> int:
         raise CommandError(f"Cannot copy to {target}: {error.strerror} ({error.filename}).") from None
     for one in files:
         print(target / one.name)
-    scripts = [one.name for one in files if one.name.startswith("train_")]
-    if scripts:
-        start = f"ringdance run -np 2 python {target / scripts[-1]} --preset laptop --synthetic --steps 20"
-        print(f"Try: {start}", file=sys.stderr)
+    print(f"Try: {_RECIPES[arguments.recipe].format(target)}", file=sys.stderr)
     return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    scripts = {f"{name}/{one.stem}": one for name in _RECIPES for one in _files(name) if _is_script(one)}
+    wanted = arguments.script.removesuffix(".py")
+    if wanted not in scripts:
+        raise CommandError(f"{arguments.script} is no script of a recipe: {', '.join(scripts)}.")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(scripts[wanted]), *arguments.arguments])
+
+
+def _is_script(path: Path) -> bool:
+    return '__name__ == "__main__"' in path.read_text()
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +166,15 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help=text)
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", metavar="RECIPE/SCRIPT", help="such as deepfm/compare; `list` shows them")
+    text = "of the script; --help shows them"
+    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help=text)
+
+
 _SUBCOMMANDS = {
     "list": Subcommand(_list, "list the recipes and their files", lambda parser: None),
-    "show": Subcommand(_show, "show a recipe's presets, their sources and published results", _add_show),
+    "show": Subcommand(_show, "show a recipe's presets, or its scripts' manuals", _add_show),
     "copy": Subcommand(_copy, "copy a recipe's files into a directory, to run and to change", _add_copy),
+    "run": Subcommand(_run, "run a script of a recipe with this Python", _add_run, _RUN_EPILOG),
 }

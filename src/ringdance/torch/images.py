@@ -1,4 +1,4 @@
-"""Batches of images as tensors."""
+"""ImageBatches of images as tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringdance.data.loader import Batch, Batches, Loader
+from ringdance.data.loader import Batch, ImageBatches, Loader
 from ringdance.training.image_loader import make_loader
 from ringdance.training.input_check import watch_training
 
@@ -16,7 +16,7 @@ __all__ = ["image_loader"]
 
 def image_loader(
     dataset: Any, batch_size: int, *, device: Any = None, **options: Any
-) -> Batches:
+) -> ImageBatches:
     """Return a loader of this rank's part of each batch, as tensors.
 
     A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest of
@@ -47,5 +47,4 @@ def image_loader(
         )
 
     loader.convert = convert
-    watched: Batches = watch_training(loader)
-    return watched
+    return watch_training(loader)

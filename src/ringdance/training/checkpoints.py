@@ -12,9 +12,12 @@ from typing import Any
 
 from ringdance import session
 from ringdance.errors import ArgumentError, RingdanceError
+from ringdance.training.embedding import EmbeddingTable
 from ringdance.training.objects import broadcast_object
 
 __all__ = ["CheckpointError", "Checkpoints"]
+
+_TABLE = ".npy"  # ending of the file with a checkpoint's table
 
 
 class CheckpointError(RingdanceError):
@@ -32,7 +35,7 @@ class Checkpoints:
         directory: is made if needed.
         keep: number of checkpoints that stay.
         name: the files are ``<name>-<number>``, and end with ``suffix``.
-        suffix: such as ".pt".
+        suffix: such as ".pt"; not ".npy", which is that of tables.
 
     Raises:
         ArgumentError: ``keep`` is less than 1.
@@ -51,20 +54,31 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._on_rank_zero(self._prepare)
 
-    def save(self, number: int, write: Callable[[Path], Any]) -> None:
+    def save(
+        self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
+    ) -> None:
         """Write a checkpoint in the background; wait for the one before it if that is not complete yet.
 
         Args:
             number: such as the step; the latest has the highest.
             write: called on rank 0 in a thread with the path of a file to write. What it saves must not
                 change meanwhile: give it copies.
+            table: saved with it as it is now, in a file of its own beside it.
 
         Raises:
             CheckpointError: the one before could not be written.
         """
         self.wait()
+        path = self._path(number).with_suffix(_TABLE)
+        write_table = table.snapshot(path) if table is not None else None
+
+        def write_all() -> None:
+            if write_table is not None:  # first: a checkpoint with its final name has its table
+                write_table()
+            self._write(number, write)
+
         if self._executor is not None:
-            self._writing = self._executor.submit(self._write, int(number), write)
+            self._writing = self._executor.submit(write_all)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk."""
@@ -76,11 +90,14 @@ class Checkpoints:
         found: list[int] = self._on_rank_zero(self._numbers)
         return found
 
-    def read(self, number: int | None = None) -> tuple[int, bytes] | None:
+    def read(
+        self, number: int | None = None, table: EmbeddingTable | None = None
+    ) -> tuple[int, bytes] | None:
         """Return a checkpoint's number and content on all ranks.
 
         Args:
             number: which; None: the latest, and the result is None if there is none.
+            table: filled with the values that were saved with it.
         """
 
         def find() -> tuple[int, bytes] | None:
@@ -92,6 +109,8 @@ class Checkpoints:
 
         self.wait()
         found: tuple[int, bytes] | None = self._on_rank_zero(find)
+        if found is not None and table is not None:
+            table.load(self._path(found[0]).with_suffix(_TABLE))
         return found
 
     def close(self) -> None:
@@ -146,6 +165,9 @@ class Checkpoints:
             raise
         for old in self._numbers()[: -self._keep]:
             self._path(old).unlink(missing_ok=True)
+        kept = {self._path(one).with_suffix(_TABLE) for one in self._numbers()}
+        for table in set(self.directory.glob(f"{self._name}-*{_TABLE}")) - kept:  # a killed run's too
+            table.unlink(missing_ok=True)
 
 
 def _synchronize(path: Path) -> None:

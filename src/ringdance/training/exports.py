@@ -4,6 +4,7 @@ from ringdance.core.request import ReduceOp as _ReduceOp
 from ringdance.errors import CollectiveError as CollectiveError
 from ringdance.training.basics import *
 from ringdance.training.checkpoints import *
+from ringdance.training.embedding import *
 from ringdance.training.evaluation import *
 from ringdance.training.input_check import *
 from ringdance.training.objects import *

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringdance.data.loader import Batches, Loader, Synthetic, SyntheticLoader
+from ringdance.data.loader import ImageBatches, Loader, Synthetic, SyntheticLoader
 from ringdance.training import basics
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.input_check import watch_training
@@ -14,7 +14,7 @@ from ringdance.training.sharding import check_plan
 __all__ = ["image_loader"]
 
 
-def image_loader(dataset: Any, batch_size: int, **options: Any) -> Batches:
+def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageBatches:
     """Return a loader of this rank's part of each batch, as NumPy arrays.
 
     A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest of
@@ -26,15 +26,14 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> Batches:
         options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
             ``threads``, ``prefetch``; and ``process_set``.
     """
-    loader: Batches = watch_training(make_loader(dataset, batch_size, **options))
-    return loader
+    return watch_training(make_loader(dataset, batch_size, **options))
 
 
 def make_loader(
     dataset: Any, batch_size: int, *, image_size: int = 224, augment: bool = True,
     shuffle: bool | None = None, seed: int = 0, threads: int | None = None, prefetch: int = 2,
     process_set: ProcessSet = global_process_set,
-) -> Batches:
+) -> ImageBatches:
     """Return the loader that the bindings adapt and watch. A collective call of all ranks of the set.
 
     Args:

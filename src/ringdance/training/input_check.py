@@ -7,19 +7,23 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ringdance import session
 from ringdance import settings as settings_module
+from ringdance.data.batches import Batches
 from ringdance.errors import ArgumentError
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.objects import allgather_json
 
 __all__ = ["watch_input"]
 
+AnyBatches = TypeVar("AnyBatches", bound=Batches)
+
 # Begins the line on stdout with which rank 0 gives `ringdance bench input` the figures; JSON follows.
 INPUT_MARK = "::ringdance-input::"
 _LEAST = 3  # batches that are measured, and that are left out before
+_UNITS = {"images": "images", "ids": "rows"}  # what a batch with such an attribute has
 _WARM_UP = 0.3  # of the time that is measured
 
 
@@ -30,8 +34,8 @@ def watch_input(loader: Any) -> Any:
 
         loader = hvd.watch_input(DataLoader(data, batch_size=32))
 
-    Without that command it is the same object. All ranks iterate it. Loaders of ``image_loader`` that
-    shuffle are watched without this call.
+    Without that command it is the same object. All ranks iterate it. Those of ``image_loader`` and
+    ``table_loader`` that shuffle are watched without this call.
 
     Args:
         loader: anything that can be iterated several times: a DataLoader, a tf.data pipeline, a list.
@@ -42,9 +46,10 @@ def watch_input(loader: Any) -> Any:
     return WatchedLoader(loader, settings.input_check, settings.input_check_time)
 
 
-def watch_training(loader: Any) -> Any:
-    """Return a loader of ``image_loader``: watched if it shuffles, as only that of a training does."""
-    return watch_input(loader) if loader.plan.shuffle else loader
+def watch_training(loader: AnyBatches) -> AnyBatches:
+    """Return a loader of Ringdance's own: watched if it shuffles, as only that of a training does."""
+    watched: AnyBatches = watch_input(loader) if loader.plan.shuffle else loader
+    return watched
 
 
 class WatchedLoader:
@@ -61,7 +66,7 @@ class WatchedLoader:
     def __init__(self, loader: Iterable[Any], part: str, seconds: float) -> None:
         self._loader, self.part, self._seconds = loader, part, seconds
         self._batches = self._samples = 0
-        self._next, self._warm = _LEAST, False
+        self._next, self._warm, self._unit = _LEAST, False, "samples"
         self._start = self._cpu = 0.0
         self._host = 0.0, 0.0
 
@@ -83,7 +88,7 @@ class WatchedLoader:
             self.count(number)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the same: loops of one's own may call this method of an image loader."""
+        """Yield the same: loops of one's own may call this method of a loader."""
         return iter(self)
 
     def begin(self) -> bool:
@@ -104,12 +109,13 @@ class WatchedLoader:
     def drawn(self) -> Iterator[Any]:
         """Yield batches without an end; of the step alone, the first one again and again.
 
-        Without the short ones of ``image_loader``: a framework may compile the step for them once more.
+        Without the short ones at the end of an epoch: a framework may compile the step for them once more.
         """
         full = None
         while True:
             batch = None
             for batch in self._loader:
+                self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
                 if self.part == "step":
                     break
                 count = getattr(batch, "count", None)  # of all ranks, so that all leave out the same
@@ -148,7 +154,8 @@ class WatchedLoader:
         busy, host = _host_cpu()[0] - self._host[0], _host_cpu()[1] - self._host[1]
         share = own_cores(session.engine().local_size if session.is_initialized() else 1)
         row = {
-            "samples": self._samples, "seconds": round(seconds, 4), "cores": round(used / seconds, 3),
+            "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
+            "cores": round(used / seconds, 3),
             "usable": max(share, 1), "host_busy": round(busy / host, 3) if host else 0.0,
         }  # fmt: skip
         rank, rows = 0, [row]
@@ -162,8 +169,8 @@ class WatchedLoader:
 
 def samples_of(batch: Any) -> int:
     """Return the number of samples of a batch: the length of its first array or list."""
-    if hasattr(batch, "images"):
-        batch = batch.images
+    if hasattr(batch, "labels"):  # of image_loader and table_loader
+        batch = batch.labels
     elif isinstance(batch, Mapping) and batch:
         return samples_of(next(iter(batch.values())))
     elif isinstance(batch, tuple) and batch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ringdance.observe import bench
@@ -12,7 +14,8 @@ from ringdance.training import input_check
 def speed(images: float, cores: float = 0.2, second: float = 1.0) -> Speed:
     """Two ranks with two cores each, of which the second reaches a share of the first one's speed."""
     rows = [
-        {"samples": images / 2 * share, "seconds": 1.0, "cores": cores, "usable": 2.0, "host_busy": cores / 2}
+        {"unit": "images", "samples": images / 2 * share, "seconds": 1.0, "cores": cores, "usable": 2.0,
+         "host_busy": cores / 2}
         for share in (1.0, second)
     ]
     return Speed.of(rows)
@@ -41,11 +44,21 @@ def test_who_waits_for_whom(loader: Speed, step: Speed, both: Speed, bound: str,
 
 def test_the_job_has_the_pace_of_its_slowest_rank() -> None:
     one = speed(100, second=0.8)
-    assert (one.images_per_second, one.slowest) == (80.0, 1)
+    assert (one.samples_per_second, one.slowest) == (80.0, 1)
     lines = table({"loader": one, "step": speed(50), "both": speed(50)}).splitlines()
     assert lines[1].split() == ["loader", "alone", "80.0", "0.2", "of", "2.0", "10%"]
     assert lines[3].split() == ["both", "50.0", "0.2", "of", "2.0", "10%"]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_rows_are_called_rows_and_get_their_own_advice() -> None:
+    fast, slow = replace(speed(400), unit="rows"), replace(speed(100, cores=1.9), unit="rows")
+    speeds = {"loader": slow, "step": fast, "both": slow}
+    assert "rows/s" in table(speeds)
+    found = judge(speeds)
+    assert "the loader gives 100.0 rows/s" in found.sentence
+    assert "--format rows" in found.next_step
+    assert "image" not in f"{found.sentence} {found.next_step}"
 
 
 def test_the_command_and_the_ranks_know_the_same_mark() -> None:

@@ -147,6 +147,7 @@ def test_options_that_are_none_of_mpirun(given: str, sent: str) -> None:
     assert json.loads(request["HyperParameters"]["sagemaker_mpi_custom_mpi_options"]) == sent
 
 
+@pytest.mark.filterwarnings("ignore:.*the same rows")
 def test_pipe_mode_has_a_channel_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     request = estimator(processes_per_host=3, input_mode="Pipe").request({"train": f"{S3}/train"}, NAME)
     names = [channel["ChannelName"] for channel in request["InputDataConfig"]]
@@ -160,6 +161,38 @@ def test_pipe_mode_has_a_channel_for_each_worker(monkeypatch: pytest.MonkeyPatch
     assert (worker_channel("train"), worker_channel("test")) == ("train_1", "test")
     with pytest.raises(ArgumentError, match="no channel 'other'"):
         worker_channel("other")
+
+
+@pytest.mark.filterwarnings("error")
+def test_workers_of_a_host_read_different_rows() -> None:
+    made = estimator(processes_per_host=2, instance_count=3)
+    parts = Input(f"{S3}/{{worker}}/", "s3shardbykey", input_mode="Pipe")
+    found = made.request({"t": parts}, NAME)["InputDataConfig"]
+    sources = [one["DataSource"]["S3DataSource"] for one in found]
+    assert [one["S3Uri"] for one in sources] == [f"{S3}/0/", f"{S3}/1/"]
+    assert {one["S3DataDistributionType"] for one in sources} == {"ShardedByS3Key"}
+    found = made.request({"t": Input(S3, input_mode="Pipe", shuffle_seed=7)}, NAME)["InputDataConfig"]
+    assert [one["ShuffleConfig"]["Seed"] for one in found] == [7, 8]
+    with pytest.raises(UserWarning, match="the same rows in the same order"):
+        made.request({"t": Input(S3, input_mode="Pipe")}, NAME)
+    for text, expected in (
+        (S3, Input(S3, "FullyReplicated")),
+        (f"{S3}/a,b,distribution=S3ShardByKey", Input(f"{S3}/a,b", "ShardedByS3Key")),
+        (f"{S3},shuffle_seed=3", Input(S3, shuffle_seed=3)),
+    ):
+        assert Input.parse(text, distribution="FullyReplicated") == expected
+    with pytest.raises(ArgumentError, match="colour"):
+        Input.parse(f"{S3},colour=red")
+
+
+def test_parameter_servers_are_answered() -> None:
+    estimator(distribution={"parameter_server": {"enabled": False}})
+    with pytest.raises(ArgumentError) as caught:
+        estimator(distribution={"parameter_server": {"enabled": True}})
+    text = str(caught.value)
+    assert text.startswith(f"{__file__}, line ")
+    assert "distribution={'mpi': {'enabled': True, 'processes_per_host': 4}}" in text
+    assert "sharded=True" in text
 
 
 def test_logs_go_into_the_output_that_is_uploaded() -> None:
@@ -198,6 +231,7 @@ def test_mistakes_are_reported_before_anything_is_sent(change: dict[str, Any], m
     assert message in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*the same rows")
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

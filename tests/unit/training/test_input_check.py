@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ringdance.data import Table, TableLoader
 from ringdance.data.loader import Batch
+from ringdance.data.tables import Rows, TableBatch
+from ringdance.data.tables.writing import TableWriter
 from ringdance.errors import ArgumentError
 from ringdance.training.input_check import INPUT_MARK, WatchedLoader, samples_of, watch_input
 
@@ -92,6 +96,19 @@ def test_short_batches_are_left_out() -> None:
     assert seen == [8] * 6
 
 
+def test_rows_of_a_table_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = Rows(np.zeros(100, np.float32), np.zeros((100, 2), np.int64), np.ones((100, 2), np.float32))
+    with TableWriter(tmp_path / "all.npy", "rows", 100, 2) as file:
+        file.write(rows)
+    loader = TableLoader(Table.open(tmp_path / "all.npy", table_size=1), 50)
+    with pytest.raises(SystemExit):
+        list(WatchedLoader(loader, "loader", 0.01))
+    (row,) = json.loads(capfd.readouterr().out.split(INPUT_MARK)[1])
+    assert row["unit"] == "rows"
+    assert row["samples"] >= 150
+    assert row["samples"] % 50 == 0
+
+
 def test_only_the_first_loader_is_measured() -> None:
     first, second = (WatchedLoader(Loader(), "both", 100.0) for _ in range(2))
     next(iter(first))
@@ -105,7 +122,8 @@ def test_a_loader_without_batches_is_an_error() -> None:
 
 def test_samples_of_all_kinds_of_batches() -> None:
     images = np.zeros((5, 2, 2))
-    assert samples_of(Batch(images, None, None, 1.0, 5, 5)) == 5
+    assert samples_of(Batch(images, np.zeros(5), None, 1.0, 5, 5)) == 5
+    assert samples_of(TableBatch(np.zeros(5), np.zeros((5, 2)), None, 1.0, 5, 5)) == 5
     assert samples_of((images, np.zeros(5))) == 5
     assert samples_of([images, np.zeros(5)]) == 5
     assert samples_of({"x": (images, 1), "y": 2}) == 5

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ringdance import subcommands
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
-from ringdance.data.prepare import inspect
+from ringdance.data.prepare import criteo, inspect
 from ringdance.data.prepare.foreign import index
+from ringdance.data.prepare.generate import generate
 from ringdance.data.prepare.prepare import Options, prepare
+from ringdance.data.prepare.shuffle import ShufflePlan
 from ringdance.data.prepare.sources import SPLITS
+from ringdance.data.tables.formats import NAMES
 from ringdance.data.writing import ENDINGS
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import rank_count
@@ -23,15 +27,18 @@ from ringdance.subcommands import Subcommand
 LEFT_OUT = 3
 """Exit code: the data set is complete except for broken images."""
 
-_DESCRIPTION = "Prepare data sets of images for training, check them, describe them."
+_DESCRIPTION = "Prepare data sets of images and click logs for training, check them, describe them."
 _EPILOG = """\
 examples:
   ringdance data prepare imagenet /data/ILSVRC /fast/imagenet --format tfrecord --shards 1024
+  ringdance data prepare criteo /data/train.txt /fast/criteo --validation 0.1
   ringdance data verify /fast/imagenet --decode       checksums, records, images
   ringdance data info /fast/imagenet                  splits, classes, sizes
   ringdance data index /data/tfrecords                for TFRecords or tars made by others
+  ringdance data generate criteo /fast/planted        click logs to try a training with
 
-Needs pip install 'ringdance[data]'. `ringdance data COMMAND --help` shows all options.
+Needs pip install 'ringdance[data]', for click logs 'ringdance[ctr]'.
+`ringdance data COMMAND --help` shows all options.
 """
 _PREPARE = """\
 SRC is one of these; classes are numbered from 0 in the order of their names:
@@ -55,16 +62,36 @@ resumes, and the result has the same bytes, also with another number of processe
 With -H both SRC and DST must be on a file system that all hosts share.
 
 exit code: 0; 3 if broken images were left out; 2 if it cannot be done; else that of the failed process"""
+_PREPARE_CLICKS = """\
+SRC, also compressed as .gz:
+  Criteo's files           train.txt, day_0 to day_23, or CSV: label, 13 numbers, 26 categories, between tabs
+                           or commas, with or without a line of names
+  LibSVM, TFRecords, .npy  a label with pairs of id and value, as `ringdance data prepare criteo` writes them
+  a directory of these     without files whose names begin with "test"; of a prepared one both splits
+
+Categories become ids by a hash, below --table-size; numbers x become log1p(x). Rows are shuffled over all
+files, always in the same way: a sort by hashes in two passes, which needs as much disk again as the result.
+Broken rows are left out and listed in DST/problems.tsv.
+After Ctrl-C, kill -9 or a crash the same command resumes, and the result has the same bytes, also with
+another number of processes.
+
+examples:
+  ringdance data prepare criteo /data/kaggle/train.txt /fast/criteo --validation 0.1 --shards 64
+  ringdance data prepare criteo day_{0..22}.gz /fast/criteo --validation day_23.gz --table-size 40000000
+  ringdance data prepare criteo /fast/criteo /fast/criteo-tfrecords --format tfrecord --balance
+
+exit code: 0; 3 if broken rows were left out; 2 if it cannot be done; else that of the failed process"""
 _VERIFY = """\
 Compares sizes and CRC-32C of all files with the index, and reads every record of TFRecords; --decode also
-decodes every image.
+decodes every image, or parses every row of click logs.
 
 example:
   ringdance data verify /fast/imagenet --decode
 
 exit code: 0 if all is well, else 1"""
 _INFO = """\
-Sizes of images are those of a thousand of them: the range, and the median in brackets.
+Sizes of images are those of a thousand of them: the range, and the median in brackets; the share of clicks
+is that of the first 16,384 rows.
 
 example:
   ringdance data info /fast/imagenet --format json"""
@@ -77,6 +104,15 @@ train, validation or test by the files' names.
 examples:
   ringdance data index /data/imagenet-tfrecords
   ringdance data index /data/shards --split train --files 'part-*.tar'"""
+
+_GENERATE = """\
+Rows like Criteo's: 13 numbers, 26 columns of 3 to 10 million categories with a power law, values that are
+missing. Clicks (a quarter of the rows) are drawn from a known probability, which depends on single columns
+and on pairs of them, so that a factorization machine does better than a linear model. The AUC of that
+probability is printed, and in DST/planted.json: no model can do better on these rows.
+
+example:
+  ringdance data generate criteo /fast/planted --rows 2000000 --validation 0.1"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,8 +142,22 @@ def _positive(text: str) -> int:
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_subparsers(metavar="DATASET", title="commands", required=True)
+    for name, help, add, run, epilog in (
+        ("imagenet", "images, also of any other directories of classes", _add_images, _prepare, _PREPARE),
+        ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, _prepare_clicks, _PREPARE_CLICKS),
+    ):
+        one = group.add_parser(
+            name, help=help, description=f"Prepare {help}.", epilog=epilog, allow_abbrev=False,
+            formatter_class=parser.formatter_class,
+        )  # fmt: skip
+        add(one)
+        _add_processes(one)
+        one.set_defaults(prepare=run)
+
+
+def _add_images(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("dataset", choices=("imagenet",), help="imagenet: also any other directories of classes")
     add("source", type=Path, metavar="SRC", help="directory of the images or tars, see below")
     add("destination", type=Path, metavar="DST", help="directory of the data set")
     add("--format", choices=tuple(ENDINGS), default="tfrecord", help="default: tfrecord")
@@ -122,6 +172,9 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     text = "broken images that may be left out (default: one in a hundred)"
     add("--max-broken", type=int, metavar="N", help=text)
     add("--overwrite", action="store_true", help="remove what DST has of these splits, and begin anew")
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("processes")
     text = "number of processes (default: the slots of -H, else the cores of this machine)"
     group.add_argument("-np", "--num-proc", type=rank_count, metavar="N", help=text)
@@ -131,18 +184,34 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add_ssh_options(group)
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
+def _job(arguments: argparse.Namespace) -> JobSpec:
     hosts = parse_hosts(arguments.hosts) if arguments.hosts else None
     if arguments.hostfile:
         hosts = parse_hostfile(arguments.hostfile)
     ranks = arguments.num_proc or (None if hosts else usable_cores())
-    job = JobSpec((), ranks=ranks, hosts=hosts, source="-H or --hostfile", shell=remote_shell_of(arguments))
+    shell = remote_shell_of(arguments)
+    return JobSpec((), ranks=ranks, hosts=hosts, source="-H or --hostfile", shell=shell)
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
     options = Options(
         arguments.format, arguments.shards, arguments.validation_shards, arguments.resize, arguments.split,
         arguments.labels, arguments.max_broken, arguments.overwrite,
     )  # fmt: skip
-    left_out = prepare(arguments.source.absolute(), arguments.destination.absolute(), options, job)
-    return LEFT_OUT if left_out else 0
+    source, destination = arguments.source.absolute(), arguments.destination.absolute()
+    return LEFT_OUT if prepare(source, destination, options, _job(arguments)) else 0
+
+
+def _prepare_clicks(arguments: argparse.Namespace) -> int:
+    given = arguments.validation
+    apart, share = (given.absolute(), 0.0) if isinstance(given, Path) else (None, given)
+    files = criteo.find([path.absolute() for path in arguments.source], apart)
+    plan = ShufflePlan(
+        files, arguments.format, arguments.shards, arguments.table_size, arguments.balance, share,
+        arguments.max_broken, arguments.chunk << 20,
+    )  # fmt: skip
+    destination = arguments.destination.absolute()
+    return LEFT_OUT if criteo.prepare(destination, plan, _job(arguments), arguments.overwrite) else 0
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +220,7 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
-    parser.add_argument("--decode", action="store_true", help="decode every image too")
+    parser.add_argument("--decode", action="store_true", help="decode every image, parse every row too")
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
@@ -168,9 +237,68 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     add("--first-label", type=int, choices=(0, 1), help=text)
 
 
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0 and below 1")
+    return share
+
+
+def _share_or_path(text: str) -> float | Path:
+    return Path(text) if os.path.exists(text) else _share(text)
+
+
+def _add_clicks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, nargs="+", metavar="SRC", help="files, or a directory of them, see below")
+    add("destination", type=Path, metavar="DST", help="directory of the data set")
+    _add_table(parser, _share_or_path, "SHARE|SRC", ", or its files (default: none)")
+    add("--balance", action="store_true", help="give each file the same share of clicks")
+    add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
+    text = "MB of text that a process parses at once; another order for each (default: 64)"
+    add("--chunk", type=_positive, default=64, metavar="MB", help=text)
+
+
+def _add_table(
+    parser: argparse.ArgumentParser, share: Callable[[str], object], metavar: str, more: str
+) -> None:
+    add = parser.add_argument
+    add("--format", choices=NAMES, default="rows", help="default: rows, which needs no parsing in training")
+    add("--shards", type=_positive, default=0, metavar="N", help="files of train (default: of 268 MB each)")
+    text = "rows of the table of embeddings: ids are below it (default: 1000000)"
+    add("--table-size", type=_positive, default=1_000_000, metavar="H", help=text)
+    text = f"share of the rows for the split validation, such as 0.1{more}"
+    add("--validation", type=share, default=0.0, metavar=metavar, help=text)
+    add("--overwrite", action="store_true", help="remove the data set that DST has, and begin anew")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dataset", choices=("criteo",), help="its columns")
+    add("destination", type=Path, metavar="DST", help="directory of the data set")
+    add("--rows", type=_positive, default=2_000_000, metavar="N", help="of all splits (default: 2000000)")
+    add("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
+    text = "other rows of the same probability for each day (default: 0)"
+    add("--day", type=int, default=0, metavar="N", help=text)
+    _add_table(parser, _share, "SHARE", " (default: none)")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    generate(
+        arguments.destination, arguments.rows, arguments.seed, arguments.day,
+        table_size=arguments.table_size, format=arguments.format, shards=arguments.shards,
+        validation=arguments.validation, overwrite=arguments.overwrite,
+    )  # fmt: skip
+    return 0
+
+
 _SUBCOMMANDS = {
     "prepare": Subcommand(
-        _reporting(_prepare), "write images into TFRecords or tars, with an index", _add_prepare, _PREPARE
+        _reporting(lambda arguments: int(arguments.prepare(arguments))),
+        "write images or click logs into files for training, with an index", _add_prepare,
     ),
     "verify": Subcommand(
         _reporting(lambda arguments: inspect.verify(arguments.directory, arguments.decode)),
@@ -178,12 +306,15 @@ _SUBCOMMANDS = {
     ),
     "info": Subcommand(
         _reporting(lambda arguments: inspect.info(arguments.directory, arguments.format)),
-        "show splits, samples, classes, bytes and sizes of images", _add_info, _INFO,
+        "show splits, samples or rows, classes, bytes and sizes of images", _add_info, _INFO,
     ),
     "index": Subcommand(
         _reporting(lambda arguments: index(
             arguments.directory, arguments.split, arguments.files, arguments.first_label
         )),
         "write an index for TFRecords or tars made by others", _add_index, _INDEX,
+    ),
+    "generate": Subcommand(
+        _reporting(_generate), "write click logs whose best possible AUC is known", _add_generate, _GENERATE
     ),
 }  # fmt: skip

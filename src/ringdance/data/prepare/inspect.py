@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rich.table
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from ringdance.data import tfrecord
 from ringdance.data.dataset import Dataset
 from ringdance.data.files import file_crc32c, needed
 from ringdance.data.prepare.clean import BrokenImage, clean
+from ringdance.data.tables.table import KIND, Table
 from ringdance.errors import ArgumentError
 from ringdance.launch.system.linux import usable_cores
 
 _LOOKED_AT = 1000
 """Images whose sizes `info` reads."""
+_ROWS = 1 << 14
+"""Rows whose labels `info` reads, and that `verify` parses at once."""
 
 
 def verify(directory: Path, decode: bool) -> int:
@@ -36,9 +39,11 @@ def verify(directory: Path, decode: bool) -> int:
                 wrong += 1
                 print(problem)
         size = sum(file.size for file in data.files)
-        checked = "checksums and images" if decode else "checksums"
-        print(f"{data.split}: {checked} of {len(data)} samples in {len(data.files)} files, {decimal(size)}")
-        data.close()
+        kind, unit = ("rows", "rows") if isinstance(data, Table) else ("images", "samples")
+        checked = f"checksums and {kind}" if decode else "checksums"
+        print(f"{data.split}: {checked} of {len(data)} {unit} in {len(data.files)} files, {decimal(size)}")
+        if isinstance(data, Dataset):
+            data.close()
     print(f"{wrong} problems" if wrong else "all is well")
     if wrong:
         hint = "Copy damaged files again, or run `ringdance data prepare` with --overwrite."
@@ -46,15 +51,20 @@ def verify(directory: Path, decode: bool) -> int:
     return int(bool(wrong))
 
 
-def _splits(directory: Path) -> Iterator[Dataset]:
+def _splits(directory: Path) -> Iterator[Dataset | Table]:
     """Open all splits of a data set."""
-    names = sorted(path.stem for path in directory.glob("*.npy") if path.with_suffix(".json").exists())
+    names = sorted(
+        path.stem for path in directory.glob("*.json")
+        if {"format", "files"} <= json.loads(path.read_text()).keys()
+    )  # fmt: skip
     if not names:
         Dataset.open(directory)  # explains what is missing
-    yield from (Dataset.open(directory, name) for name in names)
+    for name in names:
+        is_table = json.loads((directory / f"{name}.json").read_text()).get("kind") == KIND
+        yield Table.open(directory, name) if is_table else Dataset.open(directory, name)
 
 
-def _problems(data: Dataset, decode: bool, number: int) -> list[str]:
+def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
     """Return what is wrong with a file."""
     file = data.files[number]
     path, found = data.path / file.name, []
@@ -62,12 +72,17 @@ def _problems(data: Dataset, decode: bool, number: int) -> list[str]:
         size = path.stat().st_size
         if size != file.size:
             return [f"{path}: {size} bytes instead of {file.size}"]
-        if (crc := file_crc32c(path)) != file.crc32c:
+        if file.crc32c is not None and (crc := file_crc32c(path)) != file.crc32c:
             found.append(f"{path}: checksum {crc:08x} instead of {file.crc32c:08x}")
+        if isinstance(data, Table):
+            first = sum(one.rows for one in data.files[:number])
+            for at in range(first, first + data.files[number].rows, _ROWS) if decode else ():
+                data.read(np.arange(at, min(at + _ROWS, first + data.files[number].rows)))
+            return found
         if data.format == "tfrecord":
             with open(path, "rb") as stream:
-                if (records := sum(1 for _ in tfrecord.records(stream))) != file.samples:
-                    found.append(f"{path}: {records} records instead of {file.samples}")
+                if (records := sum(1 for _ in tfrecord.records(stream))) != data.files[number].samples:
+                    found.append(f"{path}: {records} records instead of {data.files[number].samples}")
     except (OSError, ArgumentError) as error:
         return [*found, str(error)]
     for row in np.flatnonzero(data.rows["file"] == number) if decode else ():
@@ -84,15 +99,19 @@ def info(directory: Path, style: str) -> int:
     if style == "json":
         print(json.dumps(rows, indent=2))
         return 0
-    table = Table("split", "format", box=None)
-    for heading in ("samples", "classes", "files", "bytes", "an image", "width", "height"):
-        table.add_column(heading, justify="right")
+    columns: dict[str, Callable[[Any], str]] = {
+        "samples": str, "rows": str, "classes": str, "fields": str, "table size": str,
+        "clicks": "{:.2%}".format, "files": str, "bytes": decimal, "bytes_per_image": decimal,
+        "bytes_per_row": str, "width": _range, "height": _range,
+    }  # fmt: skip
+    table = rich.table.Table("split", "format", box=None)
+    shown = [name for name in columns if any(name in row for row in rows)]
+    for name in shown:
+        title = {"bytes_per_image": "an image", "bytes_per_row": "a row"}.get(name, name)
+        table.add_column(title, justify="right")
     for row in rows:
-        table.add_row(
-            row["split"], row["format"], str(row["samples"]), str(row["classes"]), str(row["files"]),
-            decimal(row["bytes"]), decimal(row["bytes_per_image"]), _range(row["width"]),
-            _range(row["height"]),
-        )  # fmt: skip
+        cells = [columns[name](row[name]) if name in row else "" for name in shown]
+        table.add_row(row["split"], row["format"], *cells)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     return 0
 
@@ -102,8 +121,16 @@ def _range(values: list[int]) -> str:
     return str(low) if low == high else f"{low}-{high} ({middle})"
 
 
-def _about(data: Dataset) -> dict[str, Any]:
+def _about(data: Dataset | Table) -> dict[str, Any]:
     """Describe a split; widths and heights are minimum, maximum and median of some images."""
+    if isinstance(data, Table):
+        size = sum(file.size for file in data.files)
+        clicks = data.read(np.arange(min(len(data), _ROWS))).labels.mean()
+        return {
+            "split": data.split, "format": data.format, "rows": len(data), "fields": data.fields,
+            "table size": data.table_size, "clicks": float(clicks), "files": len(data.files), "bytes": size,
+            "bytes_per_row": size // len(data),
+        }  # fmt: skip
     sizes = []
     for number in np.linspace(0, len(data) - 1, min(_LOOKED_AT, len(data))).astype(int):
         try:

@@ -77,13 +77,13 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
     """
     for module in ("google_crc32c", "PIL", "simplejpeg"):
         needed(module)
-    _say(f"Looking for images in {source}")
+    say(f"Looking for images in {source}")
     sources = find(source, options.splits, options.labels)
     for one in sources:
         if destination.is_relative_to(one.root):
             raise ArgumentError(f"{destination} is within {one.root}, whose directories are classes")
     state(destination).mkdir(parents=True, exist_ok=True)
-    with _locked(destination):
+    with locked(destination):
         made = [plans.make(one, options.format, _shards(one, options), options.resize) for one in sources]
         if options.overwrite:
             for plan, _ in made:
@@ -97,7 +97,7 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
         for plan, _ in made:
             if all(plan is not other for _, other, _ in todo):
                 plan.remove_state(destination, keep=f"{plan.split}.json")
-                _say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
+                say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
         _check_space(destination, [(one, plan) for one, plan, _ in todo])
         stored = [plans.store(plan, one, order, destination) for one, plan, order in todo]
         if stored:
@@ -105,12 +105,13 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
         return sum(_close(destination, plan, options.max_broken) for plan in stored)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _locked(destination: Path) -> Iterator[None]:
+def locked(destination: Path) -> Iterator[None]:
     """Keep other runs out, where the file system knows locks; remove what killed ones have left."""
     with open(state(destination) / "lock", "w") as file:
         try:
@@ -168,13 +169,13 @@ def _check_space(destination: Path, todo: Sequence[tuple[Source, Plan]]) -> None
         total += size
         reports = (plan.finished(destination, shard) for shard in range(plan.shards))
         done += sum(report["file"]["size"] for report in reports if report)
-        _say(
+        say(
             f"{plan.split}: {plan.images} images of {len(plan.classes)} classes, {decimal(plan.size)}, into "
             f"{plan.shards} files, about {decimal(size)}"
         )
     free = shutil.disk_usage(destination).free
     if todo:
-        _say(f"{decimal(max(0, total - done))} to write, {decimal(free)} free")
+        say(f"{decimal(max(0, total - done))} to write, {decimal(free)} free")
     if total - done > free:
         raise ArgumentError(
             f"{destination}: about {decimal(total - done)} to write, but only {decimal(free)} free. Free "
@@ -208,7 +209,7 @@ def _write(destination: Path, stored: Sequence[Plan], job: JobSpec) -> None:
     ]  # fmt: skip
     images = sum(count for count, _ in left)
     if done := sum(plan.shards for plan in stored) - len(left):
-        _say(f"Resuming: {done} files are complete, {len(left)} are left")
+        say(f"Resuming: {done} files are complete, {len(left)} are left")
     if not left:
         return
     run, splits = uuid.uuid4().hex[:12], [plan.split for plan in stored]
@@ -219,23 +220,27 @@ def _write(destination: Path, stored: Sequence[Plan], job: JobSpec) -> None:
             if job.ranks == 1 and not job.hosts:
                 work(destination, run, splits, progress.add)
             else:
-                _run_job(destination, run, splits, job, progress)
+                words = ["ringdance.data.prepare.work", str(destination), run, ",".join(splits)]
+                run_job(words, job, progress)
     except BaseException:
-        _say("Stopped. The same command resumes: files that are complete are not written again.")
+        say("Stopped. The same command resumes: files that are complete are not written again.")
         raise
     shutil.rmtree(state(destination) / f"run.{run}")
 
 
-def _run_job(
-    destination: Path, run: str, splits: Sequence[str], job: JobSpec, progress: PrepareProgress
-) -> None:
-    """Start the processes through the launcher; they need no MPI themselves.
+def run_job(words: Sequence[str], job: JobSpec, progress: PrepareProgress) -> None:
+    """Start the processes of a module through the launcher; they need no MPI themselves.
+
+    Args:
+        words: the module, and its arguments.
+        job: how many processes, and where.
+        progress: takes what they report.
 
     Raises:
         LaunchError: a process failed; all others have been ended.
     """
-    command = [sys.executable, "-m", "ringdance.data.prepare.work", str(destination), run, ",".join(splits)]
-    prepared = JobSpec(**(vars(job) | {"command": command, "style": Style("")})).prepare(_say)
+    command = [sys.executable, "-m", *words]
+    prepared = JobSpec(**(vars(job) | {"command": command, "style": Style("")})).prepare(say)
     screen = Screen((progress.feed, lambda data: progress.feed(data)))
     outcome = Job(prepared, screen).run()
     if isinstance(outcome, Verdict):
@@ -261,8 +266,8 @@ def _close(destination: Path, plan: Plan, max_broken: int | None) -> int:
         )
     made: Dataset = plan.close(destination)
     size = sum(file.size for file in made.files)
-    _say(f"{plan.split}: {len(made)} images in {len(made.files)} files, {decimal(size)}")
+    say(f"{plan.split}: {len(made)} images in {len(made.files)} files, {decimal(size)}")
     if problems:
         converted = len(problems) - left_out
-        _say(f"{plan.split}: {left_out} broken images left out, {converted} converted: {listed}")
+        say(f"{plan.split}: {left_out} broken images left out, {converted} converted: {listed}")
     return int(left_out)

@@ -16,15 +16,16 @@ _LINE_S = 10.0
 
 
 class PrepareProgress:
-    """Images done, rate and time left, on stderr.
+    """Images or rows done, rate and time left, on stderr.
 
     Args:
-        images: number that are to be done.
-        size: of them, in bytes.
+        images: number that are to be done; 0: not known.
+        size: of them, in bytes; or the same number.
+        unit: what they are called.
     """
 
-    def __init__(self, images: int, size: int) -> None:
-        self._total, self._size = images, size
+    def __init__(self, images: int, size: int, unit: str = "images") -> None:
+        self._total, self._size, self._unit = images, size, unit
         self.images = self._bytes = 0
         self._start = self._last = time.monotonic()
         self._rest = b""
@@ -32,7 +33,7 @@ class PrepareProgress:
         columns = (TextColumn("{task.percentage:>3.0f}%"), BarColumn(30), TextColumn("{task.description}"))
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console) if console.is_terminal else None
         if self._bar:
-            self._task = self._bar.add_task("", total=images)
+            self._task = self._bar.add_task("", total=size)
 
     def __enter__(self) -> PrepareProgress:
         if self._bar:
@@ -50,17 +51,20 @@ class PrepareProgress:
         self.images += images
         self._bytes += size
         if self._bar:
-            self._bar.update(self._task, completed=self.images, description=self.text)
+            self._bar.update(self._task, completed=self._bytes, description=self.text)
         elif time.monotonic() - self._last >= _LINE_S:
             self._last = time.monotonic()
-            print(f"{self.images} of {self._total} images, {self.text}", file=sys.stderr, flush=True)
+            of = f" of {self._total}" if self._total else ""
+            print(f"{self.images}{of} {self._unit}, {self.text}", file=sys.stderr, flush=True)
 
     @property
     def text(self) -> str:
         """Rate and time left."""
         seconds = max(time.monotonic() - self._start, 1e-3)
         left = (self._size - self._bytes) * seconds / max(self._bytes, 1)
-        rate = f"{self.images / seconds:.0f} images/s, {decimal(int(self._bytes / seconds))}/s"
+        rate = f"{self.images / seconds:.0f} {self._unit}/s"
+        if self._size != self._total:
+            rate += f", {decimal(int(self._bytes / seconds))}/s"
         return f"{rate}, {time_text(left)} left" if self.images else "starting"
 
     def feed(self, data: bytes) -> None:

@@ -48,11 +48,12 @@ def work(destination: Path, run: str, splits: Sequence[str], report: Report) -> 
                 "at the same path"
             )
         for shard in range(plan.shards):
-            if _taken(destination, run, plan.name(shard)) and not plan.finished(destination, shard):
+            if taken(destination, run, plan.name(shard)) and not plan.finished(destination, shard):
                 _write(plan, destination, shard, report)
 
 
-def _taken(destination: Path, run: str, name: str) -> bool:
+def taken(destination: Path, run: str, name: str) -> bool:
+    """Whether this process is the first of a run that takes a file."""
     try:
         os.close(os.open(state(destination) / f"run.{run}" / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
@@ -122,15 +123,14 @@ def _open(path: str) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-def main(words: Sequence[str]) -> int:
-    """Work as one of several processes; returns the exit code."""
-    destination, run, splits = words
+def run_process(action: Callable[[Report], None]) -> int:
+    """Do the work of one of several processes, report on stdout; returns the exit code."""
 
     def report(images: int, size: int) -> None:
         print(f"{MARK}{images} {size}", flush=True)
 
     try:
-        work(Path(destination), run, splits.split(","), report)
+        action(report)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
     except ArgumentError as error:
@@ -139,6 +139,12 @@ def main(words: Sequence[str]) -> int:
         return 0
     print(f"host {os.uname().nodename}: {problem}", file=sys.stderr)
     return 1
+
+
+def main(words: Sequence[str]) -> int:
+    """Work as one of several processes; returns the exit code."""
+    destination, run, splits = words
+    return run_process(lambda report: work(Path(destination), run, splits.split(","), report))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ examples:
   ringdance sagemaker submit --role arn:aws:iam::123456789012:role/Training --image IMAGE \\
       --instance-type ml.p3.16xlarge --instance-count 2 --processes-per-host 8 \\
       --source-dir src --input train=s3://bucket/train train.py --epochs 90
+  ringdance sagemaker submit ... --processes-per-host 4 \\
+      --input train=s3://bucket/clicks/{worker}/,distribution=s3shardbykey,input_mode=Pipe train.py
   ringdance sagemaker submit --dry-run ...            print the request, send nothing
   ringdance sagemaker submit --instance-type local --processes-per-host 2 train.py --epochs 1
 
@@ -41,8 +43,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_options(parser, Estimator)
     parser.set_defaults(processes_per_host=1)
-    add("--input", action="append", default=[], metavar="NAME=S3URI", help="a channel of data")
-    add("--sharded", action="store_true", help="each host gets a part of the objects instead of all")
+    text = "a channel of data; after commas distribution=s3shardbykey, input_mode=Pipe, shuffle_seed=1"
+    add("--input", action="append", default=[], metavar="NAME=S3URI[,...]", help=text)
+    add("--sharded", action="store_true", help="in all channels each host gets a part of the objects")
     add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the containers")
     add("--metric", action="append", default=[], metavar="NAME=REGEX", help="a metric to find in the output")
     add("--name", help="of the job (default: the script's name and the time)")
@@ -56,9 +59,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _submit(arguments: argparse.Namespace) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"ringdance sagemaker: {message}", file=sys.stderr)
     mode = "ShardedByS3Key" if arguments.sharded else "FullyReplicated"
-    inputs = {name: Input(uri, mode) for name, uri in pairs("--input", arguments.input).items()}
     metrics = [{"Name": name, "Regex": regex} for name, regex in pairs("--metric", arguments.metric).items()]
     try:
+        given = pairs("--input", arguments.input)
+        inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
         estimator = from_arguments(
             Estimator,
             arguments,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -44,6 +45,21 @@ _EXAMPLES = {
     "role": "arn:aws:iam::123456789012:role/Training",
     "image_uri": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1",
 }
+
+_NO_SERVERS = """\
+{where}distribution={{'parameter_server': ...}} started TensorFlow's parameter servers beside the workers,
+which trained asynchronously. Ringdance has no servers: ranks average their gradients by all-reduce, of
+embeddings only the rows that were touched. Change the line to
+    distribution={{'mpi': {{'enabled': True, 'processes_per_host': 4}}}}
+and in the script replace ParameterServerStrategy by hvd.DistributedOptimizer. Tables that do not fit one
+rank: hvd.EmbeddingTable(..., sharded=True). `ringdance recipes run deepfm/compare` measures both ways."""
+
+
+def _line_of_caller() -> str:
+    """Return "FILE, line N: " of the code that uses this package, "" if there is none."""
+    own = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    frames = [one for one in traceback.extract_stack() if not one.filename.startswith((own, "<"))]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
 
 
 def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,6 +183,8 @@ class Estimator:
         """Merge `distribution` with its short forms; `mpi` stays None if neither is given."""
         distribution = dict(self.distribution or {})
         mpi = dict(distribution.pop("mpi", None) or {})
+        if (distribution.pop("parameter_server", None) or {}).get("enabled"):
+            raise ArgumentError(_NO_SERVERS.format(where=_line_of_caller()))
         if distribution:
             raise ArgumentError(
                 f"distribution: only 'mpi' is supported, not {', '.join(sorted(distribution))}"

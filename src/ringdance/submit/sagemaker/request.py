@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -31,12 +32,14 @@ class Input:
     """A channel: data in S3 that the script finds in ``/opt/ml/input/data/<channel>``.
 
     Attributes:
-        s3_data: ``s3://bucket/prefix`` (or, in local mode, ``file://`` and a directory).
-        distribution: "FullyReplicated": each host gets all; "ShardedByS3Key": each a part of the objects.
+        s3_data: ``s3://bucket/prefix`` (or, in local mode, ``file://`` and a directory). ``{worker}`` is the
+            local rank, where each worker of a host has a channel of its own (Pipe mode).
+        distribution: "FullyReplicated": each host gets all; "ShardedByS3Key" (or "s3shardbykey"): each a part
+            of the objects.
         input_mode: "File", "Pipe" or "FastFile"; None for the job's.
         content_type, compression, record_wrapping: as in the service's ``Channel``.
         s3_data_type: "S3Prefix", "ManifestFile" or "AugmentedManifestFile".
-        shuffle_seed: order of the objects, anew in each epoch of Pipe mode.
+        shuffle_seed: order of the objects, anew in each epoch of Pipe mode; another one for each worker.
     """
 
     s3_data: str
@@ -48,16 +51,36 @@ class Input:
     s3_data_type: str = "S3Prefix"
     shuffle_seed: int | None = None
 
-    def channel(self, name: str) -> dict[str, Any]:
-        """Return the request's ``Channel`` of that name."""
-        source = {"S3DataType": self.s3_data_type, "S3Uri": self.s3_data}
+    def __post_init__(self) -> None:
+        if (self.distribution or "").lower() in ("s3shardbykey", "shardedbys3key"):
+            object.__setattr__(self, "distribution", "ShardedByS3Key")
+
+    @classmethod
+    def parse(cls, text: str, **defaults: Any) -> Input:
+        """Make an input of "URI,NAME=VALUE,..." with the names of the attributes.
+
+        Raises:
+            ArgumentError: a name is unknown.
+        """
+        names = [item.name for item in fields(cls)][1:]
+        uri, *words = re.split(r",(?=\w+=)", text)
+        given: dict[str, Any] = dict(word.split("=", 1) for word in words)
+        if unknown := set(given) - set(names):
+            raise ArgumentError(f"--input {text}: {', '.join(sorted(unknown))}: none of {', '.join(names)}")
+        if "shuffle_seed" in given:
+            given["shuffle_seed"] = int(given["shuffle_seed"])
+        return cls(uri, **defaults | given)
+
+    def channel(self, name: str, worker: int = 0) -> dict[str, Any]:
+        """Return the request's ``Channel`` of that name, for a worker of each host."""
+        source = {"S3DataType": self.s3_data_type, "S3Uri": self.s3_data.replace("{worker}", str(worker))}
         if self.distribution:
             source["S3DataDistributionType"] = self.distribution
         found = {
             "DataSource": {"S3DataSource": source}, "ChannelName": name, "CompressionType": self.compression,
             "ContentType": self.content_type, "RecordWrapperType": self.record_wrapping,
             "InputMode": self.input_mode,
-            "ShuffleConfig": None if self.shuffle_seed is None else {"Seed": self.shuffle_seed},
+            "ShuffleConfig": None if self.shuffle_seed is None else {"Seed": self.shuffle_seed + worker},
         }  # fmt: skip
         return {key: value for key, value in found.items() if value}
 
@@ -140,7 +163,7 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
     """Return the request's channels.
 
     A pipe can be read by one process only: with several `workers` on a host each gets a channel of its own,
-    ``<name>_<local rank>``, with the same data.
+    ``<name>_<local rank>``, with the same data or, by ``{worker}`` in their address, with its part of them.
 
     Raises:
         ArgumentError: a channel that the service would refuse.
@@ -150,7 +173,14 @@ def channels(inputs: Inputs, input_mode: str, workers: int) -> list[dict[str, An
         mode = given.input_mode or input_mode
         piped = mode == "Pipe" and workers > 1
         names = [f"{name}_{worker}" for worker in range(workers)] if piped else [name]
-        found += [given.channel(one) for one in names]
+        found += [given.channel(one, worker) for worker, one in enumerate(names)]
+        if piped and "{worker}" not in given.s3_data and given.shuffle_seed is None:
+            warnings.warn(
+                f"channel {name!r}: each of the {workers} workers of a host reads the same rows in the same "
+                "order, and all compute the same gradient. Give each a part, such as s3://.../{worker}/ for "
+                "the worker's number, or at least another order by shuffle_seed",
+                stacklevel=5,
+            )
         if given.distribution not in (None, "FullyReplicated", "ShardedByS3Key"):
             raise ArgumentError(
                 f"channel {name!r}: distribution {given.distribution!r} is neither FullyReplicated nor "

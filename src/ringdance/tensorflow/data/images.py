@@ -1,4 +1,4 @@
-"""Batches of images as tensors, and as a ``tf.data.Dataset``."""
+"""ImageBatches of images as tensors, and as a ``tf.data.Dataset``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringdance.data.loader import Batch, Batches
+from ringdance.data.loader import Batch, ImageBatches
 from ringdance.training.image_loader import make_loader
 from ringdance.training.input_check import watch_training
 
 __all__ = ["image_dataset", "image_loader"]
 
 
-def image_loader(dataset: Any, batch_size: int, **options: Any) -> Batches:
+def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageBatches:
     """Return a loader of this rank's part of each batch, as eager tensors.
 
     A collective call: all ranks make it, and it compares their arguments. Each iteration yields the rest of
@@ -29,8 +29,7 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> Batches:
     """
     loader = make_loader(dataset, batch_size, **options)
     loader.convert = _tensors
-    watched: Batches = watch_training(loader)
-    return watched
+    return watch_training(loader)
 
 
 def _tensors(batch: Batch) -> Batch:
@@ -42,7 +41,7 @@ def _tensors(batch: Batch) -> Batch:
     )
 
 
-def image_dataset(loader: Batches) -> Any:
+def image_dataset(loader: ImageBatches) -> Any:
     """Return the batches of a loader as a ``tf.data.Dataset``: each iteration is the rest of its epoch.
 
     The elements are images (n, size, size, 3) uint8, labels (n,) int64, and weights (n,) float32, all equal

@@ -1,0 +1,245 @@
+"""Rows/s of each format of a table on one core, beside what people read these files with.
+
+The rows are those of ``ringdance data generate criteo``: a label, 13 numbers, 26 categories. Every
+contestant gives batches of labels, ids and values from the same rows, in a process of its own on one core, in
+turn; those of CSV hash the categories too. sklearn wants rows with ascending ids: it gets such a file. Where
+other processes take time from the core, compare the CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import about_machine, format_table
+
+BATCH, TABLE_SIZE, FIELDS = 1024, 1_000_000, 39
+Batches = Iterator[tuple[Any, Any, Any]]
+
+
+def ringdance(split: str) -> Callable[[Path], Batches]:
+    def batches(made: Path) -> Batches:
+        from ringdance.data import Table, TableLoader
+
+        loader = TableLoader(Table.open(made, split), BATCH)
+        for epoch in range(1 << 30):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                yield batch.labels, batch.ids, batch.values
+
+    return batches
+
+
+def tensorflow(parse: str) -> Callable[[Path], Batches]:
+    def batches(made: Path) -> Batches:
+        import tensorflow as tf
+
+        features = {
+            "label": tf.io.FixedLenFeature((), tf.float32), "ids": tf.io.FixedLenFeature((FIELDS,), tf.int64),
+            "values": tf.io.FixedLenFeature((FIELDS,), tf.float32),
+        }  # fmt: skip
+        defaults = [[0.0]] * 14 + [[""]] * 26
+
+        def example(found: Any) -> Any:
+            return found["label"], found["ids"], found["values"]
+
+        def columns(lines: Any) -> Any:
+            found = tf.io.decode_csv(lines, defaults)
+            hashed = [
+                13 + tf.strings.to_hash_bucket_fast(text + f"_{n}", TABLE_SIZE - 13)
+                for n, text in enumerate(found[14:])
+            ]
+            numbers = tf.math.log1p(tf.maximum(tf.stack(found[1:14], 1), 0))
+            count = tf.shape(numbers)[0]
+            own = tf.tile(tf.range(13, dtype=tf.int64)[None], (count, 1))
+            ids, values = tf.stack(hashed, 1), tf.ones((count, 26))
+            return found[0], tf.concat([own, ids], 1), tf.concat([numbers, values], 1)
+
+        if parse == "csv":
+            data = tf.data.TextLineDataset(str(made / "csv.csv")).repeat().batch(BATCH).map(columns)
+        else:
+            data = tf.data.TFRecordDataset(str(made / "tfrecord.tfrecord")).repeat()
+            if parse == "one":
+                data = data.map(lambda one: example(tf.io.parse_single_example(one, features))).batch(BATCH)
+            else:
+                data = data.batch(BATCH).map(lambda some: example(tf.io.parse_example(some, features)))
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = 1
+        return iter(data.prefetch(2).with_options(options))
+
+    return batches
+
+
+def sklearn(made: Path) -> Batches:
+    """Read slices of the file, as load_svmlight_file can; CSR to arrays of a row's fields."""
+    from sklearn.datasets import load_svmlight_file
+
+    name = made / "sorted.libsvm"
+    size, each = name.stat().st_size, 1 << 20
+    while True:
+        for offset in range(0, size, each):
+            found, labels = load_svmlight_file(
+                str(name), n_features=TABLE_SIZE + FIELDS, offset=offset, length=each, zero_based=False
+            )
+            yield labels.astype("f4"), found.indices.reshape(-1, FIELDS), found.data.astype("f4")
+
+
+def pandas(made: Path) -> Batches:
+    import numpy as np
+    import pandas as pd
+
+    texts = dict.fromkeys(range(14, 40), str)
+    while True:
+        for found in pd.read_csv(made / "csv.csv", header=None, chunksize=16 * BATCH, dtype=texts):
+            values = np.ones((len(found), FIELDS), "f4")
+            values[:, :13] = np.log1p(np.maximum(found.iloc[:, 1:14].fillna(0).to_numpy("f4"), 0))
+            ids = np.empty(values.shape, np.int64)
+            ids[:, :13] = np.arange(13)
+            for n in texts:
+                hashed = pd.util.hash_array(found[n].fillna("").to_numpy(), hash_key=f"{n:016}")
+                ids[:, n - 1] = 13 + hashed % (TABLE_SIZE - 13)
+            yield found[0].to_numpy("f4"), ids, values
+
+
+def torch(made: Path) -> Batches:
+    """Take one row after the other of the memory-mapped file, as most data sets for torch do."""
+    import numpy as np
+    from torch.utils.data import DataLoader, Dataset
+
+    rows = np.load(made / "rows.npy", mmap_mode="r")
+
+    class Rows(Dataset):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, number: int) -> Any:
+            row = rows[number]
+            return row["label"], row["ids"].astype(np.int64), row["values"]
+
+    while True:
+        yield from DataLoader(Rows(), BATCH, shuffle=True)
+
+
+CONTESTANTS: dict[str, tuple[Callable[[Path], Batches], str, str]] = {  # batches, the package, the file
+    "rows: ringdance": (ringdance("rows"), "ringdance", "rows.npy"),
+    "rows: torch's DataLoader, row by row": (torch, "torch", "rows.npy"),
+    "TFRecord: ringdance": (ringdance("tfrecord"), "google_crc32c", "tfrecord.tfrecord"),
+    "TFRecord: tf.data, parse_example": (tensorflow("many"), "tensorflow", "tfrecord.tfrecord"),
+    "TFRecord: tf.data, parse_single_example": (tensorflow("one"), "tensorflow", "tfrecord.tfrecord"),
+    "LibSVM: ringdance": (ringdance("libsvm"), "pyarrow", "libsvm.libsvm"),
+    "LibSVM: sklearn": (sklearn, "sklearn", "sorted.libsvm"),
+    "CSV: ringdance": (ringdance("csv"), "pyarrow", "csv.csv"),
+    "CSV: tf.data, decode_csv": (tensorflow("csv"), "tensorflow", "csv.csv"),
+    "CSV: pandas": (pandas, "pandas", "csv.csv"),
+}
+
+
+def prepare(made: Path, count: int) -> None:
+    """Write the same rows in all formats."""
+    from contextlib import ExitStack
+
+    import numpy as np
+
+    from ringdance.data import planted
+    from ringdance.data.tables.lines import encode_libsvm
+    from ringdance.data.tables.writing import ENDS, TableWriter, write_index
+
+    with ExitStack() as stack:
+        files = {
+            form: stack.enter_context(TableWriter(made / f"{form}.{end}", form, count, FIELDS))
+            for form, end in ENDS.items()
+        }
+        ascending = stack.enter_context(open(made / "sorted.libsvm", "wb"))
+        for some in planted(count):
+            rows = some.rows(TABLE_SIZE)
+            ids = np.sort(rows.ids, axis=1)
+            ids[:, 1:] += np.cumsum(np.diff(ids, axis=1) == 0, axis=1)
+            ascending.write(encode_libsvm(rows._replace(ids=ids)))
+            for form, file in files.items():
+                if form == "csv":
+                    file.write_lines(some.lines())
+                else:
+                    file.write(rows)
+    for form, file in files.items():
+        write_index(made, form, form, FIELDS, TABLE_SIZE, [file.written])
+
+
+def measure(name: str, made: Path, seconds: float) -> tuple[float, float]:
+    """Return rows/s, and rows for each second of CPU time."""
+    batches = CONTESTANTS[name][0](made)
+    for _ in range(8):
+        next(batches)
+    rows, start, used = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < seconds:
+        rows += len(next(batches)[0])
+    return rows / (time.perf_counter() - start), rows / (time.process_time() - used)
+
+
+def in_process(name: str, made: Path, seconds: float) -> list[float] | None:
+    """Return what `measure` does for a contestant in a process of its own, None if it fails."""
+    command = [sys.executable, __file__, "--one", name, str(made), "--seconds", str(seconds)]
+    environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120 + 10 * seconds)
+    for line in done.stdout.splitlines():
+        if line.startswith("rows/s "):
+            return [float(word) for word in line.split()[1:]]
+    print(f"{name} failed:\n{done.stderr[-600:]}", file=sys.stderr)
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=200_000, help="of the table (default: 200000)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="of all contestants in turn (default: 2)")
+    parser.add_argument("--only", nargs="+", default=list(CONTESTANTS), help="names of contestants")
+    parser.add_argument("--json", type=Path, help="write numbers and machine to this file")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        print("rows/s", *measure(given.one[0], Path(given.one[1]), given.seconds), flush=True)
+        os._exit(0)
+    missing = {CONTESTANTS[name][1] for name in given.only}
+    missing = {package for package in missing if importlib.util.find_spec(package) is None}
+    found: dict[str, list[list[float]]] = {}
+    sizes = {}
+    with tempfile.TemporaryDirectory() as directory:
+        made = Path(directory)
+        prepare(made, given.rows)
+        names = [name for name in given.only if CONTESTANTS[name][1] not in missing]
+        for _ in range(given.rounds):
+            for name in names:
+                if (result := in_process(name, made, given.seconds)) is not None:
+                    found.setdefault(name, []).append(result)
+        sizes = {name: (made / CONTESTANTS[name][2]).stat().st_size / given.rows for name in found}
+    best = {
+        name: [statistics.median(column) for column in zip(*runs, strict=True)]
+        for name, runs in found.items()
+    }
+    print(f"{given.rows} rows, batches of {BATCH}; not installed: {', '.join(sorted(missing)) or 'none'}")
+    print(format_table(
+        ["", "bytes/row", "rows/s", "rows/CPU s", "MB/CPU s"],
+        [[name, f"{sizes[name]:.0f}", f"{wall:,.0f}", f"{cpu:,.0f}", f"{cpu * sizes[name] / 1e6:,.0f}"]
+         for name, (wall, cpu) in best.items()],
+    ))  # fmt: skip
+    if given.json:
+        about = {"machine": about_machine(), "rows": given.rows, "rows/s, rows/CPU s": found, "bytes": sizes}
+        given.json.write_text(json.dumps(about, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""``ringdance data generate``: write click logs with a planted signal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.filesize import decimal
+
+from ringdance.data.files import write_whole
+from ringdance.data.order import block
+from ringdance.data.prepare.progress import PrepareProgress
+from ringdance.data.tables import criteo
+from ringdance.data.tables.planted import PlantedRows, auc, planted
+from ringdance.data.tables.rows import Array
+from ringdance.data.tables.writing import ENDS, TableWriter, Written, write_index
+from ringdance.errors import ArgumentError
+
+SPLITS = ("train", "validation")
+ABOUT = "planted.json"
+"""Holds rows, share of clicks and best possible AUC of each split."""
+HEAD = (",".join(criteo.COLUMNS) + "\n").encode()
+_FILE_SIZE = 256 << 20
+
+
+def generate(
+    destination: Path, rows: int, seed: int = 0, day: int = 0, *, table_size: int = 1_000_000,
+    format: str = "rows", shards: int = 0, validation: float = 0.0, overwrite: bool = False,
+) -> None:
+    """Write a data set, print the AUC of the true probabilities of each split.
+
+    Args:
+        destination: directory; made if it is missing.
+        rows: of all splits.
+        seed: as of ``planted``.
+        day: the same.
+        table_size: ids are below it.
+        format: "rows", "tfrecord", "libsvm" or "csv".
+        shards: files of train; 0: by size. As many rows in each of validation.
+        validation: share of the rows, from 0 to 1.
+        overwrite: whether to remove a data set that is there.
+
+    Raises:
+        ArgumentError: there is one already, or a package is missing.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    clear(destination, overwrite)
+    wanted = rows - round(rows * validation), round(rows * validation)
+    about: dict[str, object] = {"seed": seed, "day": day}
+    with PrepareProgress(rows, rows, "rows") as progress:
+        stream = _Stream(planted(rows, seed, day), progress)
+        for split, count in zip(SPLITS, wanted, strict=True):
+            if count:
+                files = file_count(count, shards * count / wanted[0])
+                about[split] = _write(destination, split, count, stream, format, table_size, files)
+    write_whole(destination / ABOUT, json.dumps(about, indent=1).encode() + b"\n")
+
+
+def file_count(rows: int, wanted: float) -> int:
+    """Return the number of files of a split: `wanted`, or if that is 0, of 268 MB each."""
+    return min(max(1, round(wanted or rows * (12 + 8 * criteo.FIELDS) / _FILE_SIZE)), rows)
+
+
+def clear(destination: Path, overwrite: bool) -> None:
+    """Remove the splits of a data set with their files.
+
+    Raises:
+        ArgumentError: there are some, and they are not to be overwritten.
+    """
+    found = [path for split in SPLITS for path in (destination / f"{split}.json",) if path.exists()]
+    if found and not overwrite:
+        raise ArgumentError(f"{destination} has a data set ({found[0].name}). --overwrite removes it")
+    for split in SPLITS:
+        for end in set(ENDS.values()):
+            for path in destination.glob(f"{split}-*-of-*.{end}"):
+                path.unlink()
+        for name in (f"{split}.json", f"{split}.npy", ABOUT):
+            (destination / name).unlink(missing_ok=True)
+
+
+class _Stream:
+    """Rows, to be taken in any portions."""
+
+    def __init__(self, source: Iterator[PlantedRows], progress: PrepareProgress) -> None:
+        self._source, self._progress = source, progress
+        self._rows = next(source)
+
+    def take(self, count: int) -> Iterator[PlantedRows]:
+        """Yield the next rows."""
+        while count:
+            if not len(self._rows.labels):
+                self._rows = next(self._source)
+            part = self._rows.part(0, count)
+            self._rows = self._rows.part(len(part.labels), len(self._rows.labels))
+            count -= len(part.labels)
+            yield part
+            self._progress.add(len(part.labels), len(part.labels))
+
+
+def _write(
+    destination: Path, split: str, count: int, stream: _Stream, format: str, table_size: int, shards: int
+) -> dict[str, float]:
+    files: list[Written] = []
+    labels: list[Array] = []
+    probabilities: list[Array] = []
+    for number in range(shards):
+        start, stop = block(count, number, shards)
+        path = destination / f"{split}-{number:05}-of-{shards:05}.{ENDS[format]}"
+        with TableWriter(path, format, stop - start, criteo.FIELDS, HEAD if format == "csv" else b"") as file:
+            for part in stream.take(stop - start):
+                if format == "csv":
+                    file.write_lines(part.lines())
+                else:
+                    file.write(part.rows(table_size))
+                labels.append(part.labels)
+                probabilities.append(part.probabilities)
+        files.append(file.written)
+    write_index(destination, split, format, criteo.FIELDS, table_size, files)
+    clicks, size = np.concatenate(labels), sum(one.file.size for one in files)
+    best = auc(np.concatenate(probabilities), clicks)
+    print(
+        f"{split}: {count} rows in {shards} files, {decimal(size)}; {clicks.mean():.1%} clicks; "
+        f"AUC of the true probabilities {best:.5f}"
+    )  # fmt: skip
+    return {"rows": count, "positives": float(clicks.mean()), "auc": best}

@@ -1,0 +1,210 @@
+"""Shuffle more rows than memory holds: ``python -m ringdance.data.prepare.shuffle DST RUN PASS``.
+
+Note [Shuffled by sorting]: each row has a key, a hash of its file, its chunk and its number there. The order
+by keys is a permutation that depends on the source alone. Pass 1 parses chunks and writes each as a run that
+is sorted by class and key. Between the passes the keys are found that divide the order into files of the
+sizes wanted. Pass 2 reads for each file what every run has between two keys, and writes it in the order of
+another hash. Without ``--balance`` all rows are of one class; with it, clicks and others are divided apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ringdance.data.files import write_whole
+from ringdance.data.prepare.chunks import SourceFile, parse
+from ringdance.data.prepare.plan import state
+from ringdance.data.prepare.work import Report, run_process, taken
+from ringdance.data.tables import criteo
+from ringdance.data.tables.rows import Array, Rows
+from ringdance.data.tables.table import TableFile, npy
+from ringdance.data.tables.writing import TableWriter, Written
+from ringdance.errors import ArgumentError
+
+HEAD = (",".join(criteo.COLUMNS) + "\n").encode()
+_WRITTEN = 1 << 14  # rows that are encoded at once
+
+
+@dataclass(frozen=True)
+class ShufflePlan:
+    """What is to be done with which files: ``.prepare/criteo.json``.
+
+    Attributes:
+        files: of the source.
+        format: "rows", "tfrecord", "libsvm" or "csv".
+        shards: files of train; 0: by size.
+        table_size: ids are below it.
+        balance: whether each file has the same share of clicks.
+        validation: share of the rows.
+        max_broken: rows that may be left out; None: one in a hundred.
+        chunk: bytes that are parsed at once.
+    """
+
+    files: Sequence[SourceFile]
+    format: str
+    shards: int
+    table_size: int
+    balance: bool
+    validation: float
+    max_broken: int | None
+    chunk: int
+
+    @classmethod
+    def read(cls, destination: Path) -> ShufflePlan | None:
+        """Read the plan of a directory; None if there is none."""
+        try:
+            about = json.loads((state(destination) / "criteo.json").read_text())
+        except FileNotFoundError:
+            return None
+        return cls(**about | {"files": [SourceFile(**one) for one in about["files"]]})
+
+    def units(self) -> Iterator[tuple[int, int, Path]]:
+        """Yield the work of pass 1: number of the file, of the unit, and the name of what is noted of it."""
+        for number, file in enumerate(self.files):
+            for unit in file.units(self.chunk):
+                yield number, unit, Path(f"unit.{number}.{unit}.json")
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that pass 2 writes: ``.prepare/outputs.json``.
+
+    Attributes:
+        name: such as "train-00000-of-00008.npy".
+        rows: how many it has.
+        parts: of each run: its name, and begin and end of rows there, of each class.
+    """
+
+    name: str
+    rows: int
+    parts: Sequence[tuple[str, Sequence[tuple[int, int]]]]
+
+    def finished(self, destination: Path) -> Written | None:
+        """Return what was noted of it when it was complete; None if it is not there."""
+        try:
+            about = json.loads((state(destination) / f"{self.name}.json").read_text())
+            offsets = np.load(state(destination) / f"{self.name}.offsets.npy")
+            there = (destination / self.name).stat().st_size == about["size"]
+            return Written(TableFile(**about), offsets) if there else None
+        except FileNotFoundError:
+            return None
+
+
+def scatter(destination: Path, plan: ShufflePlan, number: int, unit: int, note: Path, report: Report) -> None:
+    """Parse a unit of a file, and write its chunks as sorted runs."""
+    file, runs = plan.files[number], []
+    for chunk, data, size in file.read(unit, plan.chunk):
+        parsed = parse(file, data, plan.files[0].fields, plan.table_size, plan.max_broken or 0)
+        keys = criteo.mixed(parsed.numbers.astype(np.uint64) | np.uint64(number << 44 | chunk << 24))
+        clicks = (parsed.rows.labels > 0.5) if plan.balance else np.zeros(len(keys), bool)
+        order = np.lexsort((keys, clicks))
+        name = f"sorted.{number}.{chunk}"
+        _save(destination, f"{name}.keys.npy", keys[order])
+        if plan.format == "csv":
+            lengths = np.diff(parsed.lines)[parsed.numbers[order]]
+            _save(destination, f"{name}.lines.npy", np.append(0, np.cumsum(lengths)))
+            lines = parsed.data.split(b"\n")
+            data = b"".join(lines[n] + b"\n" for n in parsed.numbers[order])
+            write_whole(state(destination) / f"{name}.data", data)
+        else:
+            rows = Rows(*(array[order] for array in parsed.rows))
+            _save(destination, f"{name}.rows.npy", rows.packed())
+        classes = [len(keys) - int(clicks.sum()), int(clicks.sum())]
+        runs.append({"name": name, "rows": parsed.count, "classes": classes, "broken": parsed.broken})
+        report(parsed.count, size)
+    write_whole(state(destination) / note, json.dumps(runs).encode())
+
+
+def _save(destination: Path, name: str, array: Array) -> None:
+    write_whole(state(destination) / name, npy(array))
+
+
+def divide(keys: Sequence[Array], ranks: Array) -> Array:
+    """Return where sorted runs are cut so that so many keys are before the cuts.
+
+    Args:
+        keys: of each run, sorted, uint64; no key is there twice.
+        ranks: shape (cuts,), int64: from 0 to the number of keys.
+
+    Returns:
+        Shape (cuts, runs), int64.
+    """
+    low, high = np.zeros(len(ranks), np.uint64), np.full(len(ranks), np.iinfo(np.uint64).max)
+    for _ in range(64):  # the smallest bound with as many keys below it
+        middle = low + (high - low) // np.uint64(2)
+        enough = sum((np.searchsorted(one, middle) for one in keys), np.zeros(len(ranks), np.int64)) >= ranks
+        low, high = np.where(enough, low, middle + np.uint64(1)), np.where(enough, middle, high)
+    return np.stack([np.searchsorted(one, high) for one in keys], axis=1)
+
+
+def gather(destination: Path, plan: ShufflePlan, output: OutputFile, report: Report) -> None:
+    """Write a file from what the runs have for it."""
+    keys, found = [], []
+    directory = state(destination)
+    for name, ranges in output.parts:
+        of_run = np.load(directory / f"{name}.keys.npy", mmap_mode="r")
+        for begin, end in ranges:
+            keys.append(of_run[begin:end])
+            if plan.format == "csv":
+                at = np.load(directory / f"{name}.lines.npy", mmap_mode="r")[[begin, end]]
+                with open(directory / f"{name}.data", "rb") as file:
+                    found += os.pread(file.fileno(), int(at[1] - at[0]), int(at[0])).split(b"\n")[:-1]
+            else:
+                found.append(np.load(directory / f"{name}.rows.npy", mmap_mode="r")[begin:end])
+    order = np.argsort(criteo.mixed(np.concatenate(keys)))
+    fields, head = plan.files[0].fields, HEAD if plan.format == "csv" else b""
+    rows = None if plan.format == "csv" else np.concatenate(found)
+    with TableWriter(destination / output.name, plan.format, output.rows, fields, head) as writer:
+        for at in range(0, output.rows, _WRITTEN):
+            some = order[at : at + _WRITTEN]
+            if rows is None:
+                writer.write_lines(b"".join(found[number] + b"\n" for number in some))
+            else:
+                writer.write(Rows.of(rows[some]))
+            report(len(some), len(some))
+    _save(destination, f"{output.name}.offsets.npy", writer.written.offsets)
+    write_whole(directory / f"{output.name}.json", json.dumps(asdict(writer.written.file)).encode())
+
+
+def work(destination: Path, run: str, step: str, report: Report) -> None:
+    """Do what is left of a pass and no other process has taken.
+
+    Args:
+        destination: directory of the data set.
+        run: name of this run.
+        step: "1" or "2".
+        report: takes rows and bytes.
+    """
+    plan = ShufflePlan.read(destination)
+    if plan is None or not (state(destination) / f"run.{run}").is_dir():
+        raise ArgumentError(f"no {state(destination)} here: all hosts must share the file system of DST")
+    if step == "1":
+        for number, unit, note in plan.units():
+            if not (state(destination) / note).exists() and taken(destination, run, note.name):
+                scatter(destination, plan, number, unit, note, report)
+        return
+    for output in read_outputs(destination):
+        if not output.finished(destination) and taken(destination, run, output.name):
+            gather(destination, plan, output, report)
+
+
+def read_outputs(destination: Path) -> list[OutputFile]:
+    """Read what pass 2 is to write."""
+    return [OutputFile(**one) for one in json.loads((state(destination) / "outputs.json").read_text())]
+
+
+def main(words: Sequence[str]) -> int:
+    """Work as one of several processes; returns the exit code."""
+    destination, run, step = words
+    return run_process(lambda report: work(Path(destination), run, step, report))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""Criteo's columns, a label, 13 numbers and 26 categories, and the ids and values made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringdance.data.tables.lines import NEWLINE, columns
+from ringdance.data.tables.rows import Array, RowError, Rows
+from ringdance.errors import ArgumentError
+
+NUMERIC, CATEGORICAL = 13, 26
+FIELDS = NUMERIC + CATEGORICAL
+COLUMNS = ("label", *(f"I{n}" for n in range(1, NUMERIC + 1)), *(f"C{n}" for n in range(1, CATEGORICAL + 1)))
+_TYPES = [
+    (name, "float32" if name == "label" else "float64" if name[0] == "I" else "binary") for name in COLUMNS
+]
+
+
+def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
+    """Parse lines of Criteo's columns, between commas or tabs, and transform them."""
+    data = data[: starts[-1]]
+    delimiter = "\t" if (data[: starts[1]] == ord("\t")).any() else ","
+    parsed = columns(data, delimiter, _TYPES, null=True)
+    if parsed[0].null_count:
+        raise RowError("column label is empty: expected 0 or 1")
+    rows = Rows.empty(len(starts) - 1, FIELDS)
+    rows.labels[:] = parsed[0].to_numpy()
+    numbers = np.stack([one.to_numpy(zero_copy_only=False) for one in parsed[1 : 1 + NUMERIC]], axis=1)
+    transform(numbers, parsed[1 + NUMERIC :], rows, table_size)
+    return rows
+
+
+def transform(numbers: Array, texts: list[Any], out: Rows, table_size: int) -> None:
+    """Make ids and values of the columns.
+
+    Field i of the 13 numbers has the id i and the value log1p(max(x, 0)), 0 where it is missing. Field c of
+    the 26 categories has the value 1 and an id from 13 on, by a hash of column and text.
+
+    Args:
+        numbers: shape (n, 13), float64; NaN where missing.
+        texts: 26 arrays of Arrow, type binary.
+        out: ids and values are written there.
+        table_size: ids are below it.
+
+    Raises:
+        ArgumentError: the table has no room for categories.
+    """
+    if table_size <= NUMERIC:
+        raise ArgumentError(f"table_size={table_size}: {NUMERIC} ids are for numbers; give more.")
+    out.ids[:, :NUMERIC] = np.arange(NUMERIC)
+    out.values[:, :NUMERIC] = np.log1p(np.fmax(numbers, 0))  # fmax: 0 for NaN
+    out.values[:, NUMERIC:] = 1
+    hashes, rows = hash_texts(texts), np.uint64(table_size - NUMERIC)
+    hashes -= hashes // rows * rows  # the remainder; NumPy divides by one number much faster than by %
+    out.ids[:, NUMERIC:] = hashes.reshape(CATEGORICAL, -1).T
+    out.ids[:, NUMERIC:] += NUMERIC
+
+
+def hash_texts(texts: list[Any]) -> Array:
+    """Hash texts of several columns, each column in another way.
+
+    Eight bytes at a time by SplitMix64's finalizer, the column and the length first: the same on any machine.
+
+    Args:
+        texts: an array of Arrow, type binary, for each column; all of the same length.
+
+    Returns:
+        Shape (columns * n,), uint64, column after column.
+    """
+    data, lengths = [], []
+    for column in texts:
+        _, offsets, buffer = column.buffers()
+        ends = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
+        data.append(np.frombuffer(buffer or b"", np.uint8)[ends[0] : ends[-1]])
+        lengths.append(np.diff(ends))
+    joined, size = np.concatenate([*data, np.zeros(8, np.uint8)]), np.concatenate(lengths)
+    at = np.cumsum(size, dtype=np.int64) - size
+    words = np.ndarray(len(joined) - 7, "<u8", joined, strides=(1,))
+    salts = mixed(np.arange(1, len(texts) + 1, dtype=np.uint64))
+    state = mixed(np.repeat(salts, len(size) // len(texts)) + size.astype(np.uint64))
+    state = mixed(state ^ (words[at] & _MASKS[np.minimum(size, 8)]))
+    left = np.flatnonzero(size > 8)
+    while len(left):
+        at, size = at + 8, size - 8
+        state[left] = mixed(state[left] ^ (words[at[left]] & _MASKS[np.minimum(size[left], 8)]))
+        left = left[size[left] > 8]
+    return state
+
+
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)  # of the first bytes of a word
+
+
+def mixed(value: Array) -> Array:
+    """Return the finalizer of SplitMix64 of each number, shape and dtype (uint64) as given."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: Array = value ^ (value >> np.uint64(31))
+    return found
+
+
+def header_size(data: Array) -> int:
+    """Return the bytes of the line with the columns' names that a file begins with; 0 without it.
+
+    Raises:
+        RowError: the names are others, or in another order.
+    """
+    ends = np.flatnonzero(data == NEWLINE)
+    line = bytes(data[: ends[0]] if len(ends) else data).decode(errors="replace")
+    names = [word.strip(' "\r') for word in line.replace("\t", ",").split(",")]
+    if not names[0] or names[0].replace(".", "").isdigit():
+        return 0
+    if [name.lower() for name in names] != [name.lower() for name in COLUMNS]:
+        raise RowError(f"its first line is {line[:80]!r}: expected label,I1,...,I13,C1,...,C26, or a row")
+    return int(ends[0]) + 1 if len(ends) else len(data)

@@ -1,0 +1,184 @@
+"""Tables as TFRecords: a ``tf.train.Example`` for each row, parsed for many rows at once, by NumPy alone.
+
+The features are ``label`` (a float or an integer), ``ids`` (integers) and ``values`` (floats), as in the
+public DeepFM scripts; or with their other names ``feat_ids`` and ``feat_vals``. All rows are decoded in step:
+each array below has an element for each row, such as the place that is read next.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import numpy as np
+
+from ringdance.data import tfrecord
+from ringdance.data.files import crc32c
+from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
+
+_NAMES = {b"label": 0, b"ids": 1, b"feat_ids": 1, b"values": 2, b"feat_vals": 2}
+_FLOATS, _INTEGERS = 2, 3  # numbers of the fields of tf.train.Feature
+_HEAD, _TAIL = 12, 4  # bytes of a record around its data
+_EXPECTED = "expected a tf.train.Example with label (one number), ids (integers) and values (floats)"
+_length = struct.Struct("<Q").unpack_from
+
+
+def bounds(data: Array) -> Array:
+    """Return where each record begins, and the end of the last."""
+    found, at, size = [0], 0, len(data)
+    view = data.tobytes() if size < 1 << 24 else memoryview(data)  # bytes are faster
+    while at + _HEAD <= size:
+        at += _length(view, at)[0] + _HEAD + _TAIL
+        found.append(at)
+    if at != size:
+        raise RowError(f"the records do not end at byte {size}: damaged, or no TFRecord file")
+    return np.array(found)
+
+
+def scan(data: Array) -> tuple[int, Array]:
+    """Return the number of records, where each 256th begins, and the end."""
+    if not tfrecord.is_head(bytes(data[:_HEAD])):
+        raise RowError("it does not begin with a record: no TFRecord file")
+    starts = bounds(data)
+    return len(starts) - 1, np.append(starts[:-1:BLOCK], starts[-1]).astype(np.uint64)
+
+
+def fields(record: Array) -> int:
+    """Return the number of fields of a record."""
+    data = np.append(record, np.zeros(PADDING, np.uint8))
+    _, ids, _ = _features(data, np.array([_HEAD]), np.array([len(record) - _TAIL]))
+    return int((data[ids[1][0] : ids[2][0]] < 0x80).sum())
+
+
+def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
+    """Parse records; all have as many fields."""
+    label, ids, values = _features(data, starts[:-1] + _HEAD, starts[1:] - _TAIL)
+    number = data[label[1]] if (label[0] == _INTEGERS).all() else _floats(data, label, 1)[:, 0]
+    return Rows(number.astype(np.float32), _integers(data, ids, fields), _floats(data, values, fields))
+
+
+Feature = tuple[Array, Array, Array]
+
+
+def _features(data: Array, at: Array, end: Array) -> tuple[Feature, Feature, Feature]:
+    """Return of label, ids and values: kind, and where the packed numbers begin and end."""
+    count = len(at)
+    found = np.zeros((3, 3, count), np.int64)  # feature; kind, begin, end; row
+    at, stop = _message(data, at, 1)  # Features
+    if (stop != end).any():
+        raise RowError(_EXPECTED)
+    rows = np.flatnonzero(at < stop)
+    while len(rows):
+        here, after = _message(data, at[rows], 1)  # an entry of the map
+        key, here = _message(data, here, 1)
+        feature, _ = _message(data, here, 2)
+        kind = data[np.minimum(feature, len(data) - PADDING)] >> 3
+        packed, _ = _message(data, feature, None)
+        begin, numbers_end = _message(data, packed, None)
+        for name, place in _NAMES.items():
+            is_it = here - key == len(name)
+            if is_it.any():
+                text = np.lib.stride_tricks.sliding_window_view(data, len(name))[key * is_it]
+                which = np.flatnonzero(is_it & (text == np.frombuffer(name, np.uint8)).all(axis=1))
+                found[place][:, rows[which]] = kind[which], begin[which], numbers_end[which]
+        at[rows] = after
+        rows = rows[at[rows] < stop[rows]]
+    if not found[:, 0].all() or (found[:, 2] > end).any() or (at != end).any():
+        raise RowError(_EXPECTED)
+    return tuple(tuple(one) for one in found)  # type: ignore[return-value]
+
+
+def _message(data: Array, at: Array, number: int | None) -> tuple[Array, Array]:
+    """Return where messages begin and end whose tags are at `at`; of the field `number`, if it is given."""
+    at = np.minimum(at, len(data) - PADDING)
+    if number is not None and (data[at] != (number << 3 | 2)).any():
+        raise RowError(_EXPECTED)
+    size, at = _varint(data, at + 1)
+    size[(size < 0) | (size > len(data))] = len(data)  # damaged: behind the record, whatever it is
+    return at, np.minimum(at + size, len(data))
+
+
+def _varint(data: Array, at: Array) -> tuple[Array, Array]:
+    """Return the integers that begin at `at`, and the places behind them."""
+    at = np.minimum(at, len(data) - PADDING)
+    value = data[at].astype(np.int64)
+    at, shift = at + 1, 7
+    while (more := value >> (shift - 7) >= 0x80).any() and shift < 63:
+        value[more] += (data[at[more]].astype(np.int64) - 1) << shift  # -1: the mark of the byte before
+        at[more] += 1
+        shift += 7
+    return value, at
+
+
+def _floats(data: Array, feature: Feature, count: int) -> Array:
+    """Return the floats of each row, shape (n, count), float32."""
+    kind, begin, end = feature
+    if (kind != _FLOATS).any() or (end - begin != 4 * count).any():
+        raise RowError(f"{_EXPECTED}; as many values as ids, {count} here")
+    found: Array = np.lib.stride_tricks.sliding_window_view(data, 4 * count)[begin].view("<f4")
+    return found
+
+
+def _integers(data: Array, feature: Feature, count: int) -> Array:
+    """Return the integers of each row, shape (n, count), int64."""
+    kind, at, end = feature
+    found = np.empty((count, len(at)), np.int64)
+    for number in range(count):
+        found[number], at = _varint(data, at)
+    if (kind != _INTEGERS).any() or (at != end).any():
+        raise RowError(f"expected {count} ids, as in the first record")
+    return np.ascontiguousarray(found.T)
+
+
+def encode(rows: Rows) -> bytes:
+    """Return rows as records, like those of ``tf.io.TFRecordWriter``."""
+    ids, ends = _varints(rows.ids)
+    values = np.ascontiguousarray(rows.values, "<f4").view(np.uint8)
+    found, start = [], 0
+    for number, end in enumerate(ends.tolist()):
+        middle = _middle(float(rows.labels[number]), values.shape[1])
+        size = end - start
+        head, inner = _head(size, len(middle) + values.shape[1])
+        data = inner + ids[start:end].tobytes() + middle + values[number].tobytes()
+        found += [head, data, struct.pack("<I", tfrecord.masked(crc32c(data)))]
+        start = end
+    return b"".join(found)
+
+
+def _varints(ids: Array) -> tuple[Array, Array]:
+    """Encode integers of shape (n, fields); return the bytes, and where those of each row end."""
+    flat = ids.reshape(-1)
+    size = np.ones(len(flat), np.int64)
+    for shift in range(7, 63, 7):
+        size += flat >= 1 << shift
+    ends = np.cumsum(size)
+    found = np.empty(ends[-1] if len(ends) else 0, np.uint8)
+    for number in range(int(size.max(initial=0))):
+        left = np.flatnonzero(size > number)
+        more = (size[left] > number + 1).astype(np.int64) << 7
+        found[ends[left] - size[left] + number] = flat[left] >> 7 * number & 0x7F | more
+    return found, ends[ids.shape[1] - 1 :: ids.shape[1]]
+
+
+def _entry(name: bytes, kind: int, size: int) -> bytes:
+    """Return an entry of the map of features up to, but without, its packed numbers of `size` bytes."""
+    begin = tfrecord.delimiter(1, size)
+    begin = tfrecord.delimiter(kind, size + len(begin)) + begin
+    begin = tfrecord.delimiter(2, size + len(begin)) + begin
+    begin = tfrecord.delimiter(1, len(name)) + name + begin
+    return tfrecord.delimiter(1, size + len(begin)) + begin
+
+
+@lru_cache(maxsize=4096)
+def _head(ids: int, rest: int) -> tuple[bytes, bytes]:
+    """Return the head of a record, and its data up to the numbers of the ids, which have so many bytes."""
+    entry = _entry(b"ids", _INTEGERS, ids)
+    inner = tfrecord.delimiter(1, len(entry) + ids + rest) + entry
+    length = struct.pack("<Q", len(inner) + ids + rest)
+    return length + struct.pack("<I", tfrecord.masked(crc32c(length))), inner
+
+
+@lru_cache(maxsize=16)
+def _middle(label: float, values: int) -> bytes:
+    """Return what is between the ids and the values, which have so many bytes."""
+    return _entry(b"label", _FLOATS, 4) + struct.pack("<f", label) + _entry(b"values", _FLOATS, values)

@@ -1,0 +1,91 @@
+"""The formats that are parsed: what a table needs of each. ``rows`` needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ringdance.data.tables import criteo, examples, lines
+from ringdance.data.tables.rows import BLOCK, Array, RowError, Rows, dtype
+
+NAMES = ("rows", "tfrecord", "libsvm", "csv")
+SUFFIXES = {
+    ".npy": "rows", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".libsvm": "libsvm", ".svm": "libsvm",
+    ".svmlight": "libsvm", ".csv": "csv", ".tsv": "csv",
+}  # fmt: skip
+_CHUNK = 1 << 24  # bytes that are scanned at once
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows are found and parsed.
+
+    Attributes:
+        unit: what an error calls a row.
+        bounds: of some whole rows' bytes: where each begins, and the end.
+        fields: of the bytes of the first row.
+        parse: bytes (with padding behind), their bounds, fields and table size.
+    """
+
+    unit: str
+    bounds: Callable[[Array], Array]
+    fields: Callable[[Array], int]
+    parse: Callable[[Array, Array, int, int], Rows]
+
+
+FORMATS = {
+    "tfrecord": Format("record", examples.bounds, examples.fields, examples.parse),
+    "libsvm": Format("line", lines.bounds, lines.libsvm_fields, lines.parse_libsvm),
+    "csv": Format("line", lines.bounds, lambda row: criteo.FIELDS, criteo.parse),
+}
+
+
+def format_of(path: Path) -> str:
+    """Return the format of a file by its name, or what it begins with."""
+    if path.suffix in SUFFIXES:
+        return SUFFIXES[path.suffix]
+    with open(path, "rb") as file:
+        line = file.read(1 << 16).split(b"\n")[0]
+    return "csv" if b"\t" in line else "libsvm" if b":" in line else "csv"
+
+
+def scan(path: Path, name: str) -> tuple[int, int, Array]:
+    """Return the rows, the fields and the offsets of blocks of a file: see Note [The index of a table].
+
+    Raises:
+        RowError: it has no rows, or is not of that format.
+    """
+    if name not in NAMES:
+        raise RowError(f"format={name!r}: choose one of {', '.join(NAMES)}")
+    if not path.stat().st_size:
+        raise RowError("it is empty")
+    if name == "rows":
+        array = np.load(path, mmap_mode="r")
+        fields = array["ids"].shape[1] if array.dtype.names else 0
+        if array.ndim != 1 or array.dtype != dtype(fields):
+            raise RowError(f"it holds {array.dtype}: expected rows of {dtype(39)}, for any number of fields")
+        return len(array), fields, np.empty(0, np.uint64)
+    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    begin = criteo.header_size(data[: 1 << 16]) if name == "csv" else 0
+    rows, offsets = examples.scan(data) if name == "tfrecord" else _line_blocks(data, begin)
+    if not rows:
+        raise RowError("it has no rows")
+    first = FORMATS[name].bounds(data[offsets[0] : offsets[1]])[:2]
+    return rows, FORMATS[name].fields(data[begin + first[0] : begin + first[1]]), offsets
+
+
+def _line_blocks(data: Array, begin: int) -> tuple[int, Array]:
+    """Return the number of lines, where each 256th begins, and the end."""
+    rows, offsets = 0, [np.array([begin])]
+    for at in range(begin, len(data), _CHUNK):
+        ends = np.flatnonzero(data[at : at + _CHUNK] == lines.NEWLINE) + (at + 1)
+        offsets.append(ends[(-rows - 1) % BLOCK :: BLOCK])
+        rows += len(ends)
+    found = np.concatenate(offsets)
+    last = begin < len(data) and data[-1] != lines.NEWLINE
+    if last or rows % BLOCK:
+        found = np.append(found, len(data))
+    return rows + int(last), found.astype(np.uint64)

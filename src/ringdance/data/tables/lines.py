@@ -1,0 +1,91 @@
+"""Tables as lines of text: their bounds, and the format LibSVM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringdance.data.files import needed
+from ringdance.data.tables.rows import Array, RowError, Rows
+
+NEWLINE, SPACE, COLON = b"\n :"
+
+
+def bounds(data: Array) -> Array:
+    """Return where each line begins, and the end of the last, which may lack its newline."""
+    ends = np.flatnonzero(data == NEWLINE) + 1
+    if len(data) and (not len(ends) or ends[-1] != len(data)):
+        ends = np.append(ends, len(data))
+    return np.concatenate([[0], ends])
+
+
+def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null: bool = False) -> list[Any]:
+    """Parse lines of text into an array of Arrow for each column.
+
+    Args:
+        data: the lines, bytes.
+        delimiter: between columns.
+        types: name and Arrow type, such as "float32", of each.
+        null: whether an empty number is a missing one; otherwise it is an error.
+
+    Raises:
+        RowError: a line has another number of columns, or something that is no number.
+    """
+    arrow, csv = needed("pyarrow", "ctr"), needed("pyarrow.csv", "ctr")
+    names = [str(number) for number in range(len(types))]
+    try:
+        table = csv.read_csv(
+            arrow.BufferReader(arrow.py_buffer(data)),
+            csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
+            csv.ParseOptions(
+                delimiter=delimiter, quote_char=False, escape_char=False, ignore_empty_lines=False
+            ),
+            csv.ConvertOptions(
+                column_types=dict(zip(names, (getattr(arrow, kind)() for _, kind in types), strict=True)),
+                null_values=[""] if null else [], strings_can_be_null=False, check_utf8=False,
+            ),
+        )  # fmt: skip
+    except arrow.ArrowInvalid as error:
+        text = re.sub(_NOISE, "", str(error))
+        text = re.sub(r"column #(\d+)", lambda found: f"column {types[int(found[1])][0]}", text)
+        raise RowError(text[:200]) from None
+    return [column.chunk(0) for column in table.columns]  # one block has one chunk
+
+
+_NOISE = r"^CSV parse error: |CSV conversion error to \w+: |Row #\d+: |^In CSV |\n.*"
+
+
+def libsvm_fields(data: Array) -> int:
+    """Return the number of fields of a line of LibSVM."""
+    return int(np.count_nonzero(data == COLON))
+
+
+def parse_libsvm(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
+    """Parse lines ``label id:value id:value ...``, with ids from 1; all lines have as many fields."""
+    data = data[: starts[-1]]
+    loose = starts[1:][data[starts[1:] - 2] == SPACE] - 2  # spaces that end a line
+    if len(loose):
+        data = np.delete(data, loose)
+    colons = data == COLON
+    if (found := np.count_nonzero(colons)) != fields * (len(starts) - 1):
+        raise RowError(f"expected a label and {fields} pairs id:value, and there are {found} pairs")
+    data -= colons * np.uint8(COLON - SPACE)  # they become spaces
+    pairs = [(f"{part} {n}", kind) for n in range(1, fields + 1) for part, kind in _PAIR]
+    parsed = [column.to_numpy() for column in columns(data, " ", [("label", "float32"), *pairs])]
+    ids = np.stack(parsed[1::2], axis=1)
+    ids -= 1
+    return Rows(parsed[0].copy(), ids, np.stack(parsed[2::2], axis=1))
+
+
+_PAIR = ("id", "int64"), ("value", "float32")
+
+
+def encode_libsvm(rows: Rows) -> bytes:
+    """Return rows as lines of LibSVM; 9 digits give the same float32 again."""
+    line = "%g" + " %d:%.9g" * rows.ids.shape[1] + "\n"
+    mixed = np.empty((len(rows.labels), 1 + 2 * rows.ids.shape[1]))
+    mixed[:, 0], mixed[:, 1::2], mixed[:, 2::2] = rows.labels, rows.ids + 1, rows.values
+    return "".join([line % tuple(row) for row in mixed.tolist()]).encode()

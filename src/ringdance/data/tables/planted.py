@@ -1,0 +1,194 @@
+"""Rows like Criteo's whose probability of a click is known: to compare models with the best possible one.
+
+The logit of a row is a factorization machine of hidden weights and factors: a bias, a weight for each field,
+and the inner products of the factors of all pairs of fields. A linear model finds the weights only. Rare
+categories have neither weight nor factors, since no number of rows would show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ringdance.data.files import needed
+from ringdance.data.order import check_positive
+from ringdance.data.tables import criteo
+from ringdance.data.tables.rows import Array, Rows
+
+BLOCK = 1 << 14
+"""Rows that are drawn at once: a part of the seed, so that fewer rows are the first of more."""
+_CATEGORIES = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10,
+    5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+"""Categories of each column, as of Criteo's display advertising challenge."""
+_MISSING_NUMBERS = (0.44, 0, 0.22, 0.22, 0.02, 0.22, 0.04, 0, 0.04, 0.44, 0.04, 0.76, 0.22)
+_MISSING_CATEGORIES = {2: 0.03, 3: 0.03, 5: 0.12, 11: 0.03, 15: 0.03, 18: 0.44, 19: 0.44, 20: 0.03, 21: 0.76,
+                       23: 0.03, 24: 0.44, 25: 0.44}  # fmt: skip
+_MEDIANS = (1, 3, 6, 4, 2700, 33, 3, 7, 38, 1, 1, 1, 4)  # of the numbers
+_POWER = 1.15  # the k-th most frequent category has a share of about k ** -_POWER
+_KNOWN = 1024  # most frequent categories of a column that have weights
+_PAIRED = 120  # a column with more categories has no factors: each pair of categories must come often
+_FACTORS = 4
+_POSITIVE = 0.25
+
+
+@dataclass(frozen=True)
+class PlantedRows:
+    """Some rows, and what they were drawn from.
+
+    Attributes:
+        labels: shape (n,), int8: 1 for a click.
+        numbers: shape (n, 13), float64: whole numbers, NaN where missing.
+        texts: 26 arrays of Arrow, type binary, length n: 8 hexadecimal digits, or empty where missing.
+        probabilities: shape (n,), float64: of a click.
+    """
+
+    labels: Array
+    numbers: Array
+    texts: list[Any]
+    probabilities: Array
+
+    def part(self, start: int, stop: int) -> PlantedRows:
+        """Return some rows, without a copy."""
+        return PlantedRows(
+            self.labels[start:stop], self.numbers[start:stop], [one[start:stop] for one in self.texts],
+            self.probabilities[start:stop],
+        )  # fmt: skip
+
+    def rows(self, table_size: int = 1_000_000) -> Rows:
+        """Return ids and values, as a file of these columns would have."""
+        found = Rows.empty(len(self.labels), criteo.FIELDS)
+        found.labels[:] = self.labels
+        criteo.transform(self.numbers, self.texts, found, table_size)
+        return found
+
+    def lines(self, delimiter: str = ",") -> bytes:
+        """Return the columns as text, a line for each row."""
+        arrow, csv = needed("pyarrow", "ctr"), needed("pyarrow.csv", "ctr")
+        numbers = [arrow.array(one, arrow.int64(), from_pandas=True) for one in self.numbers.T]
+        columns = [arrow.array(self.labels), *numbers, *(one.cast(arrow.string()) for one in self.texts)]
+        stream = arrow.BufferOutputStream()
+        csv.write_csv(
+            arrow.table(columns, criteo.COLUMNS), stream,
+            csv.WriteOptions(include_header=False, delimiter=delimiter, quoting_style="none"),
+        )  # fmt: skip
+        return bytes(stream.getvalue())
+
+
+def planted(rows: int, seed: int = 0, day: int = 0) -> Iterator[PlantedRows]:
+    """Draw rows, up to 16,384 at once; needs pyarrow.
+
+    Args:
+        rows: how many; fewer rows are the first of more.
+        seed: of the hidden weights and of the rows.
+        day: other rows with the same weights for each, from 0.
+    """
+    check_positive(rows=rows)
+    hidden = _Hidden(seed)
+    for block in range(-(-rows // BLOCK)):
+        yield hidden.draw(np.random.RandomState([seed, day, block]), min(BLOCK, rows - block * BLOCK))
+
+
+@dataclass
+class _Hidden:
+    """Weights and factors of the fields: column 0 the weight, then the factors."""
+
+    seed: int
+    bias: float = 0.0
+    numbers: Array = field(init=False)
+    categories: list[Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        random = np.random.RandomState([self.seed, 1 << 20])
+        self.numbers = random.standard_normal((criteo.NUMERIC, 1 + _FACTORS)) * 0.06
+        self.categories = []
+        for count in _CATEGORIES:
+            table = random.standard_normal((min(count, _KNOWN) + 1, 1 + _FACTORS)) * 0.4
+            share = np.arange(1, len(table)) ** -_POWER
+            table[:, 0] *= 0.6
+            # A mean other than zero would be a weight of the other column, which a linear model finds too.
+            table[:, 1:] -= share @ table[:-1, 1:] / share.sum()
+            table[:, 1:] *= count <= _PAIRED
+            table[-1] = 0  # of rare categories
+            self.categories.append(table)
+        logits = self.columns(random, BLOCK)[3]
+        low, high = -30.0, 30.0
+        for _ in range(60):
+            self.bias = (low + high) / 2
+            if _sigmoid(logits + self.bias).mean() < _POSITIVE:
+                low = self.bias
+            else:
+                high = self.bias
+
+    def draw(self, random: np.random.RandomState, count: int) -> PlantedRows:
+        """Draw a block; a shorter one is the beginning of a whole one."""
+        numbers, words, there, logits = self.columns(random, BLOCK)
+        probabilities = _sigmoid(logits[:count] + self.bias)
+        labels = (random.random_sample(BLOCK)[:count] < probabilities).astype(np.int8)
+        texts = [_texts(words[column, :count], there[column, :count]) for column in range(criteo.CATEGORICAL)]
+        return PlantedRows(labels, numbers[:count], texts, probabilities)
+
+    def columns(self, random: np.random.RandomState, count: int) -> tuple[Array, Array, Array, Array]:
+        """Draw numbers, categories' words, which of these are there, and the logits without the bias."""
+        total, squares = np.zeros((count, 1 + _FACTORS)), np.zeros((count, 1 + _FACTORS))
+        numbers = np.empty((count, criteo.NUMERIC))
+        for column, hidden in enumerate(self.numbers):
+            drawn = np.floor(_MEDIANS[column] * np.exp(1.5 * random.standard_normal(count)))
+            missing = random.random_sample(count) < _MISSING_NUMBERS[column]
+            numbers[:, column] = np.where(missing, np.nan, drawn)
+            effect = np.where(missing, 0, np.log1p(drawn))[:, None] * hidden
+            total += effect
+            squares += effect**2
+        words = np.empty((criteo.CATEGORICAL, count), np.uint32)
+        there = np.empty((criteo.CATEGORICAL, count), bool)
+        for column, table in enumerate(self.categories):
+            rank = _power_law(random.random_sample(count), _CATEGORIES[column])
+            words[column] = criteo.mixed(rank.astype(np.uint64) | np.uint64(column + 1 << 32))
+            there[column] = random.random_sample(count) >= _MISSING_CATEGORIES.get(column, 0)
+            effect = table[np.where(there[column], np.minimum(rank, len(table) - 1), -1)]
+            total += effect
+            squares += effect**2
+        pairs = (total[:, 1:] ** 2 - squares[:, 1:]).sum(axis=1) / 2
+        return numbers, words, there, total[:, 0] + pairs
+
+
+def _power_law(uniform: Array, count: int) -> Array:
+    """Return categories from 0, by frequency, of uniform numbers in [0, 1)."""
+    power = 1 - _POWER
+    found = (1 + uniform * ((count + 1) ** power - 1)) ** (1 / power)
+    ranks: Array = np.minimum(found.astype(np.int64) - 1, count - 1)
+    return ranks
+
+
+def _texts(words: Array, there: Array) -> Any:
+    """Return an array of Arrow with 8 hexadecimal digits for each number that is there, else nothing."""
+    arrow = needed("pyarrow", "ctr")
+    ends = np.zeros(len(words) + 1, np.int32)
+    np.cumsum(there, out=ends[1:])
+    shifts = np.arange(28, -1, -4, dtype=np.uint32)
+    data = _DIGITS[words[there][:, None] >> shifts & np.uint32(15)]
+    buffers = [None, arrow.py_buffer(ends * 8), arrow.py_buffer(np.ascontiguousarray(data))]
+    found: Any = arrow.Array.from_buffers(arrow.binary(), len(words), buffers)
+    return found
+
+
+_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
+
+
+def _sigmoid(logits: Array) -> Array:
+    found: Array = 1 / (1 + np.exp(-logits))
+    return found
+
+
+def auc(probabilities: Array, labels: Array) -> float:
+    """Return the area under the ROC curve: the chance that a click has the larger probability."""
+    order = np.sort(probabilities)
+    clicked = probabilities[labels > 0]
+    below = np.searchsorted(order, clicked, "left") + np.searchsorted(order, clicked, "right")
+    pairs = len(clicked) * (len(labels) - len(clicked))
+    # The mean of the two is the rank; of the rows below a click, those that are clicks are taken off.
+    return float((below.sum() / 2 - len(clicked) ** 2 / 2) / max(pairs, 1))

@@ -1,0 +1,243 @@
+"""A split of a table on disk: its files, in any of the formats, and where their rows are.
+
+Note [The index of a table]: ``train.json`` describes the files of the split ``train``. Where rows are not
+all of one length, ``train.npy`` holds the offset of each block of 256 rows (uint64): of each file in turn,
+that of its first block (behind a header), of the others, and the end of the last. Files without an index
+are scanned for it once, when they are opened.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringdance.data.files import write_whole
+from ringdance.data.order import Indices
+from ringdance.data.tables.formats import FORMATS, format_of, scan
+from ringdance.data.tables.lines import NEWLINE
+from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
+from ringdance.errors import ArgumentError
+
+KIND, VERSION = "table", 1
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """One file of a split.
+
+    Attributes:
+        name: relative to the table's directory.
+        rows: how many it has.
+        size: in bytes.
+        crc32c: of the whole file; None where it was not made by Ringdance.
+    """
+
+    name: str
+    rows: int
+    size: int
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """One split of a table on disk; :meth:`open` makes it.
+
+    Attributes:
+        path: the directory.
+        split: such as "train".
+        format: "rows", "tfrecord", "libsvm" or "csv".
+        fields: pairs of id and value in each row.
+        table_size: rows of the table of embeddings: ids are below it.
+        files: in the order of the rows.
+        offsets: see Note [The index of a table]; empty for the format ``rows``.
+    """
+
+    path: Path
+    split: str
+    format: str
+    fields: int
+    table_size: int
+    files: Sequence[TableFile]
+    offsets: Array = field(repr=False)
+    _open: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], split: str = "train", *, table_size: int | None = None,
+        format: str | None = None,
+    ) -> Table:
+        """Open a prepared directory, or a file of one of the formats.
+
+        Args:
+            path: a directory with ``train.json``, or a file without an index: it is scanned once.
+            split: the name of the index.
+            table_size: rows of the table of embeddings; needed without an index, which knows it.
+            format: of a file without an index; by default by its name, or what it begins with.
+
+        Raises:
+            ArgumentError: it is missing, or does not fit its index or `table_size`.
+        """
+        where = Path(path)
+        index = where / f"{split}.json"
+        if where.is_dir() and not index.exists():
+            others = sorted(one.stem for one in where.glob("*.json"))
+            hint = f"It has {', '.join(others)}." if others else "`ringdance data prepare criteo` makes one."
+            raise ArgumentError(f"{where}: no index of {split!r} ({index.name} is missing). {hint}")
+        if where.is_dir():
+            return cls._by_index(index, table_size)
+        if not where.exists():
+            raise ArgumentError(f"{where}: no such file or directory")
+        if table_size is None:
+            raise ArgumentError(f"{where} has no index that says its table's size: give table_size=.")
+        name = format or format_of(where)
+        try:
+            count, fields, offsets = scan(where, name)
+        except (RowError, ValueError) as error:
+            raise ArgumentError(f"{where}: {error}") from None
+        file = TableFile(where.name, count, where.stat().st_size)
+        return cls(where.parent, split, name, fields, table_size, [file], offsets)
+
+    @classmethod
+    def _by_index(cls, index: Path, table_size: int | None) -> Table:
+        about = json.loads(index.read_text())
+        if about.get("kind") != KIND:
+            raise ArgumentError(f"{index} is the index of images: ringdance.data.Dataset opens it.")
+        if table_size not in (None, about["table_size"]):
+            raise ArgumentError(
+                f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
+                "(--table-size of `ringdance data prepare criteo`). Give that one or none, or prepare again."
+            )
+        offsets = np.empty(0, np.uint64)
+        files = [TableFile(**one) for one in about["files"]]
+        if about["format"] != "rows":
+            offsets = np.load(index.with_suffix(".npy"), mmap_mode="r")
+        if about["version"] != VERSION or (len(offsets) and len(offsets) != sum(map(_offsets, files))):
+            raise ArgumentError(f"{index} does not fit its .npy: prepare the data again.")
+        return cls(
+            index.parent, index.stem, about["format"], about["fields"], about["table_size"], files, offsets
+        )
+
+    def write(self) -> None:
+        """Write the index; a process that opens it meanwhile finds the old one or none."""
+        about = {"kind": KIND, "version": VERSION, "format": self.format, "rows": len(self)}
+        about |= {"fields": self.fields, "table_size": self.table_size, "block": BLOCK}
+        about["files"] = [asdict(one) for one in self.files]
+        if self.format != "rows":
+            write_whole(self.path / f"{self.split}.npy", npy(self.offsets))
+        write_whole(self.path / f"{self.split}.json", json.dumps(about, indent=1).encode() + b"\n")
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    @cached_property
+    def _first(self) -> Array:
+        """The number of each file's first row, and of the row behind the last."""
+        return np.cumsum([0, *(one.rows for one in self.files)])
+
+    @cached_property
+    def _begin(self) -> Array:
+        """The place of each file's first offset."""
+        return np.cumsum([0, *map(_offsets, self.files)])
+
+    def read(self, numbers: Indices) -> Rows:
+        """Return rows by their numbers. Any thread may call it; runs of numbers are read at once.
+
+        Raises:
+            ArgumentError: a file is missing, was changed, or a row is broken: names file and row.
+        """
+        try:
+            found = self._rows(numbers) if self.format == "rows" else self._parsed(numbers)
+            found.check(self.table_size)
+            return found
+        except RowError as error:
+            if len(numbers) > 1:  # look for the first broken one
+                for half in np.array_split(numbers, 2):
+                    self.read(half)
+            ((file, row, _),) = self._runs(numbers[:1])
+            header = self.format == "csv" and self.offsets[self._begin[file]] > 0
+            unit = "row" if self.format == "rows" else FORMATS[self.format].unit
+            raise ArgumentError(f"{self._name(file)}, {unit} {row + 1 + header}: {error}") from None
+
+    def _rows(self, numbers: Indices) -> Rows:
+        found, at = Rows.empty(len(numbers), self.fields), 0
+        for file, start, stop in self._runs(numbers):
+            some = self._mapped(file)[start:stop]
+            part = found.part(at, at := at + stop - start)
+            part.labels[:], part.ids[:], part.values[:] = some["label"], some["ids"], some["values"]
+        return found
+
+    def _parsed(self, numbers: Indices) -> Rows:
+        """Read the blocks that have the rows, leave out other rows, and parse all at once."""
+        form = FORMATS[self.format]
+        pieces: list[Array] = []
+        bounds: list[Array] = []
+        size = 0
+        for file, start, stop in self._runs(numbers):
+            first, last = start // BLOCK, -(-stop // BLOCK)
+            offsets = self.offsets[self._begin[file] :]
+            data = self._mapped(file)[int(offsets[first]) : int(offsets[last])]
+            ends = form.bounds(data)
+            if len(ends) - 1 != min(last * BLOCK, self.files[file].rows) - first * BLOCK:
+                raise ArgumentError(
+                    f"{self._name(file)}: bytes {offsets[first]} to {offsets[last]} hold {len(ends) - 1} "
+                    "rows, which is not what the index says: was it changed? Copy or prepare it again."
+                )
+            ends = ends[start - first * BLOCK : stop - first * BLOCK + 1]
+            pieces.append(data[ends[0] : ends[-1]])
+            bounds.append(ends[:-1] + (size - ends[0]))
+            size += len(pieces[-1])
+            if form.unit == "line" and pieces[-1][-1] != NEWLINE:  # the last line of a file
+                pieces.append(np.array([NEWLINE], np.uint8))
+                size += 1
+        joined = np.concatenate([*pieces, np.zeros(PADDING, np.uint8)])
+        return form.parse(joined, np.concatenate([*bounds, [size]]), self.fields, self.table_size)
+
+    def _runs(self, numbers: Indices) -> list[tuple[int, int, int]]:
+        """Divide numbers into runs: the file, and the first and the last row there (exclusive)."""
+        if not len(numbers):
+            return []
+        if not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise ArgumentError(f"{self.path}: {self.split} has rows 0 to {len(self) - 1} only")
+        files = np.searchsorted(self._first, numbers, "right") - 1
+        starts = np.flatnonzero(np.append(True, (np.diff(numbers) != 1) | (np.diff(files) != 0)))
+        files, lengths = files[starts], np.diff(np.append(starts, len(numbers)))
+        local = numbers[starts] - self._first[files]
+        return list(zip(files.tolist(), local.tolist(), (local + lengths).tolist(), strict=True))
+
+    def _name(self, file: int) -> Path:
+        return self.path / self.files[file].name
+
+    def _mapped(self, file: int) -> Array:
+        """Return a file's rows or bytes, mapped into memory."""
+        found = self._open.get(file)
+        if found is None:
+            name = self._name(file)
+            try:
+                size = name.stat().st_size
+            except OSError as error:
+                raise ArgumentError(f"{name}: {error.strerror}. Is the copy of the data complete?") from None
+            if size != self.files[file].size:
+                raise ArgumentError(f"{name} has {size} bytes, and {self.files[file].size} by its index.")
+            found = np.load(name, mmap_mode="r") if self.format == "rows" else np.memmap(name, np.uint8, "r")
+            found = self._open[file] = found.view(np.ndarray)
+        return found
+
+
+def _offsets(file: TableFile) -> int:
+    """Return the number of offsets of a file: see Note [The index of a table]."""
+    return -(-file.rows // BLOCK) + 1
+
+
+def npy(array: Array) -> bytes:
+    """Return the bytes of a ``.npy`` file."""
+    memory = io.BytesIO()
+    np.save(memory, array)
+    return memory.getvalue()

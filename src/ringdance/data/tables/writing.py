@@ -1,0 +1,106 @@
+"""Write a table: a file in any of the formats, and the index of all files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ringdance.data.files import ShardWriter
+from ringdance.data.tables import examples, lines
+from ringdance.data.tables.formats import FORMATS, NAMES
+from ringdance.data.tables.rows import BLOCK, Array, Rows, header
+from ringdance.data.tables.table import Table, TableFile
+from ringdance.errors import ArgumentError
+
+ENDS = {"rows": "npy", "tfrecord": "tfrecord", "libsvm": "libsvm", "csv": "csv"}
+"""What the names of files end with, by format."""
+_ENCODE: dict[str, Callable[[Rows], bytes]] = {
+    "rows": lambda rows: rows.packed().tobytes(), "tfrecord": examples.encode, "libsvm": lines.encode_libsvm,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is complete.
+
+    Attributes:
+        file: for the index.
+        offsets: of its blocks: see Note [The index of a table].
+    """
+
+    file: TableFile
+    offsets: Array
+
+
+class TableWriter:
+    """A file of a table; it gets its name when it is complete: use it in a ``with`` statement.
+
+    Args:
+        path: its name.
+        format: "rows", "tfrecord", "libsvm" or "csv".
+        count: rows that will be written; the format ``rows`` begins with it.
+        fields: pairs of each row.
+        head: the first line of a CSV file, with its newline; or none.
+    """
+
+    def __init__(self, path: Path, format: str, count: int, fields: int, head: bytes = b"") -> None:
+        if format not in NAMES:
+            raise ArgumentError(f"format {format!r}: choose one of {', '.join(NAMES)}")
+        self.path, self.format, self.count = path, format, count
+        self._file, self._rows = ShardWriter(path), 0
+        self._offsets: list[Array] = []
+        self._file.write(header(count, fields) if format == "rows" else head)
+        self._offsets.append(np.array([self._file.size]))
+
+    def write(self, rows: Rows) -> None:
+        """Append rows; a file of raw columns takes lines instead."""
+        self._append(_ENCODE[self.format](rows), len(rows.labels))
+
+    def write_lines(self, data: bytes) -> None:
+        """Append lines of raw columns, each with its newline, to a CSV file."""
+        self._append(data, None)
+
+    def _append(self, data: bytes, count: int | None) -> None:
+        if self.format != "rows":
+            starts = FORMATS[self.format].bounds(np.frombuffer(data, np.uint8))
+            count = len(starts) - 1
+            first = -self._rows % BLOCK or BLOCK
+            self._offsets.append(starts[first::BLOCK] + self._file.size)
+        assert count is not None
+        self._file.write(data)
+        self._rows += count
+
+    def __enter__(self) -> TableWriter:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Complete the file; after an error remove it."""
+        wrong = None
+        if error is None and self._rows != self.count:
+            wrong = error = ArgumentError(f"{self.path}: {self._rows} rows were written, not {self.count}")
+        self._file.__exit__(kind, error, trace)
+        if wrong is not None:
+            raise wrong
+
+    @property
+    def written(self) -> Written:
+        """What the index needs; after the ``with`` statement."""
+        offsets = np.concatenate(self._offsets).astype(np.uint64)
+        if self._rows % BLOCK:
+            offsets = np.append(offsets, np.uint64(self._file.size))
+        file = TableFile(self.path.name, self._rows, self._file.size, self._file.crc32c)
+        return Written(file, offsets[:0] if self.format == "rows" else offsets)
+
+
+def write_index(
+    directory: Path, split: str, format: str, fields: int, table_size: int, files: Sequence[Written]
+) -> Table:
+    """Write the index of files in a directory, and return the table."""
+    offsets = np.concatenate([one.offsets for one in files])
+    table = Table(directory, split, format, fields, table_size, [one.file for one in files], offsets)
+    table.write()
+    return table

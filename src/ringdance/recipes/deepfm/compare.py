@@ -1,0 +1,309 @@
+"""Train DeepFM in several ways on the same CPU hosts, and compare them: speed, CPU use, memory, AUC.
+
+    ringdance data generate criteo clicks --rows 2000000 --validation 0.05
+    ringdance recipes run deepfm/compare clicks
+    ringdance recipes run deepfm/compare clicks --strategies ringdance,single,ddp --framework torch -np 4
+    ringdance recipes run deepfm/compare clicks -H node1:2,node2:2 --seconds 120 --output by-hosts
+    ringdance recipes run deepfm/compare day_0.tsv --table-size 1000000 --rows 500000
+
+DATA is a directory that `ringdance data` has written, or a file of Criteo's columns, which is prepared first,
+a fifth of its rows for validation. The strategies:
+
+    ringdance              processes that average gradients by all-reduce, those of the table as rows
+    single                 one process, with the numbers of threads that were fastest in a short trial
+    tower                  TensorFlow: devices set by hand in one process, gradients averaged by hand
+    mirrored               TensorFlow: MirroredStrategy over devices of one process
+    multi_worker_mirrored  TensorFlow: MultiWorkerMirroredStrategy, a process for each of -np
+    parameter_server       TensorFlow: asynchronous ParameterServerStrategy: servers, -np workers, coordinator
+    ddp                    PyTorch: DistributedDataParallel on gloo
+
+All have the same model, first values, rows in the same order, global batch and optimizers: Adagrad on the
+rows of the table that a batch has, Adam on the rest. Each trains for --rows rows, at most --seconds; the AUC
+on the validation part is taken eight times, outside that time. A strategy that fails is a row with its error.
+
+--output has a JSON file and a log of each strategy, table.md, curves.svg and advice.txt. What is there
+already is kept, so that the same command goes on where it was stopped; --again runs it anew.
+
+exit code: 0 if all strategies have figures, 1 if some failed, 2 for a wrong argument
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import strategies  # type: ignore[import-not-found]  # beside this file, as the next
+from comparison import Result, report  # type: ignore[import-not-found]
+
+from ringdance.cluster.hostfile import parse_hosts
+from ringdance.errors import ArgumentError
+
+FRAMEWORKS = {
+    "tensorflow": ("ringdance", "single", "tower", "mirrored", "multi_worker_mirrored", "parameter_server"),
+    "torch": ("ringdance", "single", "ddp"),
+}
+ALL = list(dict.fromkeys(name for names in FRAMEWORKS.values() for name in names))
+_ONE_PROCESS = ("single", "tower", "mirrored")
+_CORES = len(os.sched_getaffinity(0))
+
+
+# Options --------------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    add = parser.add_argument
+    add("data", metavar="DATA")
+    add("--strategies", default=",".join(ALL), metavar="A,B", help="default: all")
+    add("--framework", default=",".join(FRAMEWORKS), metavar="A,B", help="default: tensorflow,torch")
+    add("-np", "--num-proc", type=int, metavar="N", help="processes, or devices of one; default: the cores")
+    add("-H", "--hosts", metavar="H1:N,H2:M", help="where; one process alone runs on the first")
+    add("--rows", type=int, metavar="N", help="to train on; default: all, once")
+    add("--seconds", type=float, default=40, metavar="S", help="of training, at most; default: 40")
+    add("--batch-size", type=int, default=4096, metavar="N", help="of all processes together; default: 4096")
+    add("--validation-rows", type=int, default=30_000, metavar="N", help="default: 30,000")
+    add("--dim", type=int, default=16, help="factors of a row of the table; default: 16")
+    add("--hidden", default="400,400,400", metavar="A,B", help="widths of the layers; default: 400,400,400")
+    add("--parameter-servers", type=int, metavar="N", help="default: half of -np, at least 2")
+    add("--table-size", type=int, default=1_000_000, metavar="N", help="for a raw file; default: 1,000,000")
+    add("--output", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
+    add("--again", action="store_true", help="run what is in --output already once more")
+    add("--child", help=argparse.SUPPRESS)
+    for name in ("--sizes", "--threads"):  # of the model; within and between operations
+        add(name, type=lambda text: json.loads(text), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        return given
+    given.hosts = parse_hosts(given.hosts) if given.hosts else []
+    given.num_proc = given.num_proc or sum(slots for _, slots in given.hosts) or max(2, _CORES)
+    given.parameter_servers = given.parameter_servers or max(2, given.num_proc // 2)
+    for name in ("num_proc", "rows", "seconds", "batch_size", "validation_rows", "dim", "parameter_servers"):
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: give a positive number")
+    if given.batch_size % given.num_proc:
+        parser.error(f"--batch-size {given.batch_size} cannot be divided among {given.num_proc} processes")
+    for text, known in ((given.strategies, ALL), (given.framework, FRAMEWORKS)):
+        for name in text.split(","):
+            if name not in known:
+                parser.error(f"{name!r} is none of {', '.join(known)}")
+    if not wanted(given):
+        parser.error(f"{given.framework} has none of these strategies: {given.strategies}")
+    return given
+
+
+def wanted(given: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return framework and strategy of each run."""
+    return [
+        (framework, name)
+        for framework in given.framework.split(",")
+        for name in given.strategies.split(",")
+        if name in FRAMEWORKS[framework]
+    ]
+
+
+def opened(given: argparse.Namespace) -> None:
+    """Complete the options by what the data say; prepare a raw file first."""
+    from ringdance.data import Table
+
+    data = Path(given.data)
+    if data.is_file():
+        prepared = given.output / "data"
+        if not (prepared / "validation.json").exists():
+            command = ["data", "prepare", "criteo", str(data), str(prepared), "--validation", "0.2"]
+            _ringdance([*command, "--table-size", str(given.table_size)])
+        data = prepared
+    try:
+        table = Table.open(data, "train")
+        Table.open(data, "validation")
+    except ArgumentError as error:
+        _wrong(f"{error} Both splits are needed: ringdance data generate|prepare ... --validation SHARE.")
+    given.data = str(data.resolve())
+    given.rows = given.rows or len(table)
+    hidden = [int(width) for width in given.hidden.split(",")]
+    given.sizes = [table.table_size, table.fields, given.dim, hidden]
+
+
+def _wrong(text: str) -> NoReturn:
+    print(f"compare: {text}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _ringdance(words: Sequence[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "ringdance", *words])
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+# Runs -----------------------------------------------------------------------------------------------------
+
+
+def command(given: argparse.Namespace, framework: str, name: str, more: Sequence[str]) -> list[str]:
+    """Return the command line that starts a strategy's processes."""
+    hosts, count = [list(one) for one in given.hosts], given.num_proc
+    if name in _ONE_PROCESS:
+        hosts, count = [[host, 1] for host, _ in hosts[:1]], 1
+    elif name == "parameter_server":  # servers and the coordinator beside the workers
+        for number in [0, *range(given.parameter_servers)] if hosts else []:
+            hosts[number % len(hosts)][1] += 1
+        count += given.parameter_servers + 1
+    where = ["-H", ",".join(f"{host}:{slots}" for host, slots in hosts)] if hosts else []
+    same = ("rows", "seconds", "batch_size", "validation_rows", "parameter_servers", "num_proc")
+    passed = [word for one in same for word in (f"--{one.replace('_', '-')}", str(getattr(given, one)))]
+    return [
+        sys.executable, "-m", "ringdance", "run", "-np", str(count), *where, "--output-json", "--quiet",
+        "-x", "TF_CPP_MIN_LOG_LEVEL=2", "-x", "RINGDANCE_STALL_CHECK_TIME=600",
+        "python", os.path.abspath(__file__), given.data, "--child", name, "--framework", framework,
+        "--sizes", json.dumps(given.sizes), *passed, *more,
+    ]  # fmt: skip
+
+
+def run(given: argparse.Namespace, framework: str, name: str, *more: str, quiet: bool = False) -> Result:
+    """Run a strategy; show its progress; return its figures, or its error."""
+    result = Result(framework, name, settings=settings(given))
+    told: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    other: list[str] = []
+    began = time.time()
+    limit = 240 + 4 * given.seconds
+    log = given.output / f"{framework}-{name}.log"
+    line = command(given, framework, name, more)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        timer = threading.Timer(limit, process.terminate)
+        timer.start()
+        try:
+            for text in process.stdout or ():
+                fact = _fact(text)
+                if fact is None:
+                    other.append(text)
+                    continue
+                told[fact[0]].append(fact[1])
+                if "point" in fact[1] and not quiet:
+                    samples, seconds, auc, _ = fact[1]["point"]
+                    _progress(f"{framework} {name}: {samples:,} rows in {seconds:.1f} s, AUC {auc:.4f}")
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            timer.cancel()
+    log.write_text("".join(other))
+    if process.returncode or not any("point" in one for one in told[0]):
+        lines = [json.loads(text)["text"] if text.startswith('{"rank"') else text for text in other]
+        errors = [text.strip() for text in lines if "Error" in text] or [text.strip() for text in lines[-1:]]
+        late = f"stopped after {limit:.0f} s; " if time.time() - began >= limit else ""
+        result.error = f"{late}{errors[0] if errors else f'exit code {process.returncode}'}"[:300]
+    else:
+        _complete(result, told, began)
+    return result
+
+
+def _fact(text: str) -> tuple[int, dict[str, Any]] | None:
+    """Return rank and fact of a line of output, or None if it is something else."""
+    if strategies.MARK not in text:
+        return None
+    line = json.loads(text)
+    return line["rank"], json.loads(line["text"].removeprefix(strategies.MARK))
+
+
+def _complete(result: Result, told: dict[int, list[dict[str, Any]]], began: float) -> None:
+    leader = told[0]
+    windows = [one["window"] for one in leader if "window" in one]
+    busy, memory = 0.0, 0
+    for facts in told.values():
+        looks = [one for one in facts if "cpu" in one]
+        times, used = [one["time"] for one in looks], [one["cpu"] for one in looks]
+        busy += sum(float(np.interp(b, times, used) - np.interp(a, times, used)) for a, b in windows)
+        memory += max(one["memory"] for one in looks)
+    ready = next(one for one in leader if "ready" in one)
+    result.processes, result.warm = len(told), ready["warm"]
+    result.threads = next((one["threads"] for one in leader if "threads" in one), "")
+    result.startup, result.memory = ready["ready"] - began, memory
+    result.curve = [one["point"] for one in leader if "point" in one]
+    result.cores_busy = busy / sum(b - a for a, b in windows)
+
+
+def tuned(given: argparse.Namespace) -> str:
+    """Return the numbers of threads of TensorFlow that are fastest in one process, by short runs."""
+    trial = argparse.Namespace(**{**vars(given), "rows": 11 * given.batch_size, "validation_rows": 256})
+    speeds = {}
+    for threads in ((_CORES, 1), (_CORES, 2), (1, _CORES)):
+        text = json.dumps(threads)
+        found = run(trial, "tensorflow", "single", "--threads", text, quiet=True)
+        speeds[text] = 0.0 if found.error else found.speed
+        _progress(f"tensorflow single: threads {text}: {speeds[text]:,.0f} samples/s")
+    return max(speeds, key=speeds.__getitem__)
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Return what results must have in common to be compared."""
+    names = ("data", "rows", "seconds", "batch_size", "validation_rows", "sizes", "num_proc", "hosts")
+    return {**{name: getattr(given, name) for name in names}, "cores": _CORES}
+
+
+def measured(given: argparse.Namespace) -> list[Result]:
+    """Run what has no result yet; return all results.
+
+    Raises:
+        SystemExit: --output has results of other settings.
+    """
+    results = []
+    for framework, name in wanted(given):
+        path = given.output / f"{framework}-{name}.json"
+        if path.exists() and not given.again:
+            kept = Result(**json.loads(path.read_text()))
+            now = json.loads(json.dumps(settings(given)))
+            changed = [one for one, value in now.items() if kept.settings.get(one) != value]
+            if changed:
+                _wrong(
+                    f"{path} was measured with {changed[0]}={kept.settings.get(changed[0])}, now it is "
+                    f"{now[changed[0]]}: name another --output, or run all with --again."
+                )
+            if not kept.error:
+                results.append(kept)
+                continue
+        _progress(f"{framework} {name}: starting")
+        more = ["--threads", tuned(given)] if (framework, name) == ("tensorflow", "single") else []
+        results.append(run(given, framework, name, *more))
+        path.write_text(json.dumps(asdict(results[-1]), indent=1))
+        if results[-1].error:
+            _progress(f"{framework} {name}: failed: {results[-1].error}")
+    return results
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Compare the strategies, or be one process of one."""
+    given = options()
+    if given.child:
+        table_size, fields, dim, hidden = given.sizes
+        given.sizes = strategies.Sizes(table_size, fields, dim, tuple(hidden))
+        given.devices = 1 if given.child == "single" else given.num_proc
+        strategies.main(given)
+        return 0
+    given.output.mkdir(parents=True, exist_ok=True)
+    opened(given)
+    results = measured(given)
+    texts = report(results)
+    for name, text in texts.items():
+        (given.output / name).write_text(text)
+    print(texts["table.md"], texts["advice.txt"], f"In {given.output}: {', '.join(texts)}", sep="\n")
+    return 1 if any(one.error for one in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Score rows of clicks with a model that train_torch.py or train_keras.py has exported.
+
+    python score.py model clicks --split validation --output scores.tsv
+    python score.py model day_23.tsv --output scores.tsv
+
+Writes a line for each row, in order: the probability of a click, and the row's label. With labels of both
+kinds it prints AUC, log-loss and calibration too. Rows without a label get any, such as 0, first:
+
+    sed 's/^/0\\t/' test.txt > rows.tsv
+
+The table of embeddings is read from the disk as rows are needed: it may be greater than the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ringdance.numpy as hvd
+from ringdance.data import Table, TableLoader
+
+Array = np.ndarray[Any, Any]
+Layers = Callable[[Array, Array], Array]
+
+
+def layers_of(model: Path, framework: str) -> Layers:
+    """Return a function from embeddings (n, fields, 1 + dim) and factors (n, fields) to logits (n,)."""
+    if framework == "torch":
+        import torch
+
+        program = torch.export.load(model / "layers.pt2").module()
+
+        def by_torch(embeddings: Array, values: Array) -> Array:
+            with torch.inference_mode():
+                logits: Array = program(torch.from_numpy(embeddings), torch.from_numpy(values)).numpy()
+            return logits
+
+        return by_torch
+    import tensorflow as tf
+
+    saved = tf.saved_model.load(str(model / "layers"))
+    return lambda embeddings, values: saved.serve(embeddings, values).numpy()
+
+
+def main() -> None:
+    """Score as the command line says."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
+    add("data", type=Path, metavar="DATA", help="a prepared directory, or a file of rows")
+    add("--split", default="train", help="of a directory; default: train")
+    add("--output", metavar="FILE", help="default: the figures alone")
+    add("--batch-size", type=int, default=8192, metavar="N", help="default: 8192")
+    given = parser.parse_args()
+    try:
+        about = json.loads((given.model / "model.json").read_text())
+    except OSError as error:
+        parser.error(f"{given.model} is no exported model: {error.strerror}: {error.filename}")
+    data = Table.open(given.data, given.split, table_size=about["table_size"])
+    if data.fields != about["fields"]:
+        parser.error(f"{given.data}: {data.fields} fields, but {given.model} has {about['fields']}")
+    table = np.load(given.model / "table.npy", mmap_mode="r")[0]
+    layers = layers_of(given.model, about["framework"])
+    hvd.init()
+    figures, began = hvd.BinaryScores(), time.perf_counter()
+    with open(given.output or os.devnull, "w") as output:
+        for batch in TableLoader(data, given.batch_size, shuffle=False):
+            keys, places = np.unique(batch.ids, return_inverse=True)
+            logits = layers(table[keys][places.reshape(batch.ids.shape)], batch.values)
+            scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+            figures.add(scores, batch.labels)
+            rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)
+            output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
+    found, seconds = figures.result(), time.perf_counter() - began
+    print(
+        f"AUC {found['auc']:.5f}, log-loss {found['logloss']:.5f}, calibration {found['calibration']:.4f} of "
+        f"{found['count']:,} rows in {seconds:.1f} s", file=sys.stderr,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

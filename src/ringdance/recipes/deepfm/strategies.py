@@ -1,0 +1,270 @@
+"""What the strategies of compare.py share: the model's sizes and first values, the clock, the curve.
+
+compare.py starts it, as each process of each strategy, by `ringdance run`. What a process finds is printed as
+lines of JSON after a mark, so that it arrives from every host without a common file system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+MARK = "::compare::"
+EVALUATIONS = 8  # in a run
+_writing = threading.Lock()
+_WARM = 3  # steps before the clock starts: compilation, buffers, connections
+_SAMPLE = 0.2  # seconds between two looks at a process's own use of the machine
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model, and rates of Adagrad on its table and of Adam on the rest."""
+
+    table_size: int
+    fields: int
+    dim: int = 16
+    hidden: tuple[int, ...] = (400, 400, 400)
+    table_rate: float = 0.02
+    accumulator: float = 1e-14
+    rate: float = 0.001
+
+    def first_values(self, seed: int = 0) -> dict[str, Array]:
+        """Return the first values by name, equal everywhere: table, bias; w0, b0, ... of the MLP."""
+        random = np.random.default_rng(seed)
+        width = self.dim + 1
+        table = random.standard_normal((self.table_size, width), np.float32) * np.float32(0.01)
+        table[:, 0] = 0.0
+        values = {"table": table, "bias": np.zeros(1, np.float32)}
+        before = self.fields * self.dim
+        for number, after in enumerate((*self.hidden, 1)):
+            bound = (6 / (before + after)) ** 0.5  # Glorot's
+            values[f"w{number}"] = random.uniform(-bound, bound, (before, after)).astype(np.float32)
+            values[f"b{number}"] = np.zeros(after, np.float32)
+            before = after
+        return values
+
+
+@dataclass
+class Place:
+    """Where this process is in its job; ``hosts`` and ``ports`` (one free on each) are of all ranks."""
+
+    rank: int
+    size: int
+    hosts: list[str]
+    ports: list[int]
+    given: argparse.Namespace
+
+    @property
+    def cores(self) -> int:
+        """Cores for this process: its share of those of its host, at least one."""
+        return max(1, len(os.sched_getaffinity(0)) // self.hosts.count(self.hosts[self.rank]))
+
+    @property
+    def addresses(self) -> list[str]:
+        """HOST:PORT of each rank."""
+        return [f"{host}:{port}" for host, port in zip(self.hosts, self.ports, strict=True)]
+
+
+class Strategy:
+    """A way to train, as the loop below calls it; a process alone needs only ``step`` and ``predict``.
+
+    Args:
+        place: of this process.
+        readers: the part of each global batch that is read here: which of how many.
+    """
+
+    predict: Callable[[Array, Array], Array]
+    """Return probabilities, (n,), of ids and factors; called on rank 0 alone."""
+
+    def __init__(self, place: Place, readers: tuple[int, int] = (0, 1)) -> None:
+        self.batches = batches(place, *readers)
+
+    def step(self) -> int:
+        """Train on the next global batch, or start to; return its rows."""
+        batch = next(self.batches)
+        self.train(batch)
+        return int(batch.count)
+
+    def train(self, batch: Any) -> None:
+        """Train on this rank's part of a batch."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait until all steps have been made."""
+
+    def agree(self, flag: bool) -> bool:
+        """Return rank 0's flag on all ranks."""
+        return flag
+
+    def close(self) -> None:
+        """Let the other processes end."""
+
+
+def batches(place: Place, rank: int, size: int) -> Iterator[Any]:
+    """Yield a rank's parts of the global batches of one epoch after another."""
+    from ringdance.data import Table, TableLoader
+
+    table = Table.open(place.given.data, "train")
+    loader = TableLoader(table, place.given.batch_size // size, rank=rank, size=size)
+    epoch = 0
+    while True:
+        loader.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+class RecipeSteps(Strategy):
+    """The steps of a recipe's model, on each rank; ``first``: values that the caller gives to its layers."""
+
+    def __init__(self, place: Place, make: Any) -> None:
+        import ringdance.numpy as hvd
+
+        super().__init__(place, (place.rank, place.size))
+        sizes = place.given.sizes
+        self.first, self._hvd = sizes.first_values(), hvd
+        table = hvd.EmbeddingTable(
+            sizes.table_size, 1 + sizes.dim, rate=sizes.table_rate, accumulator=sizes.accumulator
+        )
+        table.values[:] = self.first.pop("table")
+        names = {"hidden": list(sizes.hidden), "seed": 0}
+        self.model = make(argparse.Namespace(**{**vars(sizes), **names}), table, sizes.fields)
+        self.predict = self.model.predict
+
+    def train(self, batch: Any) -> None:
+        """Make the recipe's step."""
+        self.model.step(batch, 1.0)
+
+    def agree(self, flag: bool) -> bool:
+        """Return rank 0's flag on all ranks."""
+        return bool(self._hvd.broadcast_object(flag))
+
+
+def tell(**what: Any) -> None:
+    """Print a fact for compare.py."""
+    with _writing:
+        sys.stdout.write(f"{MARK}{json.dumps(what)}\n")
+        sys.stdout.flush()
+
+
+def auc(scores: Array, labels: Array) -> float:
+    """Return the area under the ROC curve of all rows: Mann-Whitney, half for ties."""
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    positive = labels > 0.5
+    yes, no = int(positive.sum()), int((~positive).sum())
+    return float((ranks[positive].sum() - yes * (yes + 1) / 2) / (yes * no)) if yes and no else float("nan")
+
+
+def _memory() -> int:
+    """Return bytes that are this process's own or shared memory; pages of mapped files belong to no one."""
+    try:
+        with open("/proc/self/status") as status:
+            found = dict(line.split(":", 1) for line in status)
+        return sum(int(found[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    except (OSError, KeyError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _watch() -> None:
+    """Report this process's processor time and memory, as long as it lives."""
+    while True:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        tell(time=time.time(), cpu=used.ru_utime + used.ru_stime, memory=_memory())
+        time.sleep(_SAMPLE)
+
+
+class _Clock:
+    """The time of training, in seconds; each stretch of it is reported with its ends as wall-clock time."""
+
+    def __init__(self) -> None:
+        self.before, self.began, self.wall = 0.0, 0.0, 0.0
+
+    def start(self) -> None:
+        self.began, self.wall = time.perf_counter(), time.time()
+
+    def stop(self) -> None:
+        self.before = self.seconds
+        self.began = 0.0
+        tell(window=[self.wall, time.time()])
+
+    @property
+    def seconds(self) -> float:
+        return self.before + (time.perf_counter() - self.began if self.began else 0.0)
+
+
+def train(strategy: Strategy, place: Place) -> None:
+    """Train until the rows or the seconds are used up; score the validation part at equal distances."""
+    given, leader, clock, done = place.given, place.rank == 0, _Clock(), 0
+    for _ in range(_WARM):
+        done += strategy.step()
+    strategy.finish()
+    warm = done
+    if leader:
+        tell(warm=warm, ready=time.time())
+        labels, ids, values = _validation(given)
+    marks = [given.rows * number // EVALUATIONS for number in range(1, EVALUATIONS + 1)]
+    over = False
+    for mark in (mark for mark in marks if mark > warm):
+        clock.start()
+        steps = 0
+        while done < mark and not over:
+            done += strategy.step()
+            steps += 1
+            over = steps % 8 == 0 and strategy.agree(clock.seconds > given.seconds)
+        strategy.finish()
+        clock.stop()
+        if leader:
+            scores = np.concatenate([
+                strategy.predict(ids[at : at + 8192], values[at : at + 8192])
+                for at in range(0, len(ids), 8192)
+            ])  # fmt: skip
+            rounded = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7)
+            loss = -np.mean(np.where(labels > 0.5, np.log(rounded), np.log1p(-rounded)))
+            tell(point=[done, clock.seconds, auc(scores, labels), float(loss)])
+        if over:
+            break
+    strategy.close()
+
+
+def _validation(given: argparse.Namespace) -> tuple[Array, Array, Array]:
+    from ringdance.data import Table, TableLoader
+
+    table = Table.open(given.data, "validation")
+    rows = min(len(table), given.validation_rows)
+    batch = next(iter(TableLoader(table, rows, shuffle=False)))
+    return batch.labels, batch.ids, batch.values
+
+
+def meet(given: argparse.Namespace) -> Place:
+    """Return this process's place; all ranks call it. The engine is still there afterwards."""
+    import ringdance.numpy as hvd
+
+    hvd.init()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        facts = hvd.allgather_object((socket.gethostname(), free.getsockname()[1]))
+    hosts = [host for host, _ in facts]
+    if len(set(hosts)) == 1:  # a name of its own may not resolve in a container
+        hosts = ["localhost"] * len(hosts)
+    return Place(hvd.rank(), hvd.size(), hosts, [port for _, port in facts], given)
+
+
+def main(given: argparse.Namespace) -> None:
+    """Be one process of a strategy."""
+    threading.Thread(target=_watch, daemon=True).start()
+    module = importlib.import_module(f"strategies_{given.framework}")
+    place = meet(given)
+    module.STRATEGIES[given.child](place)

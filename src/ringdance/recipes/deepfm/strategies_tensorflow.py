@@ -1,0 +1,320 @@
+"""DeepFM by TensorFlow alone, in the ways that TensorFlow has for several devices and processes.
+
+One model and one step for all of them. A batch's ids are made unique first, so that rows are looked up, and
+their gradients summed, once. The optimizers are TensorFlow's fused operations on each component of
+a variable, as variables of Mirrored- and ParameterServerStrategy have several: Keras 3 supports neither here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from strategies import (  # type: ignore[import-not-found]
+    Array,
+    Place,
+    RecipeSteps,
+    Sizes,
+    Strategy,
+    train,
+)
+
+BATCH = (
+    tf.TensorSpec([None], tf.float32), tf.TensorSpec([None, None], tf.int64),
+    tf.TensorSpec([None, None], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32),
+)  # fmt: skip
+
+
+def parts(variable: Any) -> list[Any]:
+    """Return the variables that a variable consists of: several if it is partitioned."""
+    return list(getattr(variable, "variables", [variable]))
+
+
+class Model:
+    """DeepFM with Adagrad on its table and Adam on the rest; made within a strategy's scope.
+
+    Args:
+        sizes: of the model.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        first = sizes.first_values()
+        self.table = tf.Variable(first.pop("table"), name="table")
+        self.sums = self._filled(self.table, sizes.accumulator)
+        self.dense = {name: tf.Variable(value, name=name) for name, value in first.items()}
+        self.slots = {name: [self._filled(one, 0.0) for _ in "mv"] for name, one in self.dense.items()}
+
+    def _filled(self, variable: Any, value: float) -> list[Any]:
+        """Return a variable of one value for each component, on its device."""
+        found = []
+        for part in parts(variable):
+            with tf.distribute.get_strategy().extended.colocate_vars_with(part):
+                found.append(tf.Variable(np.full(part.shape, value, np.float32)))
+        return found
+
+    def logits(self, rows: Any, where: Any, values: Any, dense: dict[str, Any]) -> Any:
+        """Return logits, (n,): of looked-up rows, the place of each field's row among them, and factors."""
+        scaled = tf.gather(rows, where) * values[:, :, None]
+        linear, factors = scaled[:, :, 0], scaled[:, :, 1:]
+        pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
+        out = tf.reshape(factors, [-1, self.sizes.fields * self.sizes.dim])
+        for number in range(len(self.sizes.hidden)):
+            out = tf.nn.relu(tf.matmul(out, dense[f"w{number}"]) + dense[f"b{number}"])
+        last = len(self.sizes.hidden)
+        deep = tf.matmul(out, dense[f"w{last}"]) + dense[f"b{last}"]
+        return dense["bias"] + tf.reduce_sum(linear, 1) + 0.5 * tf.reduce_sum(pairs, 1) + deep[:, 0]
+
+    def _whole(self) -> dict[str, Any]:
+        return {name: tf.concat(parts(one), 0) if len(parts(one)) > 1 else parts(one)[0].value()
+                for name, one in self.dense.items()}  # fmt: skip
+
+    def gradients(self, labels: Any, ids: Any, values: Any, weight: Any) -> tuple[list[Any], list[Any]]:
+        """Return gradients of mean loss * weight: of the table's components, as rows, and of all others."""
+        unique, where = tf.unique(tf.reshape(ids, [-1]))
+        components = [one for name in self.dense for one in parts(self.dense[name])]
+        with tf.GradientTape() as tape:
+            rows = tf.nn.embedding_lookup(parts(self.table), unique)
+            logits = self.logits(rows, tf.reshape(where, tf.shape(ids)), values, self._whole())
+            loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)) * weight
+        table = parts(self.table)
+        found = tape.gradient(loss, [*table, *components])
+        return found[: len(table)], found[len(table) :]
+
+    def apply(self, table: Sequence[Any], dense: Sequence[Any], step: Any) -> None:
+        """Update: ``table``: rows, each once; ``step``: number of the update, from 1."""
+        for var, sums, gradient in zip(parts(self.table), self.sums, table, strict=True):
+            tf.raw_ops.ResourceSparseApplyAdagradV2(
+                var=var.handle, accum=sums.handle, lr=self.sizes.table_rate, epsilon=0.0,
+                grad=gradient.values, indices=gradient.indices,
+            )  # fmt: skip
+        gradients = iter(dense)
+        for name, whole in self.dense.items():
+            for var, m, v in zip(parts(whole), *self.slots[name], strict=True):
+                tf.raw_ops.ResourceApplyAdam(
+                    var=var.handle, m=m.handle, v=v.handle, beta1_power=tf.pow(0.9, step),
+                    beta2_power=tf.pow(0.999, step), lr=self.sizes.rate, beta1=0.9, beta2=0.999,
+                    epsilon=1e-8 * tf.sqrt(1 - tf.pow(0.999, step)), grad=next(gradients),  # as PyTorch's
+                )  # fmt: skip
+
+    def predict(self) -> Callable[[Array, Array], Array]:
+        """Return a function of ids and factors that returns probabilities."""
+
+        def scores(ids: Any, values: Any) -> Any:
+            unique, where = tf.unique(tf.reshape(ids, [-1]))
+            rows = tf.nn.embedding_lookup(parts(self.table), unique)
+            return tf.sigmoid(self.logits(rows, tf.reshape(where, tf.shape(ids)), values, self._whole()))
+
+        function = tf.function(scores, input_signature=BATCH[1:3])
+        return lambda ids, values: function(ids, values).numpy()
+
+
+def merged(slices: Any) -> Any:
+    """Return the same rows, each once, their gradients summed."""
+    unique, where = tf.unique(slices.indices)
+    return tf.IndexedSlices(tf.math.unsorted_segment_sum(slices.values, where, tf.size(unique)), unique)
+
+
+class Steps(Strategy):  # type: ignore[misc]
+    """The batches of a rank, and a function of each one's arrays, its weight and the number of the step."""
+
+    def __init__(self, place: Place, model: Model, function: Any, readers: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(place, readers)
+        self.predict, self.function, self.steps = model.predict(), function, 0
+
+    def train(self, batch: Any) -> None:
+        """Call the function."""
+        self.steps += 1
+        self.function(batch.labels, batch.ids, batch.values, np.float32(batch.weight), np.float32(self.steps))
+
+
+def bounds(rows: Any, count: int) -> list[tuple[Any, Any]]:
+    """Return begin and end of each of ``count`` parts of a batch."""
+    return [(rows * number // count, rows * (number + 1) // count) for number in range(count)]
+
+
+def devices(place: Place) -> list[str]:
+    """Divide the processor into as many logical devices as the user has asked for; return their names."""
+    count = place.given.devices
+    intra, inter = place.given.threads or (place.cores, max(2, count))
+    tf.config.threading.set_intra_op_parallelism_threads(intra)
+    tf.config.threading.set_inter_op_parallelism_threads(inter)
+    parts = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
+    return [f"CPU:{number}" for number in range(count)]
+
+
+def tower(place: Place) -> None:
+    """Towers on the devices of one process; gradients are averaged by hand. One device: one process alone."""
+    names = devices(place)
+    model = Model(place.given.sizes)
+
+    def function(labels: Any, ids: Any, values: Any, weight: Any, step: Any) -> None:
+        if len(names) == 1:
+            model.apply(*model.gradients(labels, ids, values, weight), step)
+            return
+        rows = tf.shape(labels)[0]
+        found = []
+        for name, (begin, end) in zip(names, bounds(rows, len(names)), strict=True):
+            with tf.device(name):
+                share = tf.cast(end - begin, tf.float32) / tf.cast(rows, tf.float32)
+                part = labels[begin:end], ids[begin:end], values[begin:end], weight * share
+                found.append(model.gradients(*part))
+        slices = [table[0] for table, _ in found]
+        rows_ = tf.concat([one.values for one in slices], 0), tf.concat([one.indices for one in slices], 0)
+        dense = [tf.add_n(list(each)) for each in zip(*(dense for _, dense in found), strict=True)]
+        model.apply([merged(tf.IndexedSlices(*rows_))], dense, step)
+
+    train(Steps(place, model, tf.function(function, input_signature=BATCH)), place)
+
+
+def replica_step(model: Model) -> Callable[..., None]:
+    """Return what each replica of a tf.distribute strategy does in a step."""
+
+    def replica(labels: Any, ids: Any, values: Any, weight: Any, step: Any) -> None:
+        table, dense = model.gradients(labels, ids, values, weight)
+        context = tf.distribute.get_replica_context()
+        table = context.all_reduce(tf.distribute.ReduceOp.MEAN, table)
+        dense = context.all_reduce(tf.distribute.ReduceOp.MEAN, dense)
+        model.apply([merged(one) for one in table], dense, step)
+
+    return replica
+
+
+def mirrored(place: Place) -> None:
+    """MirroredStrategy over the devices of one process, with a loop of our own."""
+    strategy = tf.distribute.MirroredStrategy(devices(place))
+    count = strategy.num_replicas_in_sync
+    with strategy.scope():
+        model = Model(place.given.sizes)
+    replica = replica_step(model)
+
+    function = tf.function(lambda *batch: strategy.run(replica, args=batch))
+
+    def divided(labels: Array, ids: Array, values: Array, weight: Any, step: Any) -> None:
+        ends = bounds(len(labels), count)
+
+        def part(array: Array) -> Any:
+            return strategy.experimental_distribute_values_from_function(
+                lambda context: tf.constant(array[slice(*ends[context.replica_id_in_sync_group])])
+            )
+
+        shares = np.array([(end - begin) * count / len(labels) for begin, end in ends], np.float32)
+        weights = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(shares[context.replica_id_in_sync_group])
+        )
+        function(part(labels), part(ids), part(values), weights, tf.constant(step))
+
+    train(Steps(place, model, divided), place)
+
+
+def multi_worker_mirrored(place: Place) -> None:
+    """MultiWorkerMirroredStrategy: one process for each rank, found by TF_CONFIG."""
+    task = {"type": "worker", "index": place.rank}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": place.addresses}, "task": task})
+    tf.config.threading.set_intra_op_parallelism_threads(place.cores)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = Model(place.given.sizes)
+    replica = replica_step(model)
+
+    function = tf.function(lambda *batch: strategy.run(replica, args=batch), input_signature=BATCH)
+
+    def total(flag: Any) -> Any:
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(tf.identity, args=(flag,)), axis=None)
+
+    agreed = tf.function(total, input_signature=[tf.TensorSpec([], tf.float32)])
+
+    class Worker(Steps):
+        def agree(self, flag: bool) -> bool:
+            return bool(agreed(np.float32(flag and place.rank == 0)) > 0)
+
+    train(Worker(place, model, function, (place.rank, place.size)), place)
+
+
+def parameter_server(place: Place) -> None:
+    """Asynchronous ParameterServerStrategy: rank 0 asks for steps, some ranks hold variables, others train.
+
+    Each update is computed from a whole global batch, so that there are as many as of the other strategies.
+    Rank 0 also sends the batches: so each row is used once in an epoch, in the order of the others.
+    """
+    import ringdance.numpy as hvd
+
+    roles = ["chief"] + ["worker"] * (place.size - 1)
+    hosts = list(dict.fromkeys(place.hosts))
+    for number in range(place.given.parameter_servers):  # the hosts in turn
+        on = [rank for rank, role in enumerate(roles) if role == "worker"]
+        roles[next(r for r in on if place.hosts[r] == hosts[number % len(hosts)])] = "ps"
+    cluster = {role: [a for a, r in zip(place.addresses, roles, strict=True) if r == role] for role in roles}
+    role = roles[place.rank]
+    index = roles[: place.rank].count(role)
+    if role != "chief":
+        here = [r for r, host in zip(roles, place.hosts, strict=True) if host == place.hosts[place.rank]]
+        share = max(1, len(os.sched_getaffinity(0)) // max(1, here.count("worker")))
+        tf.config.threading.set_intra_op_parallelism_threads(1 if role == "ps" else share)
+        server = tf.distribute.Server(tf.train.ClusterSpec(cluster), role, index, protocol="grpc")
+        hvd.barrier()  # until the chief has ended
+        del server
+        return
+    train(Coordinator(place, cluster, len(cluster["worker"])), place)
+    hvd.barrier()
+
+
+class Coordinator(Strategy):  # type: ignore[misc]
+    """The chief's side of ParameterServerStrategy."""
+
+    def __init__(self, place: Place, cluster: dict[str, list[str]], workers: int) -> None:
+        super().__init__(place)
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
+        )
+        partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(len(cluster["ps"]))
+        strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            model = Model(place.given.sizes)
+
+        def function(labels: Any, ids: Any, values: Any, step: Any) -> None:
+            model.apply(*model.gradients(labels, tf.cast(ids, tf.int64), values, 1.0), step)
+
+        self.function, self.predict = tf.function(function), model.predict()
+        self.steps, self.ahead = 0, 2 * workers
+        self.waiting: deque[Any] = deque()
+
+    def train(self, batch: Any) -> None:
+        """Ask any worker for a step; wait while each has two."""
+        self.steps += 1
+        arrays = batch.labels, batch.ids.astype(np.int32), batch.values, np.float32(self.steps)
+        tensors = [tf.constant(one) for one in arrays]
+        self.waiting.append(self.coordinator.schedule(self.function, args=tensors))
+        if len(self.waiting) > self.ahead:
+            self.waiting.popleft().fetch()
+
+    def finish(self) -> None:
+        """Wait until all steps have been made."""
+        self.coordinator.join()
+        self.waiting.clear()
+
+
+def ringdance(place: Place) -> None:
+    """Ranks that average gradients by all-reduce, those of the table as rows: the step of train_keras.py."""
+    tf.config.threading.set_intra_op_parallelism_threads(place.cores)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    import train_keras  # type: ignore[import-not-found]  # beside this file
+
+    steps = RecipeSteps(place, train_keras.Model)
+    for number, layer in enumerate(steps.model.layers.deep.layers):
+        layer.set_weights([steps.first[f"w{number}"], steps.first[f"b{number}"]])
+    train(steps, place)
+
+
+STRATEGIES = {
+    "ringdance": ringdance, "single": tower, "tower": tower, "mirrored": mirrored,
+    "multi_worker_mirrored": multi_worker_mirrored, "parameter_server": parameter_server,
+}  # fmt: skip

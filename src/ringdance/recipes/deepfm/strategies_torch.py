@@ -1,0 +1,168 @@
+"""DeepFM by PyTorch: one process, DistributedDataParallel on gloo, and Ringdance.
+
+One model for all of them, with the optimizers of PyTorch: Adagrad on the rows of the table that a batch has,
+Adam on the rest. A batch's ids are made unique first, so that rows are looked up, and their gradients summed,
+once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from strategies import (  # type: ignore[import-not-found]
+    Array,
+    Place,
+    RecipeSteps,
+    Sizes,
+    Strategy,
+    tell,
+    train,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RowAdagrad(torch.optim.Optimizer):
+    """Adagrad that reads and writes rows; torch.optim.Adagrad adds sparse tensors, which takes longer."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, accumulator: float) -> None:
+        super().__init__(parameters, {"lr": lr, "accumulator": accumulator})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the rows that have gradients."""
+        for group in self.param_groups:
+            for table in group["params"]:
+                if "sum" not in self.state[table]:
+                    self.state[table]["sum"] = torch.full_like(table, group["accumulator"])
+                sums, gradient = self.state[table]["sum"], table.grad.coalesce()
+                rows, values = gradient.indices()[0], gradient.values()
+                new = sums.index_select(0, rows).addcmul_(values, values)
+                sums.index_copy_(0, rows, new)
+                update = values / new.sqrt_()
+                table.index_copy_(0, rows, table.index_select(0, rows).sub_(update, alpha=group["lr"]))
+
+
+class Model(nn.Module):
+    """DeepFM with the first values that all strategies share; logits, (n,)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        first = {name: torch.from_numpy(value) for name, value in sizes.first_values().items()}
+        self.table = nn.Embedding(sizes.table_size, sizes.dim + 1, _weight=first["table"], sparse=True)
+        self.bias = nn.Parameter(first["bias"])
+        layers: list[nn.Module] = []
+        for number in range(len(sizes.hidden) + 1):
+            weight, bias = first[f"w{number}"], first[f"b{number}"]
+            layer = nn.Linear(*weight.shape)
+            layer.weight.data, layer.bias.data = weight.t().contiguous(), bias
+            layers += [layer, nn.ReLU(inplace=True)]
+        self.deep = nn.Sequential(*layers[:-1])
+
+    def forward(self, ids: Tensor, values: Tensor) -> Tensor:
+        """Return logits of ids and factors, both (n, fields)."""
+        unique, where = torch.unique(ids, return_inverse=True)
+        scaled = functional.embedding(where, self.table(unique)) * values.unsqueeze(2)
+        linear, factors = scaled[:, :, 0], scaled[:, :, 1:]
+        pairs = factors.sum(1).square() - factors.square().sum(1)
+        deep = self.deep(factors.flatten(1))
+        logits: Tensor = self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep[:, 0]
+        return logits
+
+    def optimizers(self, sizes: Sizes) -> list[torch.optim.Optimizer]:
+        """Return Adam, whose gradients come first, and Adagrad of the table's rows."""
+        rest = [one for name, one in self.named_parameters() if not name.startswith("table.")]
+        return [
+            torch.optim.Adam(rest, sizes.rate, fused=True),
+            RowAdagrad(self.table.parameters(), sizes.table_rate, sizes.accumulator),
+        ]
+
+
+class Steps(Strategy):  # type: ignore[misc]
+    """The steps of one process; ``module`` is the model, or what wraps it to exchange gradients."""
+
+    def __init__(
+        self, place: Place, model: Model, module: Callable[..., Tensor], readers: tuple[int, int] = (0, 1)
+    ) -> None:
+        super().__init__(place, readers)
+        self.model, self.module, self.optimizers = model, module, model.optimizers(place.given.sizes)
+
+    def train(self, batch: Any) -> None:
+        """Update by this rank's part of a batch."""
+        labels, ids, values = (torch.as_tensor(one) for one in (batch.labels, batch.ids, batch.values))
+        loss = functional.binary_cross_entropy_with_logits(self.module(ids, values), labels) * batch.weight
+        loss.backward()
+        for one in self.optimizers:
+            one.step()
+            one.zero_grad(set_to_none=True)
+
+    def predict(self, ids: Array, values: Array) -> Array:
+        """Return probabilities, (n,)."""
+        with torch.inference_mode():
+            scores: Array = self.model(torch.as_tensor(ids), torch.as_tensor(values)).sigmoid().numpy()
+        return scores
+
+
+def single(place: Place) -> None:
+    """One process alone, with the number of threads that was fastest in a few steps."""
+    def fresh() -> Steps:
+        model = Model(place.given.sizes)
+        return Steps(place, model, model)
+
+    speeds = {}
+    for threads in sorted({place.cores, max(1, place.cores // 2)}):
+        torch.set_num_threads(threads)
+        trial = fresh()
+        trial.step()
+        began = time.perf_counter()
+        for _ in range(5):
+            trial.step()
+        speeds[threads] = time.perf_counter() - began
+    best = min(speeds, key=speeds.__getitem__)
+    torch.set_num_threads(best)
+    tell(threads=str(best))
+    train(fresh(), place)
+
+
+def ddp(place: Place) -> None:
+    """DistributedDataParallel on gloo; the gradient of the table stays sparse."""
+    from torch import distributed
+
+    os.environ.update(MASTER_ADDR=place.hosts[0], MASTER_PORT=str(place.ports[0]))
+    torch.set_num_threads(place.cores)
+    distributed.init_process_group("gloo", rank=place.rank, world_size=place.size)
+    model = Model(place.given.sizes)
+    module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    class Rank(Steps):
+        def agree(self, flag: bool) -> bool:
+            said = torch.tensor([flag])
+            distributed.broadcast(said, 0)
+            return bool(said.item())
+
+        def close(self) -> None:
+            distributed.barrier()
+            distributed.destroy_process_group()
+
+    train(Rank(place, model, module, (place.rank, place.size)), place)
+
+
+def ringdance(place: Place) -> None:
+    """Ranks that average gradients by all-reduce, those of the table as rows: the step of train_torch.py."""
+    import train_torch  # type: ignore[import-not-found]  # beside this file
+
+    torch.set_num_threads(place.cores)
+    steps = RecipeSteps(place, train_torch.Model)
+    linear = [one for one in steps.model.layers.deep if isinstance(one, nn.Linear)]
+    for number, layer in enumerate(linear):
+        layer.weight.data.copy_(torch.from_numpy(steps.first[f"w{number}"].T))
+        layer.bias.data.copy_(torch.from_numpy(steps.first[f"b{number}"]))
+    train(steps, place)
+
+
+torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # it warns if it is neither on nor off
+STRATEGIES = {"single": single, "ddp": ddp, "ringdance": ringdance}

@@ -1,0 +1,147 @@
+"""Train DeepFM on logs of clicks with Keras on TensorFlow, on the CPUs of any number of hosts.
+
+Rows are those of Criteo: a label, 13 numbers, 26 categories. Try it on generated ones; then with real ones:
+
+    ringdance data generate criteo clicks --rows 2000000 --validation 0.05
+    ringdance run -np 2 python train_keras.py clicks --export model
+    python score.py model clicks --split validation --output scores.tsv
+
+    ringdance data prepare criteo /data/criteo /data/clicks --table-size 10000000 --shards 64
+    ringdance run -H node1:16,node2:16 python train_keras.py /data/clicks --checkpoints run1 --patience 3
+
+One rank for each core is the fastest: `ringdance run` gives each its core. `ringdance recipes run
+deepfm/compare` measures that on your hosts.
+
+The model (Guo et al., DeepFM, IJCAI 2017): each field of a row is an id, a row of one table of embeddings,
+and a factor. The first column of the table is the linear part; the others give the pairwise products, and the
+input of the layers. A step reads and updates only the rows of the table that its batch has.
+
+With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
+of ranks: each epoch still uses every row exactly once. Only rank 0 reads and writes that directory. The model
+with the best AUC is kept there too. A table that does not fit into the memory of one rank: --sharded.
+
+No rank waits for rank 0: all take part in an evaluation; checkpoints are copied, then written in the
+background. What one rank has to do alone, the export, is marked by hvd.pause_stall_check().
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["KERAS_BACKEND"] = "tensorflow"
+
+import keras
+import loop  # type: ignore[import-not-found]  # beside this file
+import numpy as np
+import tensorflow as tf
+
+import ringdance.keras as hvd
+from ringdance.data import TableBatch
+
+Array = np.ndarray[Any, Any]
+
+
+class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """The model without its table: logits of embeddings (n, fields, 1 + dim) and factors (n, fields)."""
+
+    def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
+        super().__init__()
+        self.deep = keras.Sequential([
+            keras.Input((fields * dim,)),
+            *(keras.layers.Dense(width, "relu") for width in hidden),
+            keras.layers.Dense(1),  # its bias is that of the model, too
+        ])  # fmt: skip
+        self.columns, self.fields = 1 + dim, fields
+        self.built = True
+
+    def call(self, embeddings: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+        """Return logits, shape (n,)."""
+        scaled = embeddings * values[:, :, None]
+        linear, factors = scaled[:, :, 0], scaled[:, :, 1:]
+        pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
+        deep = self.deep(tf.reshape(factors, (-1, self.deep.input_shape[1])))
+        return tf.reduce_sum(linear, 1) + 0.5 * tf.reduce_sum(pairs, 1) + deep[:, 0]
+
+
+class Model:
+    """Layers and table, and how they are updated."""
+
+    framework = "tensorflow"
+
+    def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
+        keras.utils.set_random_seed(given.seed)  # the same weights on all ranks
+        self.table, self.table_rate, self.rate = table, given.table_rate, given.rate
+        self.layers = Layers(fields, given.dim, given.hidden)
+        self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
+        self.optimizer.build(self.layers.trainable_variables)
+        # None: batches of any length, and of any number of different ids, are one program.
+        rows = tf.TensorSpec((None, table.columns))
+        places, values = tf.TensorSpec((None, fields), tf.int64), tf.TensorSpec((None, fields))
+        labels, number = tf.TensorSpec((None,)), tf.TensorSpec(())
+        self._step = tf.function(self._train, [rows, places, values, labels, number, number])
+        self._predict = tf.function(self._score, [rows, places, values])
+
+    def step(self, batch: TableBatch, rate: float) -> float:
+        """Update by one batch; return the mean loss of this rank's rows.
+
+        Gradients are averaged over the ranks. The weight of the batch makes that the mean over the rows of
+        the global batch, also if it is short, or if this rank has none of it.
+        """
+        self.table.rate = self.table_rate * rate
+        rows, places = self.table.lookup(batch.ids)
+        numbers = np.float32(batch.weight), np.float32(self.rate * rate)
+        loss, gradient = self._step(rows, places, batch.values, batch.labels, *numbers)
+        self.table.update(gradient.numpy())
+        return float(loss)
+
+    def _train(
+        self, rows: Any, places: Any, values: Any, labels: Any, weight: Any, rate: Any
+    ) -> tuple[Any, Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            logits = self.layers(tf.gather(rows, places), values)
+            loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits))
+            weighted = loss * weight
+        variables = [one.value for one in self.layers.trainable_variables]
+        gradient, *gradients = tape.gradient(weighted, [rows, *variables])
+        self.optimizer.learning_rate = rate
+        self.optimizer.apply(gradients, self.layers.trainable_variables)
+        return loss, tf.convert_to_tensor(gradient)  # summed over the places of each row
+
+    def predict(self, ids: Array, values: Array) -> Array:
+        """Return probabilities, shape (n,)."""
+        rows, places = self.table.lookup(ids, training=False)
+        scores: Array = self._predict(rows, places, values).numpy()
+        return scores
+
+    def _score(self, rows: Any, places: Any, values: Any) -> Any:
+        return tf.sigmoid(self.layers(tf.gather(rows, places), values))
+
+    def state(self) -> dict[str, Array]:
+        """Return copies of the layers' weights and of Adam's state."""
+        return {f"v{number}": np.array(one.numpy()) for number, one in enumerate(self._variables())}
+
+    def restore(self, state: dict[str, Array]) -> None:
+        """Take such values."""
+        for number, one in enumerate(self._variables()):
+            one.assign(state[f"v{number}"])
+
+    def _variables(self) -> list[Any]:
+        return [*self.layers.variables, *self.optimizer.variables]
+
+    def export(self, directory: Path) -> None:
+        """Write the layers for score.py: a SavedModel, without this file."""
+        archive = keras.export.ExportArchive()
+        archive.track(self.layers)
+        embeddings = tf.TensorSpec((None, self.layers.fields, self.layers.columns))
+        values = tf.TensorSpec((None, self.layers.fields))
+        archive.add_endpoint("serve", self.layers.call, [embeddings, values])
+        archive.write_out(str(directory / "layers"), verbose=False)
+
+
+if __name__ == "__main__":
+    loop.main(__doc__ or "", Model, hvd.init)

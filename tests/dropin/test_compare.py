@@ -1,0 +1,101 @@
+"""`ringdance recipes run deepfm/compare`: strategies of training side by side, on real processes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_blocks import ROOT, blocks, environment
+
+PAGE = ROOT / "docs" / "howto" / "strategies.md"
+GENERATE, COMPARE = (
+    shlex.split(command)[1:] for block in blocks(PAGE) if block.language == "console"
+    for command, _ in block.commands()
+)  # fmt: skip
+SMALL = ("--dim", "4", "--hidden", "16", "--batch-size", "256", "--validation-rows", "1000", "-np", "2")
+
+
+def ringdance(directory: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of Ringdance in a directory."""
+    return subprocess.run(
+        [sys.executable, "-m", "ringdance", *words], cwd=directory, env={**environment(), **more}, text=True,
+        capture_output=True, timeout=550,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> Path:
+    made = ringdance(
+        tmp_path, *GENERATE, "--rows", "10000", "--table-size", "5000", "--validation", "0.2", "--shards", "1"
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return tmp_path
+
+
+def results(directory: Path) -> dict[str, Any]:
+    return {one.stem: json.loads(one.read_text()) for one in (directory / "comparison").glob("*-*.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.limit(400)
+def test_a_strategy_that_fails_is_a_row_and_the_next_time_only_it_is_run(clicks: Path) -> None:
+    pytest.importorskip("torch")
+    words = (*COMPARE, "--strategies", "ringdance,ddp", "--rows", "6000")
+    done = ringdance(clicks, *words, "--framework", "torch", *SMALL, GLOO_SOCKET_IFNAME="nowhere")
+    assert done.returncode == 1, done.stderr
+    assert "| PyTorch ddp | failed: " in done.stdout
+    assert "PyTorch: use ringdance" in done.stdout
+    first = results(clicks)
+    assert first["torch-ddp"]["error"]
+    done = ringdance(clicks, *words, "--framework", "torch", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "torch ringdance: starting" not in done.stderr
+    found = results(clicks)
+    assert found["torch-ringdance"] == first["torch-ringdance"]
+    for one in found.values():
+        assert one["curve"][-1][0] == 6000 // 256 * 256 + 256
+        assert one["processes"] == 2
+        assert 0 < one["cores_busy"] <= 2 * len(one["curve"])
+        assert one["memory"] > 10**7
+    ours, ddp = (found[f"torch-{name}"]["curve"] for name in ("ringdance", "ddp"))
+    assert [point[2] for point in ours] == pytest.approx([point[2] for point in ddp], abs=1e-3)
+    assert ours[-1][2] > 0.6
+    other = ringdance(clicks, *words, "--framework", "torch", *SMALL[2:], "--dim", "8")
+    assert other.returncode == 2
+    assert "sizes" in other.stderr
+    assert "--again" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.limit(560)
+def test_all_strategies_reach_the_same_auc(clicks: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tensorflow")
+    done = ringdance(clicks, *COMPARE, *SMALL)
+    assert done.returncode == 0, done.stderr
+    found = results(clicks)
+    assert len(found) == 9
+    aucs = {name: one["curve"][-1][2] for name, one in found.items()}
+    asynchronous = aucs.pop("tensorflow-parameter_server")
+    assert max(aucs.values()) - min(aucs.values()) < 0.002, aucs
+    assert asynchronous > 0.55
+    assert found["tensorflow-parameter_server"]["processes"] == 5
+    assert (clicks / "comparison" / "curves.svg").stat().st_size > 1000
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    for words, said in (
+        (("nowhere",), "nowhere"),
+        (("nowhere", "--strategies", "towers"), "'towers'"),
+        (("nowhere", "--batch-size", "7", "-np", "2"), "7 cannot be divided among 2"),
+        (("nowhere", "--framework", "torch", "--strategies", "tower"), "none of these strategies"),
+    ):
+        done = ringdance(tmp_path, "recipes", "run", "deepfm/compare", *words)
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr

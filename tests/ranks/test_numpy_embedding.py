@@ -1,0 +1,100 @@
+"""Tables of embeddings: replicated and sharded ones give what one process gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ringdance.numpy as hvd
+from ringdance.errors import ArgumentError
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS, COLUMNS, STEPS, BATCH = 200_003, 3, 5, 60
+
+
+def ids_of(step: int) -> np.ndarray:
+    """The ids of all ranks, many of them several times, some on several ranks."""
+    random = np.random.default_rng(step)
+    return (ROWS * random.random((SIZE, BATCH, 4)) ** 9).astype(np.int64)
+
+
+def gradient_of(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """That of the mean over the batch of the sum of cubes of all looked-up numbers."""
+    gradient = np.zeros_like(rows)
+    np.add.at(gradient, places.reshape(-1), (3 * rows[places] ** 2 + 1).reshape(-1, COLUMNS) / len(places))
+    return gradient
+
+
+def trained(table: hvd.EmbeddingTable) -> None:
+    for step in range(STEPS):
+        parts = np.array_split(ids_of(step)[RANK], 1 + step % 2)  # sometimes two passes
+        gradients = [gradient_of(*table.lookup(part)) * (len(part) / BATCH) for part in parts]
+        table.update(*gradients)
+
+
+def alone() -> tuple[np.ndarray, np.ndarray]:
+    """The same by NumPy, in one process."""
+    table = hvd.EmbeddingTable(ROWS, COLUMNS, rate=0.1, scale=0.5)
+    for step in range(STEPS):
+        gradient = np.zeros((ROWS, COLUMNS), np.float64)
+        for ids in ids_of(step):
+            gradient += gradient_of(table.values, ids) / SIZE
+        table.accumulators += gradient**2
+        table.values -= table.rate * gradient / np.sqrt(table.accumulators)
+    return table.values, table.accumulators
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_are_those_of_one_process(sharded: bool, tmp_path: Path) -> None:
+    table = hvd.EmbeddingTable(ROWS, COLUMNS, rate=0.1, scale=0.5, sharded=sharded)
+    assert len(table.values) == (len(range(RANK, ROWS, SIZE)) if sharded else ROWS)
+    trained(table)
+    path = hvd.broadcast_object(str(tmp_path / "table.npy"))
+    table.save(path)
+    saved = np.load(path)
+    values, accumulators = alone()
+    np.testing.assert_allclose(saved[0], values, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(saved[1], accumulators, rtol=1e-5)
+    other = hvd.EmbeddingTable(ROWS, COLUMNS, seed=1, sharded=not sharded)
+    other.load(path)
+    mine = slice(None) if sharded or SIZE == 1 else slice(RANK, None, SIZE)
+    np.testing.assert_array_equal(other.values, saved[0][mine])
+    np.testing.assert_array_equal(other.accumulators, saved[1][mine])
+    write = table.snapshot(path)
+    table.values[:] = 0
+    write_other = table.snapshot(f"{path}.best.npy")  # of the same step, before the first is written
+    write()
+    write_other()
+    hvd.barrier()
+    np.testing.assert_array_equal(np.load(path), saved)
+    assert not np.load(f"{path}.best.npy")[0].any()
+    hvd.barrier()
+
+
+def test_errors_are_on_all_ranks(tmp_path: Path) -> None:
+    table = hvd.EmbeddingTable(10, 2)
+    path = hvd.broadcast_object(str(tmp_path / "table.npy"))
+    with pytest.raises(FileNotFoundError):
+        table.load(path)
+    with pytest.raises(OSError, match="directory"):
+        table.save(f"{path}/below/table.npy")
+    table.save(path)
+    with pytest.raises(ArgumentError, match=r"\(10, 2\), not \(11, 2\)"):
+        hvd.EmbeddingTable(11, 2).load(path)
+    rows, _ = table.lookup([1, 2, 2])
+    with pytest.raises(ArgumentError, match=r"of shapes \[\(2, 2\)\], not \[\(3, 2\)\]"):
+        table.update(np.zeros((3, 2)))
+    assert len(rows) == 2
+
+
+@pytest.mark.skipif(SIZE == 1, reason="with peers")
+def test_an_id_beyond_the_table_fails_on_all_ranks() -> None:
+    for sharded in (True, False):
+        table = hvd.EmbeddingTable(10, 2, sharded=sharded)
+        ids = [3, 10] if RANK == 1 else [3, 4]
+        wrong = r"embedding: ids 3 to 10 on rank 1 .*10 rows"
+        with pytest.raises((ArgumentError, hvd.CollectiveError), match=wrong):
+            table.update(np.zeros_like(table.lookup(ids)[0]))

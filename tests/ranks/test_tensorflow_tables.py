@@ -1,0 +1,111 @@
+"""Tables for TensorFlow: TFRecords as its own reader sees them, the loader, and the native pipeline."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringdance.tensorflow as hvd
+from ringdance.data import Table
+from ringdance.data.tables import Rows
+from ringdance.data.tables.writing import TableWriter, write_index
+from ringdance.errors import ArgumentError
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+FIELDS, TABLE, LENGTH = 5, 1 << 40, 300 * SIZE + 7
+
+
+def rows() -> Rows:
+    """Random rows: ids of any length as varints, labels 0 and 1."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, TABLE, (LENGTH, FIELDS)) >> random.integers(0, 41, (LENGTH, FIELDS))
+    ids[:, 0] = np.arange(LENGTH)
+    values = random.normal(size=ids.shape).astype(np.float32)
+    return Rows((random.random(LENGTH) < 0.3).astype(np.float32), ids, values)
+
+
+def example(number: int, names: tuple[str, str, str], integer: bool = False) -> bytes:
+    """Return what the public DeepFM scripts write for a row."""
+    label, ids, values = (one[number].tolist() for one in rows())
+    kinds = (
+        tf.train.Feature(int64_list=tf.train.Int64List(value=[int(label)])) if integer else
+        tf.train.Feature(float_list=tf.train.FloatList(value=[label])),
+        tf.train.Feature(int64_list=tf.train.Int64List(value=ids)),
+        tf.train.Feature(float_list=tf.train.FloatList(value=values)),
+    )  # fmt: skip
+    features = dict(zip(names, kinds, strict=True))
+    if number % 2:
+        features["comment"] = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"x" * 200]))
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    """A table of TFRecords in three files."""
+    path = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, 0))
+    if RANK == 0:
+        written = []
+        for start, stop in itertools.pairwise((0, 3, LENGTH // 2, LENGTH)):
+            with TableWriter(path / f"train-{start}.tfrecord", "tfrecord", stop - start, FIELDS) as file:
+                file.write(rows().part(start, stop))
+            written.append(file.written)
+        write_index(path, "train", "tfrecord", FIELDS, TABLE, written)
+    hvd.allreduce(tf.constant(0), name="written")
+    return path
+
+
+def parsed(records: list[bytes]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    found = tf.io.parse_example(records, {
+        "label": tf.io.FixedLenFeature((), tf.float32), "ids": tf.io.FixedLenFeature((FIELDS,), tf.int64),
+        "values": tf.io.FixedLenFeature((FIELDS,), tf.float32),
+    })  # fmt: skip
+    return {"ids": found["ids"].numpy(), "values": found["values"].numpy()}, found["label"].numpy()
+
+
+def test_records_are_those_of_tensorflow(directory: Path, tmp_path: Path) -> None:
+    """TensorFlow parses ours alike; ours is byte by byte what it serializes; and we read what it writes."""
+    wanted = rows()
+    table = Table.open(directory)
+    names = [str(directory / one.name) for one in table.files]
+    records = list(tf.data.TFRecordDataset(names).as_numpy_iterator())
+    message = tf.train.Example.FromString(records[4])
+    assert message.SerializeToString(deterministic=True) == records[4]
+    inputs, labels = parsed(records)
+    assert np.array_equal(labels, wanted.labels)
+    assert np.array_equal(inputs["ids"], wanted.ids)
+    assert np.array_equal(inputs["values"], wanted.values)
+    for names, integer in ((("label", "ids", "values"), False), (("label", "feat_ids", "feat_vals"), True)):
+        name = str(tmp_path / f"{integer}.tfrecords")
+        with tf.io.TFRecordWriter(name) as writer:
+            for number in range(60):
+                writer.write(example(number, names, integer))
+        found = Table.open(name, table_size=TABLE)
+        assert (found.fields, len(found)) == (FIELDS, 60)
+        for one, other in zip(found.read(np.arange(60)), wanted.part(0, 60), strict=True):
+            assert one.dtype == other.dtype
+            assert one.tobytes() == other.tobytes()
+
+
+def test_loader_dataset_and_pipeline_have_each_row_once(directory: Path) -> None:
+    wanted = rows()
+    loader = hvd.table_loader(Table.open(directory), 100, seed=1)
+    seen = [batch.ids.numpy() for batch in loader if batch.weight]
+    dataset = [one[0]["ids"].numpy() for one in hvd.table_dataset(loader)]
+    assert all(np.array_equal(*pair) for pair in zip(seen, dataset, strict=False))
+    pattern = str(directory / "*.tfrecord")
+    pipeline = hvd.table_pipeline(pattern, 64, fields=FIELDS, training=False)
+    for mine in (seen, [inputs["ids"].numpy() for inputs, _ in pipeline]):
+        ids = np.concatenate([*itertools.chain(*hvd.allgather_object(mine))])
+        assert np.array_equal(ids[np.argsort(ids[:, 0])], wanted.ids)
+    pipeline = hvd.table_pipeline(pattern, 64, fields=FIELDS, shuffle=1000, cache=True)
+    first = [inputs["ids"].numpy()[:, 0] for inputs, _ in pipeline.take(30)]
+    assert [len(one) for one in first] == [64] * 30
+    assert not np.array_equal(np.sort(first[0]), first[0])
+    with pytest.raises(ArgumentError, match="There is no file"):
+        hvd.table_pipeline("/nowhere/*.tfrecord", 4)

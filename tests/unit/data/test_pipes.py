@@ -1,0 +1,100 @@
+"""Rows from the bytes of a pipe: formats, framings, portions of any size, ends in the middle of a row."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ringdance.data import pipes, planted
+from ringdance.data.tables import Rows, criteo
+from ringdance.data.tables.examples import encode
+from ringdance.data.tables.lines import encode_libsvm
+from ringdance.errors import ArgumentError
+
+pytest.importorskip("pyarrow")
+MAGIC = struct.pack("<I", 0xCED7230A)
+HEAD = (",".join(criteo.COLUMNS) + "\n").encode()
+
+
+@pytest.fixture(scope="module")
+def part():
+    (part,) = planted(700, seed=1)
+    return part
+
+
+def recordio(data: bytes) -> bytes:
+    """Wrap data as dmlc's writer does: divided at each magic number on a multiple of 4 bytes."""
+    parts, start = [], 0
+    for at in range(0, len(data) - 3, 4):
+        if data[at : at + 4] == MAGIC:
+            parts.append(data[start:at])
+            start = at + 4
+    parts.append(data[start:])
+    kinds = [0] if len(parts) == 1 else [1, *[2] * (len(parts) - 2), 3]
+    return b"".join(
+        MAGIC + struct.pack("<I", kind << 29 | len(one)) + one + bytes(-len(one) % 4)
+        for kind, one in zip(kinds, parts, strict=True)
+    )
+
+
+def cut(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[at : at + size] for at in range(0, len(data), size))
+
+
+def read(data: bytes, size: int = 1000) -> Rows:
+    found = list(pipes.rows("a pipe", cut(data, size), 39, 5000))
+    return Rows(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+
+def forms(part) -> dict[str, bytes]:
+    rows = part.rows(5000)
+    records, lines = encode(rows), part.lines()
+    examples, at = [], 0
+    while at < len(records):
+        (length,) = struct.unpack_from("<Q", records, at)
+        examples.append(records[at + 12 : at + 12 + length])
+        at += length + 16
+    half = len(lines[: len(lines) // 2].rpartition(b"\n")[0]) + 1
+    return {
+        "csv": lines, "tsv without an end": part.lines("\t")[:-1],
+        "csv of two files with names": HEAD + lines[:half] + HEAD + lines[half:],
+        "libsvm": encode_libsvm(rows), "tfrecord": records,
+        "files in RecordIO": recordio(HEAD + lines[:half]) + recordio(HEAD + lines[half:]),
+        "TFRecords in RecordIO": recordio(records), "examples in RecordIO": b"".join(map(recordio, examples)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [7001, 1 << 20, None])
+def test_all_forms_give_the_same_rows(part, piece, monkeypatch):
+    if piece is None:  # the last block is a whole one
+        monkeypatch.setattr(pipes, "_PIECE", len(part.lines()))
+    elif piece < 10_000:
+        monkeypatch.setattr(pipes, "_PIECE", 5000)
+    expected = part.rows(5000)
+    for name, data in forms(part).items():
+        for a, b in zip(read(data, piece or 65536), expected, strict=True):
+            assert a.tobytes() == b.tobytes(), name
+
+
+def test_a_magic_number_within_the_data():
+    data = bytes(8) + MAGIC + b"abcd" + MAGIC + MAGIC + bytes(4)
+    wrapped = recordio(data)
+    assert b"".join(pipes._unwrapped("a pipe", pipes._Stream(cut(wrapped, 5)))) == data
+    with pytest.raises(ArgumentError, match="RecordIO"):
+        list(pipes._unwrapped("a pipe", pipes._Stream(cut(wrapped[:-6], 5))))
+
+
+def test_errors(part):
+    assert list(pipes.rows("a pipe", iter(()), 39, 5000)) == []
+    lines, records = part.lines().splitlines(keepends=True), encode(part.rows(5000))
+    lines[600] = b"5" + lines[600][1:]
+    for data, message in (
+        (b"".join(lines), "a pipe, line 601 .*label 5"),
+        (records[:-3], "it ends within record 700"),
+        (encode_libsvm(part.rows(9000)), "beyond the table"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            list(pipes.rows("a pipe", cut(data, 4096), 39, 5000))

@@ -1,0 +1,59 @@
+"""Click logs with a planted signal: the same for any number of rows, and in any format."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ringdance import cli
+from ringdance.data import Table, planted
+from ringdance.data.tables.planted import auc
+
+pytest.importorskip("pyarrow")
+
+
+def test_fewer_rows_are_the_first_of_more():
+    (few,), (more,) = planted(500, seed=3), planted(2000, seed=3)
+    assert few.lines() == b"".join(more.lines().splitlines(keepends=True)[:500])
+    assert (few.probabilities == more.probabilities[:500]).all()
+    (other,) = planted(500, seed=3, day=1)
+    assert few.lines() != other.lines()
+
+
+def test_clicks_follow_their_probabilities():
+    parts = list(planted(60_000))
+    labels = np.concatenate([part.labels for part in parts])
+    probabilities = np.concatenate([part.probabilities for part in parts])
+    assert abs(labels.mean() - 0.25) < 0.01
+    for low in np.arange(0, 1, 0.1):
+        chosen = (probabilities >= low) & (probabilities < low + 0.1)
+        assert abs(labels[chosen].mean() - probabilities[chosen].mean()) < 0.05
+
+
+def test_auc_counts_equal_probabilities_half():
+    metrics = pytest.importorskip("sklearn.metrics")
+    random = np.random.RandomState(0)
+    scores, labels = np.round(random.random_sample(2000), 2), random.randint(0, 2, 2000)
+    assert auc(scores, labels) == pytest.approx(metrics.roc_auc_score(labels, scores), abs=1e-12)
+
+
+def test_the_command_writes_the_same_rows_in_any_format(tmp_path, capsys):
+    words = ["data", "generate", "criteo", "--rows", "3000", "--validation", "0.1", "--shards", "3"]
+    formats = ("rows", "csv", "libsvm", "tfrecord")
+    for name in formats:
+        assert cli.main([*words, str(tmp_path / name), "--format", name, "--table-size", "5000"]) == 0
+    for split, count in (("train", 2700), ("validation", 300)):
+        tables = [Table.open(tmp_path / name, split) for name in formats]
+        first, *others = [table.read(np.arange(count)) for table in tables]
+        assert all(len(table) == count for table in tables)
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                assert a.tobytes() == b.tobytes()
+    about = json.loads((tmp_path / "rows/planted.json").read_text())
+    assert f"AUC of the true probabilities {about['train']['auc']:.5f}" in capsys.readouterr().out
+    assert cli.main([*words, str(tmp_path / "rows")]) == 2
+    assert "--overwrite removes it" in capsys.readouterr().err
+    assert cli.main([*words[:-2], str(tmp_path / "rows"), "--overwrite", "--shards", "1"]) == 0
+    assert len(list((tmp_path / "rows").glob("train-*"))) == 1

@@ -1,0 +1,175 @@
+"""`ringdance data prepare criteo` in this process: sources, order, balance, broken rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringdance.data import Table, planted
+from ringdance.data.prepare.cli import main
+from ringdance.data.prepare.shuffle import divide
+
+pytest.importorskip("pyarrow")
+ROWS = 9000  # of two files of about 1 MB each
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[bytes]:
+    (part,) = planted(ROWS, seed=5)
+    return part.lines("\t").splitlines(keepends=True)
+
+
+@pytest.fixture(scope="module")
+def source(lines, tmp_path_factory) -> Path:
+    """Files of Criteo's click logs by day: day_10 comes after day_2."""
+    root = tmp_path_factory.mktemp("days")
+    (root / "day_2").write_bytes(b"".join(lines[:5000]))
+    (root / "day_10").write_bytes(b"".join(lines[5000:]))
+    (root / "test.txt").write_bytes(b"no labels\n")
+    return root
+
+
+def prepare(*words: object) -> int:
+    return main([str(word) for word in ("prepare", "criteo", *words, "-np", 1)])
+
+
+def rows(directory: Path, split: str = "train") -> list[bytes]:
+    table = Table.open(directory, split)
+    return [row.tobytes() for row in table.read(np.arange(len(table))).packed()]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def prepared(source, tmp_path_factory) -> Path:
+    destination = tmp_path_factory.mktemp("prepared")
+    words = (source, destination, "--shards", 4, "--validation", 0.1, "--balance", "--chunk", 1)
+    assert prepare(*words, "--table-size", 5000) == 0
+    return destination
+
+
+def test_all_rows_are_there_once_in_another_order(source, prepared):
+    first, second = (Table.open(source / day, table_size=5000, format="csv") for day in ("day_2", "day_10"))
+    there = [row.tobytes() for one in (first, second) for row in one.read(np.arange(len(one))).packed()]
+    train, validation = rows(prepared), rows(prepared, "validation")
+    assert sorted(train + validation) == sorted(there)
+    assert abs(len(validation) - ROWS / 10) < 2
+    where = np.array([there.index(row) for row in train[:400]])  # of the first file
+    assert abs((where < 5000).mean() - 5 / 9) < 0.1
+    assert (np.abs(np.diff(where)) > 50).mean() > 0.9
+
+
+def test_balance(prepared):
+    for split in ("train", "validation"):
+        files = [np.load(path) for path in sorted(prepared.glob(f"{split}-*.npy"))]
+        assert len(files) == {"train": 4, "validation": 1}[split]
+        clicks = [int(one["label"].sum()) for one in files]
+        assert max(clicks) - min(clicks) <= 1
+        assert max(map(len, files)) - min(map(len, files)) <= 2
+
+
+@pytest.mark.parametrize("format", ["tfrecord", "libsvm", "csv"])
+def test_formats_of_source_and_result(source, prepared, tmp_path, format):
+    words = ("--shards", 4, "--validation", 0.1, "--balance", "--chunk", 1, "--table-size", 5000)
+    assert prepare(source, tmp_path / "one", *words, "--format", format) == 0
+    for split in ("train", "validation"):
+        assert rows(tmp_path / "one", split) == rows(prepared, split)  # in the same order
+    assert prepare(tmp_path / "one", tmp_path / "two", "--chunk", 1, "--table-size", 5000) == 0
+    for split in ("train", "validation"):
+        assert sorted(rows(tmp_path / "two", split)) == sorted(rows(prepared, split))
+
+
+def test_compressed_files_are_read_in_the_same_chunks(source, prepared, tmp_path):
+    for name in ("day_2", "day_10"):
+        with gzip.open(tmp_path / f"{name}.gz", "wb", compresslevel=1) as file:
+            file.write((source / name).read_bytes())
+    words = ("--shards", 4, "--validation", 0.1, "--balance", "--chunk", 1, "--table-size", 5000)
+    assert prepare(tmp_path / "day_2.gz", tmp_path / "day_10.gz", tmp_path / "out", *words) == 0
+    assert contents(tmp_path / "out") == contents(prepared)
+
+
+def test_validation_of_its_own(source, tmp_path, lines):
+    assert prepare(source / "day_2", tmp_path, "--validation", source / "day_10") == 0
+    assert (len(rows(tmp_path)), len(rows(tmp_path, "validation"))) == (5000, len(lines) - 5000)
+
+
+def test_broken_lines(tmp_path, lines, capsys):
+    broken = list(lines[:300])
+    broken[100] = b"0\tonly\n"
+    broken[200] = broken[200].replace(b"\t", b"\tx", 1)
+    broken[299] = b"7" + broken[299].rstrip(b"\n")[1:]  # the last one has no end
+    path = tmp_path / "train.txt"
+    path.write_bytes(b"".join(broken))
+    words = (path, tmp_path / "out", "--format", "csv")
+    assert prepare(*words, "--max-broken", 2) == 2
+    error = capsys.readouterr().err
+    assert "more than --max-broken 2" in error or "--max-broken" in error
+    assert prepare(*words, "--max-broken", 3) == 3
+    assert len(rows(tmp_path / "out")) == 297
+    listed = (tmp_path / "out/problems.tsv").read_text().splitlines()
+    assert [line.split("\t")[:2] for line in listed] == [[str(path), n] for n in ("101", "201", "300")]
+    kept = sorted(lines[n] for n in range(300) if n not in (100, 200, 299))
+    data = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").glob("train-*.csv")))
+    assert sorted(data.splitlines(keepends=True)[1:]) == sorted(one.replace(b"\t", b",") for one in kept)
+
+
+def test_errors(source, prepared, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("three little words\n")
+    for words, part in (
+        ((tmp_path / "none", tmp_path / "out"), "no such file"),
+        ((tmp_path / "empty", tmp_path / "out"), "no click logs"),
+        ((tmp_path / "text.txt", tmp_path / "out"), "text.txt"),
+        ((source, prepared, "--shards", 3), "--shards 3 instead of 4"),
+        ((prepared, tmp_path / "out", "--format", "csv"), "choose another format"),
+        ((prepared, tmp_path / "out", "--table-size", 100), "beyond the table"),
+        ((source, tmp_path / "out", "--validation", "1.5"), "below 1"),
+    ):
+        assert prepare(*words) == 2
+        assert part in capsys.readouterr().err
+
+
+def test_info_and_verify(source, tmp_path, capsys):
+    assert prepare(source, tmp_path, "--shards", 2, "--format", "libsvm") == 0
+    assert main(["info", str(tmp_path)]) == 0
+    assert "9000" in capsys.readouterr().out
+    assert main(["info", str(tmp_path), "--format", "json"]) == 0
+    (about,) = json.loads(capsys.readouterr().out)
+    assert (about["rows"], about["fields"], about["files"]) == (ROWS, 39, 2)
+    assert 0.2 < about["clicks"] < 0.3
+    assert main(["verify", str(tmp_path), "--decode"]) == 0
+    assert "checksums and rows of 9000 rows in 2 files" in capsys.readouterr().out
+    path = tmp_path / "train-00001-of-00002.libsvm"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b":", b";", 1))
+    assert main(["verify", str(tmp_path), "--decode"]) == 1
+    out = capsys.readouterr().out
+    assert "checksum" in out
+    assert f"{path}, line 1: " in out
+
+
+def test_real_rows(tmp_path):
+    path = Path(__file__).parents[4] / "shared/data/ctr/criteo_sample.csv"
+    if not path.exists():
+        pytest.skip("needs the sample of Criteo's rows")
+    assert prepare(path, tmp_path, "--balance", "--shards", 3) == 0
+    assert len(rows(tmp_path)) == 200
+    sizes = [one["rows"] for one in json.loads((tmp_path / "train.json").read_text())["files"]]
+    assert (sum(sizes), max(sizes) - min(sizes) <= 2) == (200, True)
+
+
+def test_cuts_between_any_ranks():
+    random = np.random.RandomState(0)
+    keys = [np.sort(random.randint(0, 2**63, n).astype(np.uint64) * np.uint64(2)) for n in (0, 1, 50, 400)]
+    cuts = divide(keys, np.array([0, 1, 77, 451]))
+    assert cuts.sum(axis=1).tolist() == [0, 1, 77, 451]
+    joined = np.sort(np.concatenate(keys))
+    for rank, cut in zip((0, 1, 77, 451), cuts, strict=True):
+        before = np.concatenate([one[:at] for one, at in zip(keys, cut, strict=True)])
+        assert (np.sort(before) == joined[:rank]).all()

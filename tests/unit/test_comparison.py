@@ -1,0 +1,91 @@
+"""Tables, curves and advice of strategies of training side by side."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from ringdance.recipes.deepfm import strategies
+from ringdance.recipes.deepfm.comparison import Result, advice, curves, report, table
+
+
+def result(strategy: str, speed: float, auc: float = 0.8, busy: float = 2.0, **more: object) -> Result:
+    """Return a result with two points: half the AUC's gain after 1,000 rows, all of it after 2,000."""
+    points = [[rows, rows / speed, 0.5 + (auc - 0.5) * rows / 2000, 0.4] for rows in (1000, 2000)]
+    return Result(
+        "torch", strategy, {"cores": 2}, processes=2, cores_busy=busy, memory=10**9, curve=points, **more
+    )  # type: ignore[arg-type]
+
+
+def test_the_fastest_of_equal_auc_is_recommended():
+    text = advice([
+        result("single", 500), result("ringdance", 900, 0.7985), result("parameter_server", 1800, 0.77)
+    ])  # fmt: skip
+    assert text.startswith("PyTorch: use ringdance: 900 samples/s")
+    assert "- parameter_server: 2.00 times faster; its AUC after the same rows is lower by 0.0285" in text
+    assert "- single: 1.80 times slower" in text
+    assert "One process is nearly as fast" not in text
+
+
+def test_reasons_follow_from_cores_and_work():
+    best = result("ringdance", 1000, busy=2.0)
+    idle, busy = result("single", 500, busy=1.0), result("ddp", 500, busy=2.0)
+    lines = {line.split(":")[0].strip("- "): line for line in advice([best, idle, busy]).splitlines() if line}
+    assert "cores idle (1.0 busy against 2.0)" in lines["single"]
+    assert "CPU time" not in lines["single"]
+    assert "2.00 times the CPU time" in lines["ddp"]
+    assert "idle" not in lines["ddp"]
+    assert "about as fast" in advice([best, result("ddp", 950)])
+    assert "One process is nearly as fast" in advice([best, result("single", 950)])
+
+
+def test_auc_is_compared_where_all_have_trained():
+    short = result("single", 500)
+    short.curve = short.curve[:1]  # stopped after 1,000 rows and 2 seconds
+    long = result("ringdance", 1000)
+    text = table([short, long, Result("torch", "ddp", error="Error: no | network")])
+    heads, _, first, second, failed = text.splitlines()
+    assert "AUC after 1,000 rows | AUC after 2 s" in heads
+    assert [cell.strip() for cell in first.split("|")][7:9] == ["0.6500", "0.8000"]
+    assert [cell.strip() for cell in second.split("|")][7:9] == ["0.6500", "0.6500"]
+    assert failed.count("|") == heads.count("|")
+    assert "no / network" in failed
+    assert long.auc(0, 1500) == pytest.approx(0.725)
+
+
+def test_failures_alone_are_reported_too():
+    texts = report([Result("tensorflow", "mirrored", error="Error: none")])
+    assert "TensorFlow mirrored failed: Error: none" in texts["advice.txt"]
+    assert "failed" in texts["table.md"]
+    ElementTree.fromstring(texts["curves.svg"])
+
+
+def test_curves_are_a_picture_with_all_strategies():
+    picture = ElementTree.fromstring(curves([result("single", 500), result("ringdance", 1000)]))
+    words = {one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert "PyTorch: AUC on the validation part" in words
+    assert {"single", "ringdance", "seconds of training", "0.65"} <= words
+    paths = picture.iter("{http://www.w3.org/2000/svg}path")
+    lines = [one for one in paths if "line" in one.get("class", "")]
+    assert len(lines) == 4
+    assert all("nan" not in line.get("d", "") for line in lines)
+
+
+def test_auc_counts_ties_by_half():
+    from sklearn.metrics import roc_auc_score
+
+    random = np.random.default_rng(0)
+    scores, labels = random.integers(0, 9, 500) / 9, (random.random(500) < 0.3).astype(np.float32)
+    assert strategies.auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert np.isnan(strategies.auc(scores, np.zeros(500)))
+
+
+def test_first_values_are_equal_everywhere():
+    sizes = strategies.Sizes(table_size=50, fields=3, dim=2, hidden=(4,))
+    one, other = sizes.first_values(), sizes.first_values()
+    assert {name: value.shape for name, value in one.items()} == {
+        "table": (50, 3), "bias": (1,), "w0": (6, 4), "b0": (4,), "w1": (4, 1), "b1": (1,)
+    }  # fmt: skip
+    assert all(np.array_equal(one[name], other[name]) for name in one)
