@@ -22,11 +22,11 @@ from ringdance.training import collectives, handles
 from ringdance.training.collectives import Call, movement, reduction
 from ringdance.training.exports import *
 from ringdance.training.handles import poll, synchronize
-from ringdance.training.image_loader import image_loader
-from ringdance.training.pipe_loader import pipe_loader
+from ringdance.training.loaders.images import image_loader
+from ringdance.training.loaders.pipes import pipe_loader
+from ringdance.training.loaders.tables import table_loader
 from ringdance.training.process_sets import set_id
 from ringdance.training.sharding import Shard, shard
-from ringdance.training.table_loader import table_loader
 
 __all__ = [
     "Adasum", "Average", "BinaryScores", "CheckpointError", "Checkpoints", "CollectiveError",

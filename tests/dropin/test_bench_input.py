@@ -15,7 +15,7 @@ SCRIPT = """
 import sys, time
 import numpy as np
 import ringdance.numpy as hvd
-from ringdance.training.loaders import AsyncDataLoaderMixin, BaseDataLoader
+from ringdance.training.loaders.ahead import AsyncDataLoaderMixin, BaseDataLoader
 
 class Slow(BaseDataLoader):
     def __len__(self):

@@ -13,7 +13,7 @@ from PIL import Image
 import ringdance.keras as hvd
 from ringdance.data.loader import Synthetic
 from ringdance.errors import ArgumentError
-from ringdance.training.input_check import INPUT_MARK, WatchedLoader
+from ringdance.training.loaders.input_check import INPUT_MARK, WatchedLoader
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -27,7 +27,7 @@ from ringdance.keras.reduction import init
 from ringdance.keras.tables import table_loader
 from ringdance.keras.values import *
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.pipe_loader import pipe_loader
+from ringdance.training.loaders.pipes import pipe_loader
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [

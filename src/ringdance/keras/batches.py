@@ -11,7 +11,7 @@ import numpy as np
 from ringdance.data.batches import Batches
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
-from ringdance.training.input_check import WatchedLoader, watch_training
+from ringdance.training.loaders.input_check import WatchedLoader, watch_training
 
 _Sequence: Any = keras.utils.Sequence if KERAS2 else keras.utils.PyDataset
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ringdance.data.loader import Batch
 from ringdance.keras.batches import BatchSequence
-from ringdance.training.image_loader import make_loader
+from ringdance.training.loaders.images import make_loader
 
 __all__ = ["image_loader"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ringdance.data.tables import Table, TableBatch
 from ringdance.keras.batches import BatchSequence
-from ringdance.training.table_loader import make_table_loader
+from ringdance.training.loaders.tables import make_table_loader
 
 __all__ = ["table_loader"]
 

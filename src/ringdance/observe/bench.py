@@ -22,7 +22,7 @@ from ringdance.subcommands import Subcommand
 
 __all__ = ["main"]
 
-INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.input_check
+INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.loaders.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {
     "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ringdance.data.loader import Batch, ImageBatches, Loader
-from ringdance.training.image_loader import make_loader
-from ringdance.training.input_check import watch_training
+from ringdance.training.loaders.images import make_loader
+from ringdance.training.loaders.input_check import watch_training
 
 __all__ = ["image_loader"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ringdance.data.tables import Table, TableBatch, TableLoader
-from ringdance.training.input_check import watch_training
-from ringdance.training.pipe_loader import PipeLoader
-from ringdance.training.table_loader import make_table_loader
+from ringdance.training.loaders.input_check import watch_training
+from ringdance.training.loaders.pipes import PipeLoader
+from ringdance.training.loaders.tables import make_table_loader
 
 __all__ = ["pipe_loader", "table_loader"]
 

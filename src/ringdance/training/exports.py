@@ -6,7 +6,7 @@ from ringdance.training.basics import *
 from ringdance.training.checkpoints import *
 from ringdance.training.embedding import *
 from ringdance.training.evaluation import *
-from ringdance.training.input_check import *
+from ringdance.training.loaders.input_check import *
 from ringdance.training.objects import *
 from ringdance.training.process_sets import *
 from ringdance.training.schedules import *

@@ -8,7 +8,7 @@ import pytest
 
 from ringdance.observe import bench
 from ringdance.observe.bench import INPUT_MARK, Speed, judge, table
-from ringdance.training import input_check
+from ringdance.training.loaders import input_check
 
 
 def speed(images: float, cores: float = 0.2, second: float = 1.0) -> Speed:

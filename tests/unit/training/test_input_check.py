@@ -14,7 +14,7 @@ from ringdance.data.loader import Batch
 from ringdance.data.tables import Rows, TableBatch
 from ringdance.data.tables.writing import TableWriter
 from ringdance.errors import ArgumentError
-from ringdance.training.input_check import INPUT_MARK, WatchedLoader, samples_of, watch_input
+from ringdance.training.loaders.input_check import INPUT_MARK, WatchedLoader, samples_of, watch_input
 
 
 @pytest.fixture(autouse=True)

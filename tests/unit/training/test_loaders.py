@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ringdance.errors import ArgumentError
-from ringdance.training.loaders import AsyncDataLoaderMixin, BaseDataLoader
+from ringdance.training.loaders.ahead import AsyncDataLoaderMixin, BaseDataLoader
 
 
 class Numbers(BaseDataLoader):

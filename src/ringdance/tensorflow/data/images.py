@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance.data.loader import Batch, ImageBatches
-from ringdance.training.image_loader import make_loader
-from ringdance.training.input_check import watch_training
+from ringdance.training.loaders.images import make_loader
+from ringdance.training.loaders.input_check import watch_training
 
 __all__ = ["image_dataset", "image_loader"]
 

@@ -1,5 +1,5 @@
 """Loaders that work ahead."""
 
-from ringdance.training.loaders import AsyncDataLoaderMixin, BaseDataLoader
+from ringdance.training.loaders.ahead import AsyncDataLoaderMixin, BaseDataLoader
 
 __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringdance.data.tables import Table, TableLoader
-from ringdance.training.input_check import watch_training
+from ringdance.training.loaders.input_check import watch_training
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 

@@ -7,7 +7,7 @@ from typing import Any
 from ringdance.data.loader import ImageBatches, Loader, Synthetic, SyntheticLoader
 from ringdance.training import basics
 from ringdance.training.gradients.options import own_cores
-from ringdance.training.input_check import watch_training
+from ringdance.training.loaders.input_check import watch_training
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 
