@@ -91,10 +91,15 @@ def test_errors_are_on_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(SIZE == 1, reason="with peers")
-def test_an_id_beyond_the_table_fails_on_all_ranks() -> None:
+@pytest.mark.parametrize(("bad", "wrong"), [
+    (10, r"ids 3 to 10 \(int64\)"), (1 << 60, "ids 3 to 1152921504606846976"), (-1, "ids -1 to 3"),
+    (4.5, r"ids 3 to 4 \(float64\)"),
+])  # fmt: skip
+def test_an_id_that_is_not_of_the_table_fails_on_all_ranks(bad: float, wrong: str) -> None:
     for sharded in (True, False):
         table = hvd.EmbeddingTable(10, 2, sharded=sharded)
-        ids = [3, 10] if RANK == 1 else [3, 4]
-        wrong = r"embedding: ids 3 to 10 on rank 1 .*10 rows"
-        with pytest.raises((ArgumentError, hvd.CollectiveError), match=wrong):
+        ids = [3, bad] if RANK == 1 else [3, 4]
+        text = f"embedding: {wrong}.* on rank 1 .*10 rows"
+        with pytest.raises((ArgumentError, hvd.CollectiveError), match=text):
             table.update(np.zeros_like(table.lookup(ids)[0]))
+        hvd.barrier()  # no rank ends its program before the others have the message

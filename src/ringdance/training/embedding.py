@@ -25,6 +25,7 @@ __all__ = ["EmbeddingTable"]
 
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # rows that are drawn, sent, read or written at once
+_STEP = 2048  # rows that are updated at once, in the processor's cache
 
 
 class EmbeddingTable:
@@ -84,21 +85,23 @@ class EmbeddingTable:
             The rows, shape (n, columns), and places, int64, of the shape of `ids`.
 
         Raises:
-            ArgumentError: an id is not that of a row; raised on this rank, and peers get the same message.
+            ArgumentError: an id is not the number of a row; raised on this rank, and peers get the same
+                message.
         """
         ids = np.asarray(ids)
-        keys, places = np.unique(ids, return_inverse=True)
-        if len(keys) and not 0 <= keys[0] <= keys[-1] < self.rows:
+        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        if not 0 <= low <= high < self.rows or (ids.size and ids.dtype.kind not in "iu"):
             engine = session.engine()
             error = ArgumentError(
-                f"{self.name}: ids {keys[0]} to {keys[-1]} on rank {engine.rank} "
-                f"({engine.hosts[engine.rank]}), but the table has {self.rows} rows."
+                f"{self.name}: ids {low} to {high} ({ids.dtype}) on rank {engine.rank} "
+                f"({engine.hosts[engine.rank]}), but they are integers, and the table has {self.rows} rows."
             )
             kind, what = (Collective.ALLTOALL, "ids") if self.sharded else (Collective.ALLREDUCE, "counts")
             Call(kind, f"{self.name}.{what}").refuse(engine, error)
             raise error
+        keys, places = _unique(ids.reshape(-1).astype(np.int64, copy=False))
         found = _Lookup(keys)
-        values = self._ask(found) if self.sharded else self.values[keys]
+        values = self._ask(found) if self.sharded else self.values.take(keys, axis=0)
         if training:
             self._lookups.append(found)
         return values, places.reshape(ids.shape)
@@ -126,8 +129,10 @@ class EmbeddingTable:
             pairs = [self._send(*pair) for pair in zip(lookups, arrays, strict=True)]
         else:
             pairs = [(lookup.keys, gradient) for lookup, gradient in zip(lookups, arrays, strict=True)]
-        keys = np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs)])
-        summed = np.concatenate([np.zeros((0, self.columns), np.float32), *(pair[1] for pair in pairs)])
+        keys, summed = pairs[0] if len(pairs) == 1 else (
+            np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs)]),
+            np.concatenate([np.zeros((0, self.columns), np.float32), *(pair[1] for pair in pairs)]),
+        )  # fmt: skip
         if self.sharded or engine.size == 1:
             keys, summed = merge(keys, summed, engine.size)
         else:
@@ -135,13 +140,19 @@ class EmbeddingTable:
             exchange = SparseExchange(engine, parts, [self.name], name=self.name, average=True)
             (reduced,) = exchange.wait()
             keys, summed = reduced.keys, reduced.values
-        squares = self.accumulators[keys]
-        squares += summed * summed
+        for begin in range(0, len(keys), _STEP):
+            self._adagrad(keys[begin : begin + _STEP], summed[begin : begin + _STEP])
+
+    def _adagrad(self, keys: Array, gradient: Array) -> None:
+        squares = self.accumulators.take(keys, axis=0)  # twice as fast as an index
+        squares += gradient * gradient
         self.accumulators[keys] = squares
         np.sqrt(squares, out=squares)
-        np.divide(summed, squares, out=squares)
+        np.divide(gradient, squares, out=squares)
         squares *= self.rate
-        self.values[keys] -= squares
+        values = self.values.take(keys, axis=0)
+        values -= squares
+        self.values[keys] = values
 
     def _ask(self, lookup: _Lookup) -> Array:
         """Get rows from the ranks that have them."""
@@ -295,6 +306,25 @@ class _Lookup:
 
     def __init__(self, keys: Array) -> None:
         self.keys = keys
+
+
+def _unique(ids: Array) -> tuple[Array, Array]:
+    """Return ascending ids, each once, and the place of each among them, as np.unique does.
+
+    One sort of integers that hold id and place is faster than a sort of places by ids, and a look-up. Ids are
+    those of a table in memory: with the bits of a place they fit into 63.
+    """
+    bits = len(ids).bit_length()
+    pairs = ids << bits
+    pairs |= np.arange(len(ids))
+    pairs.sort()
+    ascending = pairs >> bits
+    first = np.ones(len(ids), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
+    pairs &= (1 << bits) - 1
+    places = np.empty_like(pairs)
+    places[pairs] = np.cumsum(first) - 1
+    return ascending[first], places
 
 
 def _write(path: Path, rows: int, columns: int, parts: Iterator[tuple[Array, Array]]) -> None:
