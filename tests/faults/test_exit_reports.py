@@ -33,3 +33,16 @@ def test_a_rank_that_ends_while_others_wait(tmp_path: Path, ending: str, code: i
     if code == 139:
         assert f'File "{path}", line 5 in step' in frame  # and not the C frames that MPI lists
         assert "Process received signal" not in done.stderr
+
+
+def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import ringdance.numpy as hvd\nfrom ringdance import session\nhvd.init()\n"
+        "(state,) = session.engine().sets.states()\n"
+        "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if it had not run yet
+        "state.waiting = Kept()\nhvd.barrier()\nassert state.waiting\n",
+    )
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 0, done.stderr

@@ -143,8 +143,10 @@ class ProcessSetState:
         """Return this rank's vector. The lock is held."""
         layout, pending = self._layout, self.pending
         vector = layout.neutral
-        if self.waiting:
-            vector ^= NO_WAITER
+        for work in tuple(self.waiting.values()):
+            if not work.done():  # else its thread has not run since
+                vector ^= NO_WAITER
+                break
         self._piggyback = None
         if not (pending.unnamed or pending.misses or self.stopping or pending.join is not None):  # fast path
             if pending.ready and self._window is not None:
