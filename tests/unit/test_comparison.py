@@ -14,6 +14,7 @@ from ringdance.recipes.deepfm.comparison import Result, advice, curves, report, 
 def result(strategy: str, speed: float, auc: float = 0.8, busy: float = 2.0, **more: object) -> Result:
     """Return a result with two points: half the AUC's gain after 1,000 rows, all of it after 2,000."""
     points = [[rows, rows / speed, 0.5 + (auc - 0.5) * rows / 2000, 0.4] for rows in (1000, 2000)]
+    more = {"validation": 30_000, **more}
     return Result(
         "torch", strategy, {"cores": 2}, processes=2, cores_busy=busy, memory=10**9, curve=points, **more
     )  # type: ignore[arg-type]
@@ -27,6 +28,17 @@ def test_the_fastest_of_equal_auc_is_recommended():
     assert "- parameter_server: 2.00 times faster; its AUC after the same rows is lower by 0.0285" in text
     assert "- single: 1.80 times slower" in text
     assert "One process is nearly as fast" not in text
+
+
+def test_few_rows_and_short_runs_say_little():
+    few = [result("single", 500, 0.52, validation=40), result("ringdance", 900, 0.49, validation=40)]
+    text = advice(few)
+    assert text.startswith("PyTorch: use ringdance")  # for its speed: the AUC differs by chance
+    assert "Of 40 rows for validation, differences of AUC below 0.055 are chance" in text
+    assert "Trained for 2.2 s: too short" in text
+    long = advice([result("single", 100), result("ringdance", 120)])
+    assert "chance" not in long
+    assert "too short" not in long
 
 
 def test_reasons_follow_from_cores_and_work():

@@ -227,7 +227,7 @@ def _complete(result: Result, told: dict[int, list[dict[str, Any]]], began: floa
         busy += sum(float(np.interp(b, times, used) - np.interp(a, times, used)) for a, b in windows)
         memory += max(one["memory"] for one in looks)
     ready = next(one for one in leader if "ready" in one)
-    result.processes, result.warm = len(told), ready["warm"]
+    result.processes, result.warm, result.validation = len(told), ready["warm"], ready["validation"]
     result.threads = next((one["threads"] for one in leader if "threads" in one), "")
     result.startup, result.memory = ready["ready"] - began, memory
     result.curve = [one["point"] for one in leader if "point" in one]

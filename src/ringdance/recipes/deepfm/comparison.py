@@ -8,7 +8,9 @@ from typing import Any
 
 from ringdance.observe import svg
 
-EQUAL_AUC = 0.002  # closer ones count as equal
+_EQUAL_AUC = 0.002  # closer ones count as equal, on so many rows of the validation part
+_EQUAL_ROWS = 30_000
+_SHORT = 5.0  # seconds of training below which speeds say little
 _CLOSE = 1.1  # speeds within this factor are not worth a change
 _NAMES = {"tensorflow": "TensorFlow", "torch": "PyTorch"}
 
@@ -24,6 +26,7 @@ class Result:
         processes: of all hosts.
         threads: that a trial has chosen.
         warm: rows before the clock was started.
+        validation: rows that the AUC is of.
         cores_busy: of all processes, on average while training.
         memory: bytes, the sum of the processes' peaks, without pages of mapped files.
         startup: seconds from the command until the clock was started.
@@ -37,6 +40,7 @@ class Result:
     processes: int = 0
     threads: str = ""
     warm: int = 0
+    validation: int = 0
     cores_busy: float = 0.0
     memory: int = 0
     startup: float = 0.0
@@ -137,14 +141,19 @@ def advice(results: Sequence[Result]) -> str:
 
 def _of_framework(title: str, measured: Sequence[Result]) -> list[str]:
     samples, seconds = common(measured)
-    highest = max(one.auc(0, samples) for one in measured)
-    good = [one for one in measured if one.auc(0, samples) >= highest - EQUAL_AUC]
+    highest, equal = max(one.auc(0, samples) for one in measured), _equal(measured)
+    good = [one for one in measured if one.auc(0, samples) >= highest - equal]
     best = max(good, key=lambda one: one.speed)
     cores = best.settings.get("cores", 0)
     lines = [
         f"{title}: use {best.strategy}: {best.speed:,.0f} samples/s with {best.cores_busy:.1f} of {cores} "
         f"cores busy, AUC {best.auc(0, samples):.4f} after {samples:,} rows."
     ]
+    if seconds < _SHORT:
+        lines.append(f"- Trained for {seconds:.2g} s: too short for figures of speed. Give more --rows.")
+    if equal > 2 * _EQUAL_AUC:
+        rows = measured[0].validation
+        lines.append(f"- Of {rows:,} rows for validation, differences of AUC below {equal:.2g} are chance.")
     single = next((one for one in measured if one.strategy == "single"), None)
     if single and single is not best and best.speed < _CLOSE * single.speed:
         lines.append("- One process is nearly as fast: several are worth it on more cores or hosts.")
@@ -152,6 +161,12 @@ def _of_framework(title: str, measured: Sequence[Result]) -> list[str]:
         if one is not best:
             lines.append(f"- {one.strategy}: {'; '.join(_reasons(one, best, samples, seconds))}.")
     return lines
+
+
+def _equal(results: Sequence[Result]) -> float:
+    """Return the difference of AUC that counts as none: the fewer rows, the more is chance."""
+    rows = min(one.validation for one in results)
+    return float(_EQUAL_AUC * max(1.0, (_EQUAL_ROWS / max(rows, 1)) ** 0.5))
 
 
 def _reasons(one: Result, best: Result, samples: float, seconds: float) -> list[str]:
@@ -172,12 +187,12 @@ def _reasons(one: Result, best: Result, samples: float, seconds: float) -> list[
             + ("copies between devices, and threads that wait actively" if one.processes == 1
                else "messages between processes, and their copies")
         )  # fmt: skip
-    lost = best.auc(0, samples) - one.auc(0, samples)
-    if lost > EQUAL_AUC:
+    lost, equal = best.auc(0, samples) - one.auc(0, samples), _equal([one])
+    if lost > equal:
         why = ", because updates are computed from older values" if one.strategy == "parameter_server" else ""
         found.append(f"its AUC after the same rows is lower by {lost:.4f}{why}")
     late = best.auc(1, seconds) - one.auc(1, seconds)
-    if late > EQUAL_AUC:
+    if late > equal:
         found.append(f"its AUC after {seconds:.3g} s is lower by {late:.4f}")
     if one.memory > 1.5 * best.memory:
         found.append(f"it needs {one.memory / best.memory:.1f} times the memory")

@@ -213,8 +213,8 @@ def train(strategy: Strategy, place: Place) -> None:
     strategy.finish()
     warm = done
     if leader:
-        tell(warm=warm, ready=time.time())
         labels, ids, values = _validation(given)
+        tell(warm=warm, validation=len(labels), ready=time.time())
     marks = [given.rows * number // EVALUATIONS for number in range(1, EVALUATIONS + 1)]
     over = False
     for mark in (mark for mark in marks if mark > warm):
