@@ -166,10 +166,7 @@ def prepare(made: Path, count: int) -> None:
             ids[:, 1:] += np.cumsum(np.diff(ids, axis=1) == 0, axis=1)
             ascending.write(encode_libsvm(rows._replace(ids=ids)))
             for form, file in files.items():
-                if form == "csv":
-                    file.write_lines(some.lines())
-                else:
-                    file.write(rows)
+                file.write(some.lines() if form == "csv" else rows)
     for form, file in files.items():
         write_index(made, form, form, FIELDS, TABLE_SIZE, [file.written])
 

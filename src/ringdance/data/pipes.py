@@ -8,25 +8,24 @@ a part at random, so that a reader locks its pipe.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 import select
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from ringdance.data import tfrecord
-from ringdance.data.tables.formats import FORMATS
-from ringdance.data.tables.rows import PADDING, Array, RowError, Rows
+from ringdance.data.tables import criteo, examples, lines
+from ringdance.data.tables.formats import FORMATS, format_of, parse
+from ringdance.data.tables.rows import RowError, Rows
 from ringdance.errors import ArgumentError
 
 _MAGIC = struct.pack("<I", 0xCED7230A)  # begins each record of RecordIO
 _PIECE = 1 << 20  # bytes that are parsed at once, or more if a record is larger
-_ROWS = 4096  # the same in rows
 _POLL_MS = 500
 
 
@@ -34,7 +33,7 @@ class Pipe:
     """A named pipe, open for reading, before or after its writer.
 
     Args:
-        path: of the pipe.
+        paths: of the pipe; the first that is there.
         timeout: seconds in which it must be there.
 
     Attributes:
@@ -46,10 +45,11 @@ class Pipe:
         ArgumentError: it is missing, or no pipe.
     """
 
-    def __init__(self, path: Path, timeout: float) -> None:
+    def __init__(self, paths: Sequence[Path], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not path.exists() and time.monotonic() < deadline:
+        while not (there := [path for path in paths if path.exists()]) and time.monotonic() < deadline:
             time.sleep(0.05)
+        path = [*there, *paths][0]
         if not path.exists() or not stat.S_ISFIFO(path.stat().st_mode):
             names = sorted(one.name for one in path.parent.glob("*"))[:10]
             why = "is no named pipe" if path.exists() else f"is not there after {timeout:g} s"
@@ -96,7 +96,7 @@ def _holder(inode: int) -> str:
 
 
 def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) -> Iterator[Rows]:
-    """Yield rows of any of the formats csv, libsvm and tfrecord, also within RecordIO.
+    """Yield rows of any of the formats csv, libsvm and tfrecord, also of files that are records of RecordIO.
 
     Args:
         name: of the source, for errors.
@@ -107,106 +107,61 @@ def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) ->
     Raises:
         ArgumentError: a row is broken, or the data end within one.
     """
-    stream = _Stream(pieces)
-    if stream.peek(4) == _MAGIC:
-        stream = _Stream(_unwrapped(name, stream))
-    head = stream.peek(_PEEKED)
-    line = head.partition(b"\n")[0]
-    format = "tfrecord" if tfrecord.is_head(head[:12]) else "libsvm" if b":" in line else "csv"
-    form, number, rest = FORMATS[format], 0, b""
-    while (block := stream.read(_PIECE)) or rest:
-        rest += block
-        if not block and format == "tfrecord":
-            raise ArgumentError(f"{name}: it ends within {form.unit} {number + 1}: was its writer stopped?")
-        if not block:
-            rest += b"\n"  # the last line has none
-        data = rest[: _complete(rest, format)]
-        rest = rest[len(data) :]
+    stream = _file(name, pieces)
+    if stream.peek()[:4] == _MAGIC:
+        stream = _file(name, _unwrapped(stream))
+    format, number = format_of(stream.peek()), 0
+    for data in (examples if format == "tfrecord" else lines).pieces(stream, _PIECE):
         if format == "csv":  # without the names at the beginning of each file
-            data = re.sub(rb"(?m)^label[,\t].*\n", b"", data.translate(_COMMAS))
-        data = data if format == "tfrecord" else data.replace(b"\r\n", b"\n")
-        array = np.frombuffer(data + bytes(PADDING), np.uint8)
-        starts = form.bounds(array[: len(data)])
-        for at in range(0, len(starts) - 1, _ROWS):
-            some = starts[at : at + _ROWS + 1]
-            try:
-                yield _parse(format, array, some, fields, table_size)
-            except RowError:
-                for row in range(len(some) - 1):  # which one?
-                    try:
-                        _parse(format, array, some[row : row + 2], fields, table_size)
-                    except RowError as error:
-                        where = f"{name}, {form.unit} {number + at + row + 1}"
-                        raise ArgumentError(f"{where} (without lines of names): {error}") from None
-                raise
-        number += len(starts) - 1
+            data = re.sub(rb"(?m)^label,.*\n", b"", data.translate(criteo.COMMAS))
+        count, parsed = parse(format, data, fields, table_size)
+        for row, found in parsed:
+            if isinstance(found, RowError):
+                where = f"{name}, {FORMATS[format].unit} {number + row + 1}"
+                raise ArgumentError(f"{where} (without lines of names): {found}")
+            yield found
+        number += count
 
 
-_PEEKED = 4096
-_COMMAS = bytes.maketrans(b"\t", b",")
-
-
-def _parse(format: str, data: Array, starts: Array, fields: int, table_size: int) -> Rows:
-    some = np.append(data[starts[0] : starts[-1]], np.zeros(PADDING, np.uint8))
-    found = FORMATS[format].parse(some, starts - starts[0], fields, table_size)
-    found.check(table_size)
-    return found
-
-
-def _complete(data: bytes, format: str) -> int:
-    """Return the size of the whole rows at the beginning of `data`."""
-    if format != "tfrecord":
-        return data.rfind(b"\n") + 1
-    at = 0
-    while at + 12 <= len(data) and (end := at + 16 + struct.unpack_from("<Q", data, at)[0]) <= len(data):
-        at = end
-    return at
-
-
-def _unwrapped(name: object, stream: _Stream) -> Iterator[bytes]:
-    """Yield what records of RecordIO hold: parts of files, or an Example each, which becomes a TFRecord.
+def _unwrapped(stream: io.BufferedReader) -> Iterator[bytes]:
+    """Yield what is in records of RecordIO: with ``RecordWrapperType``, each holds a file.
 
     A record is: a magic number, its length (29 bits) and part (3 bits: 0 whole, 1 first, 2 middle, 3 last),
     the data, zeros up to a multiple of 4 bytes. Parts are divided where the data had the magic number.
     """
-    parts: list[bytes] = []
     while head := stream.read(8):
-        length = int.from_bytes(head[4:], "little")
-        part, length = length >> 29, length & (1 << 29) - 1
-        data = stream.read(length)
-        if head[:4] != _MAGIC or len(head) < 8 or len(data) < length:
-            raise ArgumentError(f"{name}: damaged RecordIO: a record has no magic number, or is not complete")
+        number = int.from_bytes(head[4:], "little")
+        part, length = number >> 29, number & (1 << 29) - 1
+        left = length if head[:4] == _MAGIC else -1
+        if left >= 0 and part > 1:
+            yield _MAGIC
+        while left > 0 and (data := stream.read(min(left, _PIECE))):
+            yield data
+            left -= len(data)
+        if left or len(head) < 8:
+            raise ArgumentError(
+                f"{stream.name}: damaged RecordIO: a record has no magic number, or is not complete"
+            )
         stream.read(-length % 4)
-        parts.append(data)
-        if part in (0, 3):
-            whole = _MAGIC.join(parts)
-            parts.clear()
-            if whole[:1] == b"\n" and not tfrecord.is_head(whole[:12]):
-                yield tfrecord.framed(whole)
-            else:
-                yield whole
 
 
-class _Stream:
-    """Bytes that come in pieces, read in other portions."""
+def _file(name: object, pieces: Iterator[bytes]) -> io.BufferedReader:
+    """Return bytes that come in pieces as a file."""
+    return io.BufferedReader(_Pieces(name, pieces), _PIECE)
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._parts, self._size = pieces, [b""], 0
 
-    def _fill(self, count: int) -> bytes:
-        while self._size < count and (piece := next(self._pieces, b"")):
-            self._parts.append(piece)
-            self._size += len(piece)
-        self._parts = [b"".join(self._parts)]
-        return self._parts[0]
+class _Pieces(io.RawIOBase):
+    def __init__(self, name: object, pieces: Iterator[bytes]) -> None:
+        self.name, self._pieces, self._rest = name, pieces, b""
 
-    def peek(self, count: int) -> bytes:
-        """Return the next bytes; fewer at the end."""
-        return self._fill(count)[:count]
+    def readable(self) -> bool:
+        return True
 
-    def read(self, count: int) -> bytes:
-        """Take the next bytes; fewer at the end."""
-        data = self._fill(count)
-        self._parts = [data[count:]]
-        self._size = len(self._parts[0])
-        return data[:count]
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, unless the end comes before."""
+        count = 0
+        while count < len(buffer) and (piece := self._rest or next(self._pieces, b"")):
+            some = piece[: len(buffer) - count]
+            buffer[count : count + len(some)] = some
+            count, self._rest = count + len(some), piece[len(some) :]
+        return count

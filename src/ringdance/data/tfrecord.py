@@ -98,13 +98,6 @@ def write(shard: ShardWriter, sample: Sample) -> int:
     return offset
 
 
-def framed(data: bytes) -> bytes:
-    """Return data as a record."""
-    length = _LENGTH.pack(len(data))
-    head, tail = masked(crc32c(length)), masked(crc32c(data))
-    return length + _CRC.pack(head) + data + _CRC.pack(tail)
-
-
 def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
     """Iterate over a file's records: where the data begins, and the data.
 
@@ -115,15 +108,17 @@ def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
     Raises:
         ArgumentError: a checksum is wrong, or the file ends in a record.
     """
-    offset = 0
+    offset = number = 0
     while head := file.read(12):
+        number += 1
         if not is_head(head):
             raise ArgumentError(f"{file.name}: no record at byte {offset}: damaged, or no TFRecord file")
         length = _LENGTH.unpack(head[:8])[0]
         data = file.read(length)
         crc = file.read(4)
         if len(crc) < 4:
-            raise ArgumentError(f"{file.name}: it ends within the record at byte {offset}")
+            where = f"record {number}, at byte {offset}"
+            raise ArgumentError(f"{file.name}: it ends within {where}: was its writer stopped?")
         if check and masked(crc32c(data)) != _CRC.unpack(crc)[0]:
             raise ArgumentError(f"{file.name}: wrong checksum of the record at byte {offset}")
         yield offset + 12, data

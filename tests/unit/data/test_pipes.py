@@ -16,7 +16,6 @@ from ringdance.errors import ArgumentError
 
 pytest.importorskip("pyarrow")
 MAGIC = struct.pack("<I", 0xCED7230A)
-HEAD = (",".join(criteo.COLUMNS) + "\n").encode()
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +51,13 @@ def read(data: bytes, size: int = 1000) -> Rows:
 def forms(part) -> dict[str, bytes]:
     rows = part.rows(5000)
     records, lines = encode(rows), part.lines()
-    examples, at = [], 0
-    while at < len(records):
-        (length,) = struct.unpack_from("<Q", records, at)
-        examples.append(records[at + 12 : at + 12 + length])
-        at += length + 16
     half = len(lines[: len(lines) // 2].rpartition(b"\n")[0]) + 1
     return {
         "csv": lines, "tsv without an end": part.lines("\t")[:-1],
-        "csv of two files with names": HEAD + lines[:half] + HEAD + lines[half:],
+        "csv of two files with names": criteo.HEAD + lines[:half] + criteo.HEAD + lines[half:],
         "libsvm": encode_libsvm(rows), "tfrecord": records,
-        "files in RecordIO": recordio(HEAD + lines[:half]) + recordio(HEAD + lines[half:]),
-        "TFRecords in RecordIO": recordio(records), "examples in RecordIO": b"".join(map(recordio, examples)),
+        "files in RecordIO": recordio(criteo.HEAD + lines[:half]) + recordio(criteo.HEAD + lines[half:]),
+        "TFRecords in RecordIO": recordio(records),
     }  # fmt: skip
 
 
@@ -82,9 +76,10 @@ def test_all_forms_give_the_same_rows(part, piece, monkeypatch):
 def test_a_magic_number_within_the_data():
     data = bytes(8) + MAGIC + b"abcd" + MAGIC + MAGIC + bytes(4)
     wrapped = recordio(data)
-    assert b"".join(pipes._unwrapped("a pipe", pipes._Stream(cut(wrapped, 5)))) == data
-    with pytest.raises(ArgumentError, match="RecordIO"):
-        list(pipes._unwrapped("a pipe", pipes._Stream(cut(wrapped[:-6], 5))))
+    assert b"".join(pipes._unwrapped(pipes._file("a pipe", cut(wrapped, 5)))) == data
+    for damaged in (wrapped[:-6], wrapped + b"abcdefgh", wrapped + MAGIC):
+        with pytest.raises(ArgumentError, match="a pipe: damaged RecordIO"):
+            list(pipes._unwrapped(pipes._file("a pipe", cut(damaged, 5))))
 
 
 def test_errors(part):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,6 +22,11 @@ def test_fewer_rows_are_the_first_of_more():
     assert (few.probabilities == more.probabilities[:500]).all()
     (other,) = planted(500, seed=3, day=1)
     assert few.lines() != other.lines()
+    later = list(planted(20_000, seed=3, start=300))
+    assert [len(one.labels) for one in later] == [16_384 - 300, 20_300 - 16_384]
+    assert later[0].lines().splitlines()[:200] == few.lines().splitlines()[300:]
+    for a, b in zip(later[0].part(0, 200).rows(), few.rows().part(300, 500), strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 def test_clicks_follow_their_probabilities():
@@ -37,6 +44,14 @@ def test_auc_counts_equal_probabilities_half():
     random = np.random.RandomState(0)
     scores, labels = np.round(random.random_sample(2000), 2), random.randint(0, 2, 2000)
     assert auc(scores, labels) == pytest.approx(metrics.roc_auc_score(labels, scores), abs=1e-12)
+
+
+def test_rows_need_no_pyarrow(tmp_path):
+    code = "import sys; sys.modules['pyarrow'] = None; import numpy as np; from pathlib import Path;"
+    code += "from ringdance.data import Table; from ringdance.data.prepare.generate import generate;"
+    code += "generate(Path(sys.argv[1]), 100); print(Table.open(sys.argv[1]).read(np.arange(100)).ids.shape)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("\n(100, 39)\n"), done.stderr
 
 
 def test_the_command_writes_the_same_rows_in_any_format(tmp_path, capsys):

@@ -53,10 +53,7 @@ def tables(tmp_path_factory):
             with TableWriter(name, form, count, criteo.FIELDS, first) as file:
                 for at in range(start, start + count, 100):
                     stop = min(at + 100, start + count)
-                    if form == "csv":
-                        file.write_lines(b"".join(lines[at:stop]))
-                    else:
-                        file.write(rows.part(at, stop))
+                    file.write(b"".join(lines[at:stop]) if form == "csv" else rows.part(at, stop))
             start += count
             written.append(file.written)
         write_index(directory, form, form, criteo.FIELDS, SIZE, written)
@@ -151,7 +148,7 @@ def test_the_hash_of_texts_stays_as_it_is():
 
     arrow = pytest.importorskip("pyarrow")
     columns = [arrow.array(texts, arrow.binary()), arrow.array([b"x", *texts], arrow.binary())[1:]]
-    found = criteo.hash_texts(columns)
+    found = criteo.hash_texts([criteo.texts(column) for column in columns])
     assert found.tolist() == [reference(column, text) for column in (0, 1) for text in texts]
     assert len(set(found.tolist())) == 2 * len(texts)
     assert found[1] == 15180856735898547163

@@ -57,11 +57,7 @@ examples:
 An image stays byte for byte as it is, unless --resize makes it smaller or it is no JPEG in RGB or grey
 (CMYK, or a PNG named .JPEG): such are converted, damaged ones left out, and both listed in
 DST/SPLIT.problems.tsv.
-Files appear under their names when they are complete. After Ctrl-C, kill -9 or a crash the same command
-resumes, and the result has the same bytes, also with another number of processes.
-With -H both SRC and DST must be on a file system that all hosts share.
-
-exit code: 0; 3 if broken images were left out; 2 if it cannot be done; else that of the failed process"""
+"""
 _PREPARE_CLICKS = """\
 SRC, also compressed as .gz:
   Criteo's files           train.txt, day_0 to day_23, or CSV: label, 13 numbers, 26 categories, between tabs
@@ -72,15 +68,18 @@ SRC, also compressed as .gz:
 Categories become ids by a hash, below --table-size; numbers x become log1p(x). Rows are shuffled over all
 files, always in the same way: a sort by hashes in two passes, which needs as much disk again as the result.
 Broken rows are left out and listed in DST/problems.tsv.
-After Ctrl-C, kill -9 or a crash the same command resumes, and the result has the same bytes, also with
-another number of processes.
 
 examples:
   ringdance data prepare criteo /data/kaggle/train.txt /fast/criteo --validation 0.1 --shards 64
   ringdance data prepare criteo day_{0..22}.gz /fast/criteo --validation day_23.gz --table-size 40000000
   ringdance data prepare criteo /fast/criteo /fast/criteo-tfrecords --format tfrecord --balance
+"""
+_RESUMED = """
+Files appear under their names when they are complete. After Ctrl-C, kill -9 or a crash the same command
+resumes, and the result has the same bytes, also with another number of processes.
+With -H both SRC and DST must be on a file system that all hosts share.
 
-exit code: 0; 3 if broken rows were left out; 2 if it cannot be done; else that of the failed process"""
+exit code: 0; 3 if something broken was left out; 2 if it cannot be done; else that of the failed process"""
 _VERIFY = """\
 Compares sizes and CRC-32C of all files with the index, and reads every record of TFRecords; --decode also
 decodes every image, or parses every row of click logs.
@@ -148,7 +147,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, _prepare_clicks, _PREPARE_CLICKS),
     ):
         one = group.add_parser(
-            name, help=help, description=f"Prepare {help}.", epilog=epilog, allow_abbrev=False,
+            name, help=help, description=f"Prepare {help}.", epilog=epilog + _RESUMED, allow_abbrev=False,
             formatter_class=parser.formatter_class,
         )  # fmt: skip
         add(one)
@@ -258,8 +257,7 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     _add_table(parser, _share_or_path, "SHARE|SRC", ", or its files (default: none)")
     add("--balance", action="store_true", help="give each file the same share of clicks")
     add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
-    text = "MB of text that a process parses at once; another order for each (default: 64)"
-    add("--chunk", type=_positive, default=64, metavar="MB", help=text)
+    add("--chunk", type=_positive, default=64, help=argparse.SUPPRESS)  # MB; for tests
 
 
 def _add_table(

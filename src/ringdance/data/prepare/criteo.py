@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +17,8 @@ from ringdance.data.files import needed, write_whole
 from ringdance.data.order import block
 from ringdance.data.prepare.chunks import SourceFile
 from ringdance.data.prepare.generate import SPLITS, clear, file_count
-from ringdance.data.prepare.plan import state
-from ringdance.data.prepare.prepare import locked, run_job, say
+from ringdance.data.prepare.plan import finished, state
+from ringdance.data.prepare.prepare import locked, run_work, say
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.prepare.shuffle import OutputFile, ShufflePlan, divide, read_outputs, work
 from ringdance.data.tables.formats import SUFFIXES
@@ -40,10 +39,10 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
         ArgumentError: there are none, or they do not fit each other.
     """
     found = [(one, 0) for path in paths for one in _files(path, "train")]
+    if validation is None and len(paths) == 1 and (paths[0] / "validation.json").exists():
+        validation = paths[0]
     if validation is not None:
         found += [(one, 1) for one in _files(validation, "validation")]
-    elif len(paths) == 1 and (paths[0] / "validation.json").exists():
-        found += [(one, 1) for one in _files(paths[0], "validation")]
     files = [SourceFile.of(*one) for one in found]
     if len(kinds := {one.fields for one in files}) > 1:
         raise ArgumentError(f"the files have different numbers of fields: {sorted(kinds)}")
@@ -104,18 +103,15 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
         size = sum(one.size for one in plan.files)
         say(f"{len(plan.files)} files, {decimal(size)}; {decimal(shutil.disk_usage(destination).free)} free")
         say("Pass 1 of 2: parse and sort")
-        _run(destination, "1", 0, size, job)
+        run_work(destination, work, "1", job, PrepareProgress(0, size, "rows"))
         outputs, left_out = _divide(destination, plan)
-        rows = sum(one.rows for one in outputs if not one.finished(destination))
+        rows = sum(one.rows for one in outputs if not finished(destination, one.name))
         say(f"Pass 2 of 2: write {rows} rows into {len(outputs)} files")
-        _run(destination, "2", rows, rows, job)
+        run_work(destination, work, "2", job, PrepareProgress(rows, rows, "rows"))
         for split in reversed(SPLITS):  # train.json last: with it, all is there
-            if files := [one.finished(destination) for one in outputs if one.name.startswith(split)]:
-                table = write_index(
-                    destination, split, plan.format, plan.files[0].fields, plan.table_size,
-                    [one for one in files if one],
-                )  # fmt: skip
-                size = sum(one.size for one in table.files)
+            if files := [one.written(destination) for one in outputs if one.name.startswith(split)]:
+                fields, size = plan.files[0].fields, sum(one.file.size for one in files)
+                table = write_index(destination, split, plan.format, fields, plan.table_size, files)
                 say(f"{split}: {len(table)} rows in {len(files)} files, {decimal(size)}")
         _remove_state(destination, keep="criteo.json")
         return left_out
@@ -135,22 +131,6 @@ def _remove_state(destination: Path, keep: str = "") -> None:
     for path in state(destination).iterdir():
         if path.is_file() and path.name not in (keep, "lock"):
             path.unlink()
-
-
-def _run(destination: Path, step: str, rows: int, size: int, job: JobSpec) -> None:
-    """Run a pass in this process, or by those of a job."""
-    run = uuid.uuid4().hex[:12]
-    (state(destination) / f"run.{run}").mkdir()
-    try:
-        with PrepareProgress(rows, size, "rows") as progress:
-            if job.ranks == 1 and not job.hosts:
-                work(destination, run, step, progress.add)
-            else:
-                run_job(["ringdance.data.prepare.shuffle", str(destination), run, step], job, progress)
-    except BaseException:
-        say("Stopped. The same command resumes: what is complete is not done again.")
-        raise
-    shutil.rmtree(state(destination) / f"run.{run}")
 
 
 def _divide(destination: Path, plan: ShufflePlan) -> tuple[list[OutputFile], int]:

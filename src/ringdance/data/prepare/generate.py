@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from ringdance.errors import ArgumentError
 SPLITS = ("train", "validation")
 ABOUT = "planted.json"
 """Holds rows, share of clicks and best possible AUC of each split."""
-HEAD = (",".join(criteo.COLUMNS) + "\n").encode()
 _FILE_SIZE = 256 << 20
 
 
@@ -47,14 +47,14 @@ def generate(
     """
     destination.mkdir(parents=True, exist_ok=True)
     clear(destination, overwrite)
-    wanted = rows - round(rows * validation), round(rows * validation)
+    held = round(rows * validation)
     about: dict[str, object] = {"seed": seed, "day": day}
+    draw = partial(planted, seed=seed, day=day)
     with PrepareProgress(rows, rows, "rows") as progress:
-        stream = _Stream(planted(rows, seed, day), progress)
-        for split, count in zip(SPLITS, wanted, strict=True):
-            if count:
-                files = file_count(count, shards * count / wanted[0])
-                about[split] = _write(destination, split, count, stream, format, table_size, files)
+        for split, some in zip(SPLITS, (range(rows - held), range(rows - held, rows)), strict=True):
+            if some:
+                files = file_count(len(some), shards * len(some) / (rows - held))
+                about[split] = _write(destination, split, some, draw, format, table_size, files, progress)
     write_whole(destination / ABOUT, json.dumps(about, indent=1).encode() + b"\n")
 
 
@@ -80,48 +80,29 @@ def clear(destination: Path, overwrite: bool) -> None:
             (destination / name).unlink(missing_ok=True)
 
 
-class _Stream:
-    """Rows, to be taken in any portions."""
-
-    def __init__(self, source: Iterator[PlantedRows], progress: PrepareProgress) -> None:
-        self._source, self._progress = source, progress
-        self._rows = next(source)
-
-    def take(self, count: int) -> Iterator[PlantedRows]:
-        """Yield the next rows."""
-        while count:
-            if not len(self._rows.labels):
-                self._rows = next(self._source)
-            part = self._rows.part(0, count)
-            self._rows = self._rows.part(len(part.labels), len(self._rows.labels))
-            count -= len(part.labels)
-            yield part
-            self._progress.add(len(part.labels), len(part.labels))
-
-
 def _write(
-    destination: Path, split: str, count: int, stream: _Stream, format: str, table_size: int, shards: int
+    destination: Path, split: str, rows: range, draw: Callable[..., Iterator[PlantedRows]], format: str,
+    table_size: int, shards: int, progress: PrepareProgress,
 ) -> dict[str, float]:
     files: list[Written] = []
     labels: list[Array] = []
     probabilities: list[Array] = []
+    head = criteo.HEAD if format == "csv" else b""
     for number in range(shards):
-        start, stop = block(count, number, shards)
+        some = rows[slice(*block(len(rows), number, shards))]
         path = destination / f"{split}-{number:05}-of-{shards:05}.{ENDS[format]}"
-        with TableWriter(path, format, stop - start, criteo.FIELDS, HEAD if format == "csv" else b"") as file:
-            for part in stream.take(stop - start):
-                if format == "csv":
-                    file.write_lines(part.lines())
-                else:
-                    file.write(part.rows(table_size))
+        with TableWriter(path, format, len(some), criteo.FIELDS, head) as file:
+            for part in draw(len(some), start=some.start):
+                file.write(part.lines() if format == "csv" else part.rows(table_size))
                 labels.append(part.labels)
                 probabilities.append(part.probabilities)
+                progress.add(len(part.labels), len(part.labels))
         files.append(file.written)
     write_index(destination, split, format, criteo.FIELDS, table_size, files)
     clicks, size = np.concatenate(labels), sum(one.file.size for one in files)
     best = auc(np.concatenate(probabilities), clicks)
     print(
-        f"{split}: {count} rows in {shards} files, {decimal(size)}; {clicks.mean():.1%} clicks; "
+        f"{split}: {len(rows)} rows in {shards} files, {decimal(size)}; {clicks.mean():.1%} clicks; "
         f"AUC of the true probabilities {best:.5f}"
     )  # fmt: skip
-    return {"rows": count, "positives": float(clicks.mean()), "auc": best}
+    return {"rows": len(rows), "positives": float(clicks.mean()), "auc": best}

@@ -80,12 +80,7 @@ class Plan:
 
     def finished(self, destination: Path, shard: int) -> dict[str, Any] | None:
         """Return what was noted of a finished file; None if it is not there, or not as it was written."""
-        name = self.name(shard)
-        try:
-            about: dict[str, Any] = json.loads((state(destination) / f"{name}.json").read_text())
-            return about if (destination / name).stat().st_size == about["file"]["size"] else None
-        except FileNotFoundError:
-            return None
+        return finished(destination, self.name(shard))
 
     def differences(self, other: Plan) -> list[str]:
         """Return what a plan has otherwise, for people."""
@@ -124,6 +119,15 @@ class Plan:
 def state(destination: Path) -> Path:
     """Return the directory of the preparation's own files."""
     return destination / ".prepare"
+
+
+def finished(destination: Path, name: str) -> dict[str, Any] | None:
+    """Return what was noted of a finished file; None if it is not there, or not as it was written."""
+    try:
+        about: dict[str, Any] = json.loads((state(destination) / f"{name}.json").read_text())
+        return about if (destination / name).stat().st_size == about["file"]["size"] else None
+    except FileNotFoundError:
+        return None
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, np.ndarray[Any, Any]]:

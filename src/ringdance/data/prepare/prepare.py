@@ -21,7 +21,7 @@ from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.prepare.plan import Plan, state
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.prepare.sources import Source, find
-from ringdance.data.prepare.work import work
+from ringdance.data.prepare.work import Work, work
 from ringdance.errors import ArgumentError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
@@ -212,33 +212,40 @@ def _write(destination: Path, stored: Sequence[Plan], job: JobSpec) -> None:
         say(f"Resuming: {done} files are complete, {len(left)} are left")
     if not left:
         return
-    run, splits = uuid.uuid4().hex[:12], [plan.split for plan in stored]
-    (state(destination) / f"run.{run}").mkdir()
     size = round(sum(count * plan.size / plan.images for count, plan in left))
-    try:
-        with PrepareProgress(images, size) as progress:
-            if job.ranks == 1 and not job.hosts:
-                work(destination, run, splits, progress.add)
-            else:
-                words = ["ringdance.data.prepare.work", str(destination), run, ",".join(splits)]
-                run_job(words, job, progress)
-    except BaseException:
-        say("Stopped. The same command resumes: files that are complete are not written again.")
-        raise
-    shutil.rmtree(state(destination) / f"run.{run}")
+    run_work(destination, work, ",".join(plan.split for plan in stored), job, PrepareProgress(images, size))
 
 
-def run_job(words: Sequence[str], job: JobSpec, progress: PrepareProgress) -> None:
-    """Start the processes of a module through the launcher; they need no MPI themselves.
+def run_work(destination: Path, work: Work, part: str, job: JobSpec, progress: PrepareProgress) -> None:
+    """Work in this process, or in those of a job, which run the module of `work`.
 
     Args:
-        words: the module, and its arguments.
-        job: how many processes, and where.
+        destination: directory of the data set.
+        work: what to do.
+        part: of the work.
+        job: how many processes, and where; its command is set here.
         progress: takes what they report.
 
     Raises:
         LaunchError: a process failed; all others have been ended.
     """
+    name = uuid.uuid4().hex[:12]
+    directory = state(destination) / f"run.{name}"
+    directory.mkdir()
+    try:
+        with progress:
+            if job.ranks == 1 and not job.hosts:
+                work(destination, name, part, progress.add)
+            else:
+                _run_job([work.__module__, str(destination), name, part], job, progress)
+    except BaseException:
+        say("Stopped. The same command resumes: files that are complete are not written again.")
+        raise
+    shutil.rmtree(directory)
+
+
+def _run_job(words: Sequence[str], job: JobSpec, progress: PrepareProgress) -> None:
+    """Start the processes of a module through the launcher; they need no MPI themselves."""
     command = [sys.executable, "-m", *words]
     prepared = JobSpec(**(vars(job) | {"command": command, "style": Style("")})).prepare(say)
     screen = Screen((progress.feed, lambda data: progress.feed(data)))

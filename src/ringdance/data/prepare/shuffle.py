@@ -15,20 +15,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ringdance.data.files import write_whole
 from ringdance.data.prepare.chunks import SourceFile, parse
-from ringdance.data.prepare.plan import state
+from ringdance.data.prepare.plan import finished, state
 from ringdance.data.prepare.work import Report, run_process, taken
 from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows
 from ringdance.data.tables.table import TableFile, npy
 from ringdance.data.tables.writing import TableWriter, Written
-from ringdance.errors import ArgumentError
 
-HEAD = (",".join(criteo.COLUMNS) + "\n").encode()
 _WRITTEN = 1 << 14  # rows that are encoded at once
 
 
@@ -86,39 +85,33 @@ class OutputFile:
     rows: int
     parts: Sequence[tuple[str, Sequence[tuple[int, int]]]]
 
-    def finished(self, destination: Path) -> Written | None:
-        """Return what was noted of it when it was complete; None if it is not there."""
-        try:
-            about = json.loads((state(destination) / f"{self.name}.json").read_text())
-            offsets = np.load(state(destination) / f"{self.name}.offsets.npy")
-            there = (destination / self.name).stat().st_size == about["size"]
-            return Written(TableFile(**about), offsets) if there else None
-        except FileNotFoundError:
-            return None
+    def written(self, destination: Path) -> Written:
+        """Return what was noted of it when it was complete."""
+        about = finished(destination, self.name) or {}
+        return Written(TableFile(**about["file"]), np.load(state(destination) / f"{self.name}.offsets.npy"))
 
 
 def scatter(destination: Path, plan: ShufflePlan, number: int, unit: int, note: Path, report: Report) -> None:
     """Parse a unit of a file, and write its chunks as sorted runs."""
     file, runs = plan.files[number], []
     for chunk, data, size in file.read(unit, plan.chunk):
-        parsed = parse(file, data, plan.files[0].fields, plan.table_size, plan.max_broken or 0)
-        keys = criteo.mixed(parsed.numbers.astype(np.uint64) | np.uint64(number << 44 | chunk << 24))
-        clicks = (parsed.rows.labels > 0.5) if plan.balance else np.zeros(len(keys), bool)
+        fields, allowed = plan.files[0].fields, plan.max_broken or 0
+        rows, numbers, broken = parse(file, data, fields, plan.table_size, allowed)
+        keys = criteo.mixed(numbers.astype(np.uint64) | np.uint64(number << 44 | chunk << 24))
+        clicks = (rows.labels > 0.5) if plan.balance else np.zeros(len(keys), bool)
         order = np.lexsort((keys, clicks))
         name = f"sorted.{number}.{chunk}"
         _save(destination, f"{name}.keys.npy", keys[order])
         if plan.format == "csv":
-            lengths = np.diff(parsed.lines)[parsed.numbers[order]]
-            _save(destination, f"{name}.lines.npy", np.append(0, np.cumsum(lengths)))
-            lines = parsed.data.split(b"\n")
-            data = b"".join(lines[n] + b"\n" for n in parsed.numbers[order])
-            write_whole(state(destination) / f"{name}.data", data)
+            whole = data.split(b"\n")
+            lines = [whole[row] + b"\n" for row in numbers[order]]
+            _save(destination, f"{name}.lines.npy", np.cumsum([0, *map(len, lines)]))
+            write_whole(state(destination) / f"{name}.data", b"".join(lines))
         else:
-            rows = Rows(*(array[order] for array in parsed.rows))
-            _save(destination, f"{name}.rows.npy", rows.packed())
-        classes = [len(keys) - int(clicks.sum()), int(clicks.sum())]
-        runs.append({"name": name, "rows": parsed.count, "classes": classes, "broken": parsed.broken})
-        report(parsed.count, size)
+            _save(destination, f"{name}.rows.npy", rows.packed()[order])
+        classes, count = [int((~clicks).sum()), int(clicks.sum())], len(numbers) + len(broken)
+        runs.append({"name": name, "rows": count, "classes": classes, "broken": broken})
+        report(count, size)
     write_whole(state(destination) / note, json.dumps(runs).encode())
 
 
@@ -159,18 +152,16 @@ def gather(destination: Path, plan: ShufflePlan, output: OutputFile, report: Rep
             else:
                 found.append(np.load(directory / f"{name}.rows.npy", mmap_mode="r")[begin:end])
     order = np.argsort(criteo.mixed(np.concatenate(keys)))
-    fields, head = plan.files[0].fields, HEAD if plan.format == "csv" else b""
-    rows = None if plan.format == "csv" else np.concatenate(found)
+    fields, head = plan.files[0].fields, criteo.HEAD if plan.format == "csv" else b""
+    rows: Any = found if plan.format == "csv" else np.concatenate(found)
     with TableWriter(destination / output.name, plan.format, output.rows, fields, head) as writer:
         for at in range(0, output.rows, _WRITTEN):
             some = order[at : at + _WRITTEN]
-            if rows is None:
-                writer.write_lines(b"".join(found[number] + b"\n" for number in some))
-            else:
-                writer.write(Rows.of(rows[some]))
+            lines = plan.format == "csv"
+            writer.write(b"".join(rows[n] + b"\n" for n in some) if lines else Rows.of(rows[some]))
             report(len(some), len(some))
     _save(destination, f"{output.name}.offsets.npy", writer.written.offsets)
-    write_whole(directory / f"{output.name}.json", json.dumps(asdict(writer.written.file)).encode())
+    write_whole(directory / f"{output.name}.json", json.dumps({"file": asdict(writer.written.file)}).encode())
 
 
 def work(destination: Path, run: str, step: str, report: Report) -> None:
@@ -183,15 +174,14 @@ def work(destination: Path, run: str, step: str, report: Report) -> None:
         report: takes rows and bytes.
     """
     plan = ShufflePlan.read(destination)
-    if plan is None or not (state(destination) / f"run.{run}").is_dir():
-        raise ArgumentError(f"no {state(destination)} here: all hosts must share the file system of DST")
+    assert plan is not None
     if step == "1":
         for number, unit, note in plan.units():
             if not (state(destination) / note).exists() and taken(destination, run, note.name):
                 scatter(destination, plan, number, unit, note, report)
         return
     for output in read_outputs(destination):
-        if not output.finished(destination) and taken(destination, run, output.name):
+        if not finished(destination, output.name) and taken(destination, run, output.name):
             gather(destination, plan, output, report)
 
 
@@ -200,11 +190,5 @@ def read_outputs(destination: Path) -> list[OutputFile]:
     return [OutputFile(**one) for one in json.loads((state(destination) / "outputs.json").read_text())]
 
 
-def main(words: Sequence[str]) -> int:
-    """Work as one of several processes; returns the exit code."""
-    destination, run, step = words
-    return run_process(lambda report: work(Path(destination), run, step, report))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_process(work, sys.argv[1:]))

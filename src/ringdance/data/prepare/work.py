@@ -32,21 +32,19 @@ _REPORT_S = 0.5
 
 Report = Callable[[int, int], None]
 """Takes the number of images, and of their bytes, that have been written since the last call."""
+Work = Callable[[Path, str, str, Report], None]
+"""Takes the directory of a data set, the name of this run, and which part of the work is meant."""
 
 
-def work(destination: Path, run: str, splits: Sequence[str], report: Report) -> None:
+def work(destination: Path, run: str, splits: str, report: Report) -> None:
     """Write files until none is left that no other process has taken.
 
     Raises:
         ArgumentError: an image is not as it was when the plan was made.
     """
-    for split in splits:
+    for split in splits.split(","):
         plan = Plan.read(destination, split)
-        if plan is None or not (state(destination) / f"run.{run}").is_dir():
-            raise ArgumentError(
-                f"no {state(destination)} here: DST and SRC must be on a file system that all hosts share, "
-                "at the same path"
-            )
+        assert plan is not None
         for shard in range(plan.shards):
             if taken(destination, run, plan.name(shard)) and not plan.finished(destination, shard):
                 _write(plan, destination, shard, report)
@@ -123,14 +121,25 @@ def _open(path: str) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-def run_process(action: Callable[[Report], None]) -> int:
-    """Do the work of one of several processes, report on stdout; returns the exit code."""
+def run_process(work: Work, words: Sequence[str]) -> int:
+    """Work as one of several processes, report on stdout; returns the exit code.
+
+    Args:
+        work: what to do.
+        words: of the command line: directory of the data set, name of the run, part of the work.
+    """
+    destination, run, part = Path(words[0]), *words[1:]
 
     def report(images: int, size: int) -> None:
         print(f"{MARK}{images} {size}", flush=True)
 
     try:
-        action(report)
+        if not (state(destination) / f"run.{run}").is_dir():
+            raise ArgumentError(
+                f"no {state(destination)} here: DST and SRC must be on a file system that all hosts share, "
+                "at the same path"
+            )
+        work(destination, run, part, report)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
     except ArgumentError as error:
@@ -141,11 +150,5 @@ def run_process(action: Callable[[Report], None]) -> int:
     return 1
 
 
-def main(words: Sequence[str]) -> int:
-    """Work as one of several processes; returns the exit code."""
-    destination, run, splits = words
-    return run_process(lambda report: work(Path(destination), run, splits.split(","), report))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_process(work, sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,15 @@ from ringdance.errors import ArgumentError
 NUMERIC, CATEGORICAL = 13, 26
 FIELDS = NUMERIC + CATEGORICAL
 COLUMNS = ("label", *(f"I{n}" for n in range(1, NUMERIC + 1)), *(f"C{n}" for n in range(1, CATEGORICAL + 1)))
+HEAD = (",".join(COLUMNS) + "\n").encode()
+COMMAS = bytes.maketrans(b"\t", b",")
+"""For ``bytes.translate``: tabs become commas."""
 _TYPES = [
     (name, "float32" if name == "label" else "float64" if name[0] == "I" else "binary") for name in COLUMNS
 ]
+
+Texts = tuple[Array, Array]
+"""Texts of a column: where each begins, and the end of the last, shape (n + 1,); and their bytes."""
 
 
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
@@ -28,11 +35,18 @@ def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
     rows = Rows.empty(len(starts) - 1, FIELDS)
     rows.labels[:] = parsed[0].to_numpy()
     numbers = np.stack([one.to_numpy(zero_copy_only=False) for one in parsed[1 : 1 + NUMERIC]], axis=1)
-    transform(numbers, parsed[1 + NUMERIC :], rows, table_size)
+    transform(numbers, [texts(one) for one in parsed[1 + NUMERIC :]], rows, table_size)
     return rows
 
 
-def transform(numbers: Array, texts: list[Any], out: Rows, table_size: int) -> None:
+def texts(column: Any) -> Texts:
+    """Return the texts of an array of Arrow, type binary, without a copy."""
+    _, begins, data = column.buffers()
+    some = np.frombuffer(begins, np.int32)[column.offset : column.offset + len(column) + 1]
+    return some, np.frombuffer(data or b"", np.uint8)
+
+
+def transform(numbers: Array, texts: Sequence[Texts], out: Rows, table_size: int) -> None:
     """Make ids and values of the columns.
 
     Field i of the 13 numbers has the id i and the value log1p(max(x, 0)), 0 where it is missing. Field c of
@@ -40,7 +54,7 @@ def transform(numbers: Array, texts: list[Any], out: Rows, table_size: int) -> N
 
     Args:
         numbers: shape (n, 13), float64; NaN where missing.
-        texts: 26 arrays of Arrow, type binary.
+        texts: of the 26 categories.
         out: ids and values are written there.
         table_size: ids are below it.
 
@@ -58,24 +72,20 @@ def transform(numbers: Array, texts: list[Any], out: Rows, table_size: int) -> N
     out.ids[:, NUMERIC:] += NUMERIC
 
 
-def hash_texts(texts: list[Any]) -> Array:
+def hash_texts(texts: Sequence[Texts]) -> Array:
     """Hash texts of several columns, each column in another way.
 
     Eight bytes at a time by SplitMix64's finalizer, the column and the length first: the same on any machine.
 
     Args:
-        texts: an array of Arrow, type binary, for each column; all of the same length.
+        texts: of each column; all of the same length.
 
     Returns:
         Shape (columns * n,), uint64, column after column.
     """
-    data, lengths = [], []
-    for column in texts:
-        _, offsets, buffer = column.buffers()
-        ends = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
-        data.append(np.frombuffer(buffer or b"", np.uint8)[ends[0] : ends[-1]])
-        lengths.append(np.diff(ends))
-    joined, size = np.concatenate([*data, np.zeros(8, np.uint8)]), np.concatenate(lengths)
+    data = [data[begins[0] : begins[-1]] for begins, data in texts]
+    joined = np.concatenate([*data, np.zeros(8, np.uint8)])
+    size = np.concatenate([np.diff(begins) for begins, _ in texts])
     at = np.cumsum(size, dtype=np.int64) - size
     words = np.ndarray(len(joined) - 7, "<u8", joined, strides=(1,))
     salts = mixed(np.arange(1, len(texts) + 1, dtype=np.uint64))

@@ -8,7 +8,9 @@ each array below has an element for each row, such as the place that is read nex
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import BinaryIO
 
 import numpy as np
 
@@ -43,10 +45,28 @@ def scan(data: Array) -> tuple[int, Array]:
     return len(starts) - 1, np.append(starts[:-1:BLOCK], starts[-1]).astype(np.uint64)
 
 
-def fields(record: Array) -> int:
-    """Return the number of fields of a record."""
-    data = np.append(record, np.zeros(PADDING, np.uint8))
-    _, ids, _ = _features(data, np.array([_HEAD]), np.array([len(record) - _TAIL]))
+def pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield records, at least so many bytes at once; without checksums.
+
+    Raises:
+        ArgumentError: one is not complete.
+    """
+    parts, total = [], 0
+    for _, data in tfrecord.records(stream, check=False):
+        parts += [struct.pack("<QI", len(data), 0), data, bytes(_TAIL)]
+        total += _HEAD + len(data) + _TAIL
+        if total >= size:
+            yield b"".join(parts)
+            parts, total = [], 0
+    if parts:
+        yield b"".join(parts)
+
+
+def fields(data: Array) -> int:
+    """Return the number of fields of the first record."""
+    size = _length(data, 0)[0]
+    data = np.append(data[: size + _HEAD], np.zeros(PADDING, np.uint8))
+    _, ids, _ = _features(data, np.array([_HEAD]), np.array([_HEAD + size]))
     return int((data[ids[1][0] : ids[2][0]] < 0x80).sum())
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ringdance.data import tfrecord
 from ringdance.data.tables import criteo, examples, lines
-from ringdance.data.tables.rows import BLOCK, Array, RowError, Rows, dtype
+from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves, dtype
 
 NAMES = ("rows", "tfrecord", "libsvm", "csv")
 SUFFIXES = {
@@ -26,7 +28,7 @@ class Format:
     Attributes:
         unit: what an error calls a row.
         bounds: of some whole rows' bytes: where each begins, and the end.
-        fields: of the bytes of the first row.
+        fields: of bytes that begin with a row.
         parse: bytes (with padding behind), their bounds, fields and table size.
     """
 
@@ -43,13 +45,33 @@ FORMATS = {
 }
 
 
-def format_of(path: Path) -> str:
-    """Return the format of a file by its name, or what it begins with."""
-    if path.suffix in SUFFIXES:
-        return SUFFIXES[path.suffix]
-    with open(path, "rb") as file:
-        line = file.read(1 << 16).split(b"\n")[0]
-    return "csv" if b"\t" in line else "libsvm" if b":" in line else "csv"
+def format_of(head: bytes, suffix: str = "") -> str:
+    """Return the format of a file by the end of its name, or else by what it begins with."""
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
+    line = head.partition(b"\n")[0]
+    text = "libsvm" if b":" in line and b"\t" not in line else "csv"
+    return "tfrecord" if tfrecord.is_head(head[:12]) else text
+
+
+def parse(
+    format: str, data: Any, fields: int, table_size: int
+) -> tuple[int, Iterator[tuple[int, Rows | RowError]]]:
+    """Parse whole rows: bytes, or an array of the format ``rows``.
+
+    Returns:
+        How many they are, and what :func:`by_halves` yields of them.
+    """
+    if format == "rows":
+        return len(data), by_halves(lambda a, b: Rows.of(data[a:b]), len(data), table_size)
+    array = np.frombuffer(data, np.uint8)
+    starts = FORMATS[format].bounds(array)
+
+    def read(begin: int, end: int) -> Rows:
+        some = np.append(array[starts[begin] : starts[end]], np.zeros(PADDING, np.uint8))
+        return FORMATS[format].parse(some, starts[begin : end + 1] - starts[begin], fields, table_size)
+
+    return len(starts) - 1, by_halves(read, len(starts) - 1, table_size)
 
 
 def scan(path: Path, name: str) -> tuple[int, int, Array]:
@@ -73,8 +95,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
     rows, offsets = examples.scan(data) if name == "tfrecord" else _line_blocks(data, begin)
     if not rows:
         raise RowError("it has no rows")
-    first = FORMATS[name].bounds(data[offsets[0] : offsets[1]])[:2]
-    return rows, FORMATS[name].fields(data[begin + first[0] : begin + first[1]]), offsets
+    return rows, FORMATS[name].fields(data[offsets[0] : offsets[1]]), offsets
 
 
 def _line_blocks(data: Array, begin: int) -> tuple[int, Array]:

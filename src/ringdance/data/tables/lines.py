@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -20,6 +20,21 @@ def bounds(data: Array) -> Array:
     if len(data) and (not len(ends) or ends[-1] != len(data)):
         ends = np.append(ends, len(data))
     return np.concatenate([[0], ends])
+
+
+def pieces(stream: BinaryIO, size: int, first: int | None = None) -> Iterator[bytes]:
+    """Yield the lines that begin in each `size` bytes, or in the `first`; all end with ``\\n``."""
+    left = size if first is None else first
+    while True:
+        data = stream.read(max(left, 0))
+        if left > 0 and not data:
+            return
+        if data and data[-1] != NEWLINE:
+            data += stream.readline()
+        left += size - len(data)
+        if data and data[-1] != NEWLINE:
+            data += b"\n"
+        yield data.replace(b"\r\n", b"\n")
 
 
 def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null: bool = False) -> list[Any]:
@@ -59,8 +74,8 @@ _NOISE = r"^CSV parse error: |CSV conversion error to \w+: |Row #\d+: |^In CSV |
 
 
 def libsvm_fields(data: Array) -> int:
-    """Return the number of fields of a line of LibSVM."""
-    return int(np.count_nonzero(data == COLON))
+    """Return the number of fields of the first line of LibSVM."""
+    return int(np.count_nonzero(data[: bounds(data)[1]] == COLON))
 
 
 def parse_libsvm(data: Array, starts: Array, fields: int, table_size: int) -> Rows:

@@ -8,8 +8,8 @@ categories have neither weight nor factors, since no number of rows would show t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -43,19 +43,20 @@ class PlantedRows:
     Attributes:
         labels: shape (n,), int8: 1 for a click.
         numbers: shape (n, 13), float64: whole numbers, NaN where missing.
-        texts: 26 arrays of Arrow, type binary, length n: 8 hexadecimal digits, or empty where missing.
+        texts: of the 26 categories: 8 hexadecimal digits, or empty where missing.
         probabilities: shape (n,), float64: of a click.
     """
 
     labels: Array
     numbers: Array
-    texts: list[Any]
+    texts: list[criteo.Texts]
     probabilities: Array
 
     def part(self, start: int, stop: int) -> PlantedRows:
         """Return some rows, without a copy."""
         return PlantedRows(
-            self.labels[start:stop], self.numbers[start:stop], [one[start:stop] for one in self.texts],
+            self.labels[start:stop], self.numbers[start:stop],
+            [(begins[start : stop + 1], data) for begins, data in self.texts],
             self.probabilities[start:stop],
         )  # fmt: skip
 
@@ -67,10 +68,13 @@ class PlantedRows:
         return found
 
     def lines(self, delimiter: str = ",") -> bytes:
-        """Return the columns as text, a line for each row."""
+        """Return the columns as text, a line for each row; needs pyarrow."""
         arrow, csv = needed("pyarrow", "ctr"), needed("pyarrow.csv", "ctr")
-        numbers = [arrow.array(one, arrow.int64(), from_pandas=True) for one in self.numbers.T]
-        columns = [arrow.array(self.labels), *numbers, *(one.cast(arrow.string()) for one in self.texts)]
+        columns = [arrow.array(self.labels)]
+        columns += [arrow.array(one, arrow.int64(), from_pandas=True) for one in self.numbers.T]
+        for text in self.texts:
+            buffers = [None, *map(arrow.py_buffer, text)]
+            columns.append(arrow.Array.from_buffers(arrow.string(), len(self.labels), buffers))
         stream = arrow.BufferOutputStream()
         csv.write_csv(
             arrow.table(columns, criteo.COLUMNS), stream,
@@ -79,31 +83,28 @@ class PlantedRows:
         return bytes(stream.getvalue())
 
 
-def planted(rows: int, seed: int = 0, day: int = 0) -> Iterator[PlantedRows]:
-    """Draw rows, up to 16,384 at once; needs pyarrow.
+def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[PlantedRows]:
+    """Draw rows, up to 16,384 at once.
 
     Args:
         rows: how many; fewer rows are the first of more.
         seed: of the hidden weights and of the rows.
         day: other rows with the same weights for each, from 0.
+        start: number of the first.
     """
     check_positive(rows=rows)
-    hidden = _Hidden(seed)
-    for block in range(-(-rows // BLOCK)):
-        yield hidden.draw(np.random.RandomState([seed, day, block]), min(BLOCK, rows - block * BLOCK))
+    stop = start + rows
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        drawn = _Hidden(seed).draw(np.random.RandomState([seed, day, block]))
+        yield drawn.part(max(start - block * BLOCK, 0), stop - block * BLOCK)
 
 
-@dataclass
+@lru_cache(maxsize=1)
 class _Hidden:
     """Weights and factors of the fields: column 0 the weight, then the factors."""
 
-    seed: int
-    bias: float = 0.0
-    numbers: Array = field(init=False)
-    categories: list[Array] = field(init=False)
-
-    def __post_init__(self) -> None:
-        random = np.random.RandomState([self.seed, 1 << 20])
+    def __init__(self, seed: int) -> None:
+        random = np.random.RandomState([seed, 1 << 20])
         self.numbers = random.standard_normal((criteo.NUMERIC, 1 + _FACTORS)) * 0.06
         self.categories = []
         for count in _CATEGORIES:
@@ -115,7 +116,7 @@ class _Hidden:
             table[:, 1:] *= count <= _PAIRED
             table[-1] = 0  # of rare categories
             self.categories.append(table)
-        logits = self.columns(random, BLOCK)[3]
+        logits = self.columns(random)[3]
         low, high = -30.0, 30.0
         for _ in range(60):
             self.bias = (low + high) / 2
@@ -124,31 +125,30 @@ class _Hidden:
             else:
                 high = self.bias
 
-    def draw(self, random: np.random.RandomState, count: int) -> PlantedRows:
-        """Draw a block; a shorter one is the beginning of a whole one."""
-        numbers, words, there, logits = self.columns(random, BLOCK)
-        probabilities = _sigmoid(logits[:count] + self.bias)
-        labels = (random.random_sample(BLOCK)[:count] < probabilities).astype(np.int8)
-        texts = [_texts(words[column, :count], there[column, :count]) for column in range(criteo.CATEGORICAL)]
-        return PlantedRows(labels, numbers[:count], texts, probabilities)
+    def draw(self, random: np.random.RandomState) -> PlantedRows:
+        """Draw a block."""
+        numbers, words, there, logits = self.columns(random)
+        probabilities = _sigmoid(logits + self.bias)
+        labels = (random.random_sample(BLOCK) < probabilities).astype(np.int8)
+        return PlantedRows(labels, numbers, list(map(_texts, words, there)), probabilities)
 
-    def columns(self, random: np.random.RandomState, count: int) -> tuple[Array, Array, Array, Array]:
+    def columns(self, random: np.random.RandomState) -> tuple[Array, Array, Array, Array]:
         """Draw numbers, categories' words, which of these are there, and the logits without the bias."""
-        total, squares = np.zeros((count, 1 + _FACTORS)), np.zeros((count, 1 + _FACTORS))
-        numbers = np.empty((count, criteo.NUMERIC))
+        total, squares = np.zeros((2, BLOCK, 1 + _FACTORS))
+        numbers = np.empty((BLOCK, criteo.NUMERIC))
         for column, hidden in enumerate(self.numbers):
-            drawn = np.floor(_MEDIANS[column] * np.exp(1.5 * random.standard_normal(count)))
-            missing = random.random_sample(count) < _MISSING_NUMBERS[column]
+            drawn = np.floor(_MEDIANS[column] * np.exp(1.5 * random.standard_normal(BLOCK)))
+            missing = random.random_sample(BLOCK) < _MISSING_NUMBERS[column]
             numbers[:, column] = np.where(missing, np.nan, drawn)
             effect = np.where(missing, 0, np.log1p(drawn))[:, None] * hidden
             total += effect
             squares += effect**2
-        words = np.empty((criteo.CATEGORICAL, count), np.uint32)
-        there = np.empty((criteo.CATEGORICAL, count), bool)
+        words = np.empty((criteo.CATEGORICAL, BLOCK), np.uint32)
+        there = np.empty((criteo.CATEGORICAL, BLOCK), bool)
         for column, table in enumerate(self.categories):
-            rank = _power_law(random.random_sample(count), _CATEGORIES[column])
+            rank = _power_law(random.random_sample(BLOCK), _CATEGORIES[column])
             words[column] = criteo.mixed(rank.astype(np.uint64) | np.uint64(column + 1 << 32))
-            there[column] = random.random_sample(count) >= _MISSING_CATEGORIES.get(column, 0)
+            there[column] = random.random_sample(BLOCK) >= _MISSING_CATEGORIES.get(column, 0)
             effect = table[np.where(there[column], np.minimum(rank, len(table) - 1), -1)]
             total += effect
             squares += effect**2
@@ -164,16 +164,11 @@ def _power_law(uniform: Array, count: int) -> Array:
     return ranks
 
 
-def _texts(words: Array, there: Array) -> Any:
-    """Return an array of Arrow with 8 hexadecimal digits for each number that is there, else nothing."""
-    arrow = needed("pyarrow", "ctr")
-    ends = np.zeros(len(words) + 1, np.int32)
-    np.cumsum(there, out=ends[1:])
+def _texts(words: Array, there: Array) -> criteo.Texts:
+    """Return 8 hexadecimal digits for each number that is there, else nothing."""
     shifts = np.arange(28, -1, -4, dtype=np.uint32)
     data = _DIGITS[words[there][:, None] >> shifts & np.uint32(15)]
-    buffers = [None, arrow.py_buffer(ends * 8), arrow.py_buffer(np.ascontiguousarray(data))]
-    found: Any = arrow.Array.from_buffers(arrow.binary(), len(words), buffers)
-    return found
+    return np.append(0, np.cumsum(there * 8)).astype(np.int32), np.ascontiguousarray(data).reshape(-1)
 
 
 _DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
@@ -185,10 +180,13 @@ def _sigmoid(logits: Array) -> Array:
 
 
 def auc(probabilities: Array, labels: Array) -> float:
-    """Return the area under the ROC curve: the chance that a click has the larger probability."""
+    """Return the area under the ROC curve: the chance that a click has the larger probability, half for ties.
+
+    NaN if there are no clicks, or only clicks.
+    """
     order = np.sort(probabilities)
     clicked = probabilities[labels > 0]
     below = np.searchsorted(order, clicked, "left") + np.searchsorted(order, clicked, "right")
     pairs = len(clicked) * (len(labels) - len(clicked))
     # The mean of the two is the rank; of the rows below a click, those that are clicks are taken off.
-    return float((below.sum() / 2 - len(clicked) ** 2 / 2) / max(pairs, 1))
+    return float((below.sum() - len(clicked) ** 2) / 2 / pairs) if pairs else float("nan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,13 @@ class Rows(NamedTuple):
         return cls(np.empty(count, np.float32), np.empty(shape, np.int64), np.empty(shape, np.float32))
 
     @classmethod
+    def joined(cls, parts: Sequence[Rows], fields: int) -> Rows:
+        """Return the rows of all parts; without a copy if there is one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate(arrays) for arrays in zip(cls.empty(0, fields), *parts, strict=True)))
+
+    @classmethod
     def of(cls, array: Array) -> Rows:
         """Return the rows of an array of dtype ``dtype(fields)``."""
         return cls(array["label"], array["ids"].astype(np.int64), array["values"])
@@ -68,6 +76,34 @@ class Rows(NamedTuple):
             raise RowError(f"label {self.labels[~right][0]:g}: expected 0 (no click) or 1 (click)")
         if not np.isfinite(self.values.sum()):
             raise RowError("a value is not a finite number")
+
+
+def by_halves(
+    read: Callable[[int, int], Rows], count: int, table_size: int
+) -> Iterator[tuple[int, Rows | RowError]]:
+    """Read rows and check them, all at once if none is broken; broken ones are found by halves.
+
+    Args:
+        read: takes begin and end.
+        count: of all rows.
+        table_size: ids are below it.
+
+    Yields:
+        The number of the first row, and the rows; or for a broken one what is wrong.
+    """
+    todo = [(0, count)] if count else []
+    while todo:
+        begin, end = todo.pop()
+        try:
+            rows = read(begin, end)
+            rows.check(table_size)
+            yield begin, rows
+        except RowError as error:
+            middle = (begin + end) // 2
+            if middle == begin:
+                yield begin, error
+            else:
+                todo += [(middle, end), (begin, middle)]
 
 
 def dtype(fields: int) -> np.dtype[np.void]:

@@ -23,7 +23,7 @@ from ringdance.data.files import write_whole
 from ringdance.data.order import Indices
 from ringdance.data.tables.formats import FORMATS, format_of, scan
 from ringdance.data.tables.lines import NEWLINE
-from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
+from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves
 from ringdance.errors import ArgumentError
 
 KIND, VERSION = "table", 1
@@ -97,8 +97,9 @@ class Table:
             raise ArgumentError(f"{where}: no such file or directory")
         if table_size is None:
             raise ArgumentError(f"{where} has no index that says its table's size: give table_size=.")
-        name = format or format_of(where)
         try:
+            with open(where, "rb") as stream:
+                name = format or format_of(stream.read(1 << 16), where.suffix)
             count, fields, offsets = scan(where, name)
         except (RowError, ValueError) as error:
             raise ArgumentError(f"{where}: {error}") from None
@@ -153,18 +154,15 @@ class Table:
         Raises:
             ArgumentError: a file is missing, was changed, or a row is broken: names file and row.
         """
-        try:
-            found = self._rows(numbers) if self.format == "rows" else self._parsed(numbers)
-            found.check(self.table_size)
-            return found
-        except RowError as error:
-            if len(numbers) > 1:  # look for the first broken one
-                for half in np.array_split(numbers, 2):
-                    self.read(half)
-            ((file, row, _),) = self._runs(numbers[:1])
-            header = self.format == "csv" and self.offsets[self._begin[file]] > 0
-            unit = "row" if self.format == "rows" else FORMATS[self.format].unit
-            raise ArgumentError(f"{self._name(file)}, {unit} {row + 1 + header}: {error}") from None
+        read, parts = self._rows if self.format == "rows" else self._parsed, []
+        for at, found in by_halves(lambda a, b: read(numbers[a:b]), len(numbers), self.table_size):
+            if isinstance(found, RowError):
+                ((file, row, _),) = self._runs(numbers[at : at + 1])
+                header = self.format == "csv" and self.offsets[self._begin[file]] > 0
+                unit = "row" if self.format == "rows" else FORMATS[self.format].unit
+                raise ArgumentError(f"{self._name(file)}, {unit} {row + 1 + header}: {found}") from None
+            parts.append(found)
+        return Rows.joined(parts, self.fields)
 
     def _rows(self, numbers: Indices) -> Rows:
         found, at = Rows.empty(len(numbers), self.fields), 0

@@ -55,23 +55,15 @@ class TableWriter:
         self._file.write(header(count, fields) if format == "rows" else head)
         self._offsets.append(np.array([self._file.size]))
 
-    def write(self, rows: Rows) -> None:
-        """Append rows; a file of raw columns takes lines instead."""
-        self._append(_ENCODE[self.format](rows), len(rows.labels))
-
-    def write_lines(self, data: bytes) -> None:
-        """Append lines of raw columns, each with its newline, to a CSV file."""
-        self._append(data, None)
-
-    def _append(self, data: bytes, count: int | None) -> None:
-        if self.format != "rows":
+    def write(self, rows: Rows | bytes) -> None:
+        """Append rows; to a CSV file lines of raw columns, each with its newline."""
+        data = rows if isinstance(rows, bytes) else _ENCODE[self.format](rows)
+        if isinstance(rows, bytes) or self.format != "rows":
             starts = FORMATS[self.format].bounds(np.frombuffer(data, np.uint8))
-            count = len(starts) - 1
             first = -self._rows % BLOCK or BLOCK
             self._offsets.append(starts[first::BLOCK] + self._file.size)
-        assert count is not None
         self._file.write(data)
-        self._rows += count
+        self._rows += len(starts) - 1 if isinstance(rows, bytes) else len(rows.labels)
 
     def __enter__(self) -> TableWriter:
         self._file.__enter__()

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ringdance import session
-from ringdance.core.request import Collective, ReduceOp
 from ringdance.data.order import check_positive
 from ringdance.data.pipes import Pipe, rows
 from ringdance.data.tables import Rows, TableBatch
 from ringdance.errors import ArgumentError
 from ringdance.training import basics
-from ringdance.training.collectives import Call
+from ringdance.training.loaders.ahead import AsyncDataLoaderMixin
 from ringdance.training.objects import allgather_json
-from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
+from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 
 __all__ = ["pipe_loader"]
@@ -71,7 +66,7 @@ class PipeLoader:
         self.channel, self.batch_size, self.table_size, self.fields = channel, batch_size, table_size, fields
         self._prefetch, self._directory, self._timeout = prefetch, Path(directory), timeout
         self._set = process_set
-        self.number, self._found = 0, ""
+        self.number = 0
         self.convert: Callable[[TableBatch], Any] = lambda batch: batch
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
@@ -88,134 +83,93 @@ class PipeLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next pipe."""
-        reader = _Reader(self._open(), self)
+        pipe = self._open()
         self.number += 1
-        position, exhausted = 0, False
+        reader, position = _Reader(pipe, self), 0
+        batches = iter(reader)
         try:
             while True:
-                some = None if exhausted else reader.next()
-                exhausted = some is None
-                failed = isinstance(some, Exception)
-                mine = 0 if some is None or isinstance(some, Exception) else len(some.labels)
-                count, failures = self._sum(mine, failed)
-                if failures:
-                    self._raise(some if isinstance(some, Exception) else None)
-                if not count:
+                error: Exception | None = None
+                some: Rows | None = None
+                try:
+                    some = next(batches, None)
+                except Exception as failure:
+                    error = failure
+                mine = 0 if some is None else len(some.labels)
+                if not (count := sum(self._exchange("rows", mine, error))):
                     return
-                if some is None or isinstance(some, Exception):
-                    some = Rows.empty(1, self.fields)
-                    for array in some:
-                        array[:] = 0
+                if some is None:
+                    some = Rows(*(np.zeros_like(array) for array in Rows.empty(1, self.fields)))
                 position += count
                 yield self.convert(TableBatch(*some, mine * self._size / count, position, count))
         finally:
-            reader.close()
+            reader.close_async_loader()
+            pipe.close()
+
+    def _exchange(self, what: str, value: Any, error: Exception | None) -> list[Any]:
+        """Return the values of all ranks; raise the first error of any on all."""
+        text = ""
+        if error:
+            known = isinstance(error, ArgumentError | OSError)
+            text = f"rank {basics.rank()} of host {os.uname().nodename}: "
+            text += str(error) if known else f"{type(error).__name__}: {error}"
+        found = allgather_json((value, text), f"pipe_loader.{self.channel}.{what}", self._set)
+        if texts := [text for _, text in found if text]:
+            raise ArgumentError(texts[0]) from error
+        return [value for value, _ in found]
 
     def _open(self) -> Pipe:
         """Open this rank's pipe, and compare it with those of the others: a collective call."""
-        error, pipe = "", None
+        names = [f"{self.channel}_{basics.local_rank()}", self.channel]
+        channels = json.loads(os.environ.get("SM_CHANNELS") or "[]")
+        names = [name for name in names if name in channels][:1] or names
+        error, pipe, host = None, None, os.uname().nodename
+        about: dict[str, Any] = {"rank": basics.rank(), "pid": os.getpid(), "host": host}
         try:
-            pipe = Pipe(self._directory / f"{self._name()}_{self.number}", self._timeout)
-            if pipe.locked_by:
-                error = f"{pipe.path} is read by {pipe.locked_by} already"
+            pipe = Pipe([self._directory / f"{name}_{self.number}" for name in names], self._timeout)
+            about["pipe"] = [host, *pipe.identity]
         except (ArgumentError, OSError) as failure:
-            error = str(failure)
-        about = {"rank": basics.rank(), "pid": os.getpid(), "host": os.uname().nodename, "error": error}
-        about["identity"] = pipe.identity if pipe else None
-        everyone = allgather_json(about, f"pipe_loader.{self.channel}.open", self._set)
-        readers: dict[str, list[Any]] = {}
-        for one in everyone:
-            if one["identity"]:
-                readers.setdefault(json.dumps([one["host"], one["identity"]]), []).append(one)
-        problem = ""
-        for some in readers.values():
-            if len(some) > 1:
-                who = " and ".join(f"rank {one['rank']} (process {one['pid']})" for one in some)
-                problem = (
-                    f"{who} of host {some[0]['host']} read the same pipe of channel {self.channel!r}: each "
-                    f"would get a random part. Give each rank of a host a channel of its own, "
-                    f"{self.channel}_0, {self.channel}_1 and so on; ringdance.submit.sagemaker makes them "
-                    "for InputMode Pipe and processes_per_host"
-                )
-        wrong = [
-            f"rank {one['rank']} of host {one['host']}: {one['error']}" for one in everyone if one["error"]
-        ]
-        if problem or wrong:
+            error = failure
+        try:
+            readers = self._exchange("open", about, error)
+            for one in readers:
+                same = [other for other in readers if other["pipe"] == one["pipe"]]
+                if len(same) > 1:
+                    who = " and ".join(f"rank {one['rank']} (process {one['pid']})" for one in same)
+                    raise ArgumentError(
+                        f"{who} of host {one['host']} read the same pipe of channel {self.channel!r}: each "
+                        f"would get a random part. Give each rank of a host a channel of its own, "
+                        f"{self.channel}_0, {self.channel}_1 and so on; ringdance.submit.sagemaker makes "
+                        "them for InputMode Pipe and processes_per_host"
+                    )
+            if pipe and pipe.locked_by:
+                error = ArgumentError(f"{pipe.path} is read by {pipe.locked_by} already")
+            self._exchange("locked", None, error)
+        except BaseException:
             if pipe:
                 pipe.close()
-            raise ArgumentError(problem or wrong[0])
+            raise
         assert pipe is not None
         return pipe
 
-    def _name(self) -> str:
-        """Return this rank's channel: with its local rank, where there is such a one."""
-        own = f"{self.channel}_{basics.local_rank()}"
-        channels, end = json.loads(os.environ.get("SM_CHANNELS") or "[]"), time.monotonic() + self._timeout
-        while not self._found and time.monotonic() < end:
-            for name in (own, self.channel):
-                if name in channels or (self._directory / f"{name}_{self.number}").exists():
-                    self._found = self._found or name
-            time.sleep(0 if self._found else 0.05)
-        return self._found or own
 
-    def _sum(self, mine: int, failed: bool) -> tuple[int, int]:
-        """Return rows and failures of all ranks."""
-        counts = np.array([mine, failed], np.int64)
-        name, number = f"pipe_loader.{self.channel}", set_id(self._set)
-        call = Call(Collective.ALLREDUCE, name, ReduceOp.SUM, set_id=number)
-        call.submit(session.engine(), (counts,), (counts,)).wait()
-        return int(counts[0]), int(counts[1])
-
-    def _raise(self, error: Exception | None) -> None:
-        """Raise the first error of any rank on all: a collective call."""
-        if error is not None and not isinstance(error, ArgumentError | OSError):
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        text = f"rank {basics.rank()} of host {os.uname().nodename}: {error}" if error else ""
-        found = allgather_json(text, f"pipe_loader.{self.channel}.error", self._set)
-        raise ArgumentError(next(one for one in found if one)) from error
-
-
-class _Reader:
-    """A thread that reads a pipe ahead, in batches."""
+class _Reader(AsyncDataLoaderMixin):
+    """Reads a pipe ahead by a thread, in batches."""
 
     def __init__(self, pipe: Pipe, loader: PipeLoader) -> None:
+        super().__init__(loader._prefetch)
         self._pipe, self._loader = pipe, loader
-        self._closed = threading.Event()
-        self._batches: queue.Queue[Rows | Exception | None] = queue.Queue(loader._prefetch)
-        self._thread = threading.Thread(target=self._read, name="ringdance-pipe", daemon=True)
-        self._thread.start()
 
-    def next(self) -> Rows | Exception | None:
-        """Return the next batch, None at the end, or what went wrong."""
-        return self._batches.get()
+    def _process_batch(self, batch: Rows) -> Rows:
+        return batch
 
-    def close(self) -> None:
-        """End the thread, and close the pipe."""
-        self._closed.set()
-        while self._thread.is_alive():
-            while not self._batches.empty():
-                self._batches.get()
-            self._thread.join(0.05)
-        self._pipe.close()
-
-    def _read(self) -> None:
-        size, left = self._loader.batch_size, Rows.empty(0, self._loader.fields)
-        try:
-            pieces = self._pipe.pieces(self._closed.is_set)
-            for some in rows(self._pipe.path, pieces, self._loader.fields, self._loader.table_size):
-                left = Rows(*(np.concatenate(pair) for pair in zip(left, some, strict=True)))
-                while len(left.labels) >= size:
-                    self._put(left.part(0, size))
-                    left = left.part(size, len(left.labels))
-            if len(left.labels):
-                self._put(left)
-            self._put(None)
-        except Exception as error:
-            self._put(error)
-
-    def _put(self, item: Rows | Exception | None) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._batches.put(item, timeout=0.5)
-            except queue.Full:
-                pass
+    def _iterate(self) -> Iterator[Rows]:
+        size, fields = self._loader.batch_size, self._loader.fields
+        left, pieces = Rows.empty(0, fields), self._pipe.pieces(self._closing.is_set)
+        for some in rows(self._pipe.path, pieces, fields, self._loader.table_size):
+            left = Rows.joined([left, some], fields)
+            while len(left.labels) >= size:
+                yield left.part(0, size)
+                left = left.part(size, len(left.labels))
+        if len(left.labels):
+            yield left
