@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from ringdance.data.tables.planted import auc
+
 Array = np.ndarray[Any, Any]
 MARK = "::compare::"
 EVALUATIONS = 8  # in a run
@@ -157,15 +159,6 @@ def tell(**what: Any) -> None:
     with _writing:
         sys.stdout.write(f"{MARK}{json.dumps(what)}\n")
         sys.stdout.flush()
-
-
-def auc(scores: Array, labels: Array) -> float:
-    """Return the area under the ROC curve of all rows: Mann-Whitney, half for ties."""
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    positive = labels > 0.5
-    yes, no = int(positive.sum()), int((~positive).sum())
-    return float((ranks[positive].sum() - yes * (yes + 1) / 2) / (yes * no)) if yes and no else float("nan")
 
 
 def _memory() -> int:
