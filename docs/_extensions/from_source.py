@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pkgutil
 import shlex
@@ -176,6 +177,19 @@ class OutputOf(SphinxDirective):
         return [nodes.literal_block(text, text, language="console")]
 
 
+def keep_self(app: Sphinx, method: Any, bound: bool) -> None:
+    """Give the function of a bound method, such as ``hvd.image_loader``, its ``self`` back.
+
+    To keep defaults as they are written, Sphinx stores the signature of the method in its function.
+    """
+    signature = getattr(method, "__dict__", {}).get("__signature__")
+    if inspect.ismethod(method) and not bound and signature is not None:
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__dict__["__signature__"] = signature.replace(
+            parameters=[first, *signature.parameters.values()]
+        )
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_directive("settings", Settings)
@@ -185,4 +199,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("tested-versions", TestedVersions)
     app.add_directive("doctor-checks", DoctorChecks)
     app.add_directive("output-of", OutputOf)
+    app.connect("autodoc-before-process-signature", keep_self)
     return {"parallel_read_safe": True}

@@ -22,9 +22,7 @@ from ringdance.training import collectives, handles
 from ringdance.training.collectives import Call, movement, reduction
 from ringdance.training.exports import *
 from ringdance.training.handles import poll, synchronize
-from ringdance.training.loaders.images import image_loader
-from ringdance.training.loaders.pipes import pipe_loader
-from ringdance.training.loaders.tables import table_loader
+from ringdance.training.loaders.binding import arrays
 from ringdance.training.process_sets import set_id
 from ringdance.training.sharding import Shard, shard
 
@@ -39,6 +37,8 @@ __all__ = [
     "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size", "start_timeline",
     "stop_timeline", "synchronize", "table_loader", "watch_input",
 ]
+
+image_loader, table_loader, pipe_loader = arrays.image_loader, arrays.table_loader, arrays.pipe_loader
 
 Array = np.ndarray[Any, Any]
 Arrays = npt.ArrayLike | list[Array] | tuple[Array, ...]

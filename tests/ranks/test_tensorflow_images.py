@@ -37,13 +37,14 @@ def directory() -> Path:
 
 
 def test_the_loader_and_its_dataset_have_the_same(directory: Path) -> None:
-    loader = hvd.image_loader(Dataset.open(directory), 4, image_size=16)
+    loader = hvd.image_loader(Dataset.open(directory), 4, image_size=16, device="/CPU:0")
     loader.set_epoch(2)
     batches = list(loader)
     elements = list(hvd.image_dataset(loader))
     assert len(elements) == len(batches) == len(loader)
     for batch, (images, labels, weights) in zip(batches, elements, strict=True):
         assert batch.images.shape == images.shape
+        assert batch.images.device.endswith("CPU:0")
         assert (batch.images.numpy() == images.numpy()).all()
         assert (batch.labels.numpy() == labels.numpy()).all()
         assert np.allclose(weights, batch.weight)

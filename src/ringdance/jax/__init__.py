@@ -10,12 +10,11 @@ One process for each rank, each with devices of its own. The collectives work on
 
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
 
-from ringdance.jax.images import image_loader
+from ringdance.jax.loaders import image_loader, pipe_loader, table_loader
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *
 from ringdance.jax.optimizer import DistributedState, distributed
 from ringdance.jax.state import broadcast_parameters
-from ringdance.jax.tables import pipe_loader, table_loader
 from ringdance.jax.threads import init
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard

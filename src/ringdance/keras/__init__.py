@@ -19,15 +19,13 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
-from ringdance.keras.images import image_loader
 from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
+from ringdance.keras.loaders import image_loader, pipe_loader, table_loader
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringdance.keras.reduction import init
-from ringdance.keras.tables import table_loader
 from ringdance.keras.values import *
 from ringdance.training.gradients.compression import Compressor
-from ringdance.training.loaders.pipes import pipe_loader
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [

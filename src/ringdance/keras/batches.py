@@ -11,7 +11,7 @@ import numpy as np
 from ringdance.data.batches import Batches
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
-from ringdance.training.loaders.input_check import WatchedLoader, watch_training
+from ringdance.training.loaders.input_check import WatchedLoader
 
 _Sequence: Any = keras.utils.Sequence if KERAS2 else keras.utils.PyDataset
 
@@ -19,7 +19,7 @@ _Sequence: Any = keras.utils.Sequence if KERAS2 else keras.utils.PyDataset
 class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
     """Sets the loader's epoch to that of ``fit``; the first one keeps its position."""
 
-    def __init__(self, loader: Batches) -> None:
+    def __init__(self, loader: Any) -> None:
         super().__init__()
         self._loader = loader
 
@@ -43,26 +43,25 @@ class _Measurement(_Epochs):
 
     steps = 1 << 30  # of the only epoch
 
-    def __init__(self, loader: Batches, watched: WatchedLoader) -> None:
+    def __init__(self, loader: WatchedLoader) -> None:
         super().__init__(loader)
-        self._watched = watched
         self._sizes: deque[int] = deque()  # of the batches that were read, and not yet trained with
 
     def batches(self) -> Iterator[Any]:
         """Yield batches without an end."""
         self._sizes.clear()
-        for batch in self._watched.drawn():
+        for batch in self._loader.drawn():
             self._sizes.append(len(batch.labels))
             yield batch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._watched.part == "loader":
-            for _ in self._watched:  # until it ends the script
+        if self._loader.part == "loader":
+            for _ in self._loader:  # until it ends the script
                 pass
-        self._watched.begin()
+        self._loader.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._watched.count(self._sizes.popleft())
+        self._loader.count(self._sizes.popleft())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         pass
@@ -78,9 +77,8 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
 
     def __init__(self, loader: Batches) -> None:
         super().__init__()
-        watched = watch_training(loader)
-        self.loader: Batches = watched  # the same, but for `ringdance bench input`
-        self._measurement = _Measurement(loader, watched) if isinstance(watched, WatchedLoader) else None
+        self.loader = loader
+        self._measurement = _Measurement(loader) if isinstance(loader, WatchedLoader) else None
         self.callback = self._measurement or _Epochs(loader)
         self._batches: Iterator[Any] = iter(())
         self._next = 0

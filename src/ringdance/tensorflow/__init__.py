@@ -8,10 +8,9 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 from ringdance.tensorflow import elastic as elastic
 from ringdance.tensorflow.batch_norm import SyncBatchNormalization
 from ringdance.tensorflow.compression import Compression
-from ringdance.tensorflow.data.images import image_dataset, image_loader
+from ringdance.tensorflow.data.loaders import *
 from ringdance.tensorflow.data.pipeline import image_pipeline, table_pipeline
 from ringdance.tensorflow.data.sharding import shard
-from ringdance.tensorflow.data.tables import pipe_loader, table_dataset, table_loader
 from ringdance.tensorflow.operations import *
 from ringdance.tensorflow.optimizer import DistributedOptimizer
 from ringdance.tensorflow.state import *  # type: ignore[assignment]

@@ -8,14 +8,13 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 from ringdance.torch import elastic as elastic
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
-from ringdance.torch.images import image_loader
 from ringdance.torch.lars import LARS, parameter_groups
+from ringdance.torch.loaders import image_loader, pipe_loader, table_loader
 from ringdance.torch.memory import Compression
 from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters, snapshot
-from ringdance.torch.tables import pipe_loader, table_loader
 from ringdance.training import basics, objects
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.gradients.sparse import sparse_routes

@@ -7,18 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from ringdance import session
 from ringdance import settings as settings_module
-from ringdance.data.batches import Batches
 from ringdance.errors import ArgumentError
 from ringdance.training.gradients.options import own_cores
 from ringdance.training.objects import allgather_json
 
 __all__ = ["watch_input"]
-
-AnyBatches = TypeVar("AnyBatches", bound=Batches)
 
 # Begins the line on stdout with which rank 0 gives `ringdance bench input` the figures; JSON follows.
 INPUT_MARK = "::ringdance-input::"
@@ -44,12 +41,6 @@ def watch_input(loader: Any) -> Any:
     if settings.input_check == "off":
         return loader
     return WatchedLoader(loader, settings.input_check, settings.input_check_time)
-
-
-def watch_training(loader: AnyBatches) -> AnyBatches:
-    """Return a loader of Ringdance's own: watched if it shuffles, as only that of a training does."""
-    watched: AnyBatches = watch_input(loader) if loader.plan.shuffle else loader
-    return watched
 
 
 class WatchedLoader:

@@ -20,34 +20,13 @@ from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 
-__all__ = ["pipe_loader"]
+__all__ = ["PipeLoader"]
 
 DIRECTORY = "/opt/ml/input/data"
 
 
-def pipe_loader(channel: str, batch_size: int, **options: Any) -> PipeLoader:
-    """Return a loader of the rows that come from a channel in SageMaker's Pipe mode, as NumPy arrays.
-
-    Each iteration reads the next pipe of the channel, ``CHANNEL_0``, ``CHANNEL_1`` and so on, to its end, and
-    yields ``ringdance.data.TableBatch``. It is collective: all ranks iterate together. How many batches there
-    are is known at the end only; a rank whose pipe ends before those of others gets batches of padding, with
-    weight 0.
-
-    Each rank of a host needs a pipe of its own: the channel is ``<channel>_<local rank>`` where the job has
-    that, as ``ringdance.submit.sagemaker`` makes it.
-
-    Args:
-        channel: its name, without local rank and epoch.
-        batch_size: rows for each rank in each batch.
-        options: ``table_size`` (default 1,000,000), ``fields`` (39), ``prefetch`` (batches, 2),
-            ``directory`` of the pipes, ``timeout`` (60 seconds in which a pipe must be there), and
-            ``process_set``.
-    """
-    return PipeLoader(channel, batch_size, **options)
-
-
 class PipeLoader:
-    """What ``pipe_loader`` returns; the bindings set `convert`.
+    """What ``pipe_loader`` returns; it sets `convert`.
 
     Raises:
         ArgumentError: an argument is wrong; when iterating: a pipe is missing, two ranks read the same one,

@@ -1,0 +1,26 @@
+"""Loaders that yield arrays of JAX."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from ringdance.data.loader import Batch
+from ringdance.training.loaders.binding import Loaders
+
+__all__ = ["image_loader", "pipe_loader", "table_loader"]
+
+
+class _Loaders(Loaders):
+    def tensor(self, array: Any, device: Any) -> Any:
+        return jax.device_put(array, device)
+
+    def images(self, batch: Batch, device: Any) -> Batch:
+        images, labels = jax.device_put((batch.images, batch.labels.astype("int32")), device)
+        return replace(batch, images=images, labels=labels)  # no device needs the indices
+
+
+_own = _Loaders()
+image_loader, table_loader, pipe_loader = _own.image_loader, _own.table_loader, _own.pipe_loader

@@ -1,0 +1,71 @@
+"""Loaders for ``model.fit``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringdance.data.loader import Batch
+from ringdance.data.tables import Table, TableBatch
+from ringdance.keras.batches import BatchSequence
+from ringdance.training.loaders.binding import arrays
+
+__all__ = ["image_loader", "pipe_loader", "table_loader"]
+
+pipe_loader = arrays.pipe_loader
+
+
+class ImageLoader(BatchSequence):
+    """What ``image_loader`` returns: images (n, size, size, 3) uint8, labels (n,) int64, and weights."""
+
+    def inputs(self, batch: Batch) -> Any:
+        """Return the images."""
+        return batch.images
+
+
+def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageLoader:
+    """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
+
+    A collective call: all ranks make it, and it compares their arguments. It gives images, labels, and
+    weights of the samples: with them the average of the ranks' gradients is the mean over the samples of all
+    ranks, also in the last batch of an epoch, which may be short::
+
+        loader = hvd.image_loader(dataset, 32)
+        model.fit(loader, epochs=90, shuffle=False, callbacks=[loader.callback, ...])
+
+    ``fit`` reckons with equally many batches in all its epochs: after ``loader.set_epoch(epoch, position)``
+    finish that epoch in a call of its own, ``fit(..., initial_epoch=epoch, epochs=epoch + 1)``.
+
+    Args:
+        dataset: a ``ringdance.data.Dataset`` or ``Synthetic``.
+        batch_size: images for each rank in each batch.
+        options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
+            ``threads``, ``prefetch``; and ``process_set``.
+    """
+    return ImageLoader(arrays.image_loader(dataset, batch_size, **options))
+
+
+class KerasTableLoader(BatchSequence):
+    """What ``table_loader`` returns: a mapping with ids and values, labels (n,) float32, and weights."""
+
+    def inputs(self, batch: TableBatch) -> Any:
+        """Return ids (n, fields) int64 and values (n, fields) float32 by these names."""
+        return {"ids": batch.ids, "values": batch.values}
+
+
+def table_loader(table: Table, batch_size: int, **options: Any) -> KerasTableLoader:
+    """Return a loader of this rank's part of each batch, for ``model.fit`` on any backend.
+
+    A collective call: all ranks make it, and it compares their arguments. It gives a mapping with "ids" and
+    "values", labels, and weights of the samples: see ``image_loader``, whose remarks on ``fit`` hold here. A
+    loop of your own takes ``loader.loader``, which yields ``ringdance.data.TableBatch`` of NumPy arrays::
+
+        loader = hvd.table_loader(Table.open("/data/criteo"), 1024)
+        model.fit(loader, epochs=3, shuffle=False, callbacks=[loader.callback, ...])
+
+    Args:
+        table: a ``ringdance.data.Table``.
+        batch_size: rows for each rank in each batch.
+        options: those of ``ringdance.data.TableLoader``: ``shuffle``, ``seed``, ``threads``, ``prefetch``;
+            and ``process_set``.
+    """
+    return KerasTableLoader(arrays.table_loader(table, batch_size, **options))

@@ -1,0 +1,62 @@
+"""Loaders that yield eager tensors, and their batches as a ``tf.data.Dataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from ringdance.data.loader import ImageBatches
+from ringdance.data.tables import TableLoader
+from ringdance.training.loaders.binding import Loaders
+
+__all__ = ["image_dataset", "image_loader", "pipe_loader", "table_dataset", "table_loader"]
+
+
+class _Loaders(Loaders):
+    def tensor(self, array: Any, device: Any) -> Any:
+        with nullcontext() if device is None else tf.device(device):
+            return tf.convert_to_tensor(array)
+
+
+_own = _Loaders()
+image_loader, table_loader, pipe_loader = _own.image_loader, _own.table_loader, _own.pipe_loader
+
+
+def image_dataset(loader: ImageBatches) -> Any:
+    """Return the batches of a loader as a ``tf.data.Dataset``: each iteration is the rest of its epoch.
+
+    The elements are images (n, size, size, 3) uint8, labels (n,) int64, and weights (n,) float32, all equal
+    to ``Batch.weight``: what Keras takes as weights of the samples.
+
+    Args:
+        loader: of ``image_loader``; call its ``set_epoch`` before each iteration.
+    """
+    images = tf.TensorSpec((None, loader.image_size, loader.image_size, 3), tf.uint8)
+    return _dataset(loader, lambda batch: batch.images, images, tf.int64)
+
+
+def table_dataset(loader: TableLoader) -> Any:
+    """Return the batches of a loader as a ``tf.data.Dataset``: each iteration is the rest of its epoch.
+
+    The elements are a mapping with "ids" (n, fields) int64 and "values" (n, fields) float32, labels (n,)
+    float32, and weights (n,) float32, all equal to ``TableBatch.weight``: what Keras takes as weights of the
+    samples.
+
+    Args:
+        loader: of ``table_loader``; call its ``set_epoch`` before each iteration.
+    """
+    shape = None, loader.table.fields
+    inputs = {"ids": tf.TensorSpec(shape, tf.int64), "values": tf.TensorSpec(shape, tf.float32)}
+    return _dataset(loader, lambda batch: {"ids": batch.ids, "values": batch.values}, inputs, tf.float32)
+
+
+def _dataset(loader: Any, inputs: Callable[[Any], Any], spec: Any, labels: Any) -> Any:
+    def batches() -> Iterator[Any]:
+        for batch in loader.batches():
+            yield inputs(batch), batch.labels, [batch.weight] * len(batch.labels)
+
+    signature = spec, tf.TensorSpec((None,), labels), tf.TensorSpec((None,), tf.float32)
+    return tf.data.Dataset.from_generator(batches, output_signature=signature).prefetch(1)
