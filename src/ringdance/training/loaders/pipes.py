@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from ringdance import session
+from ringdance.core.request import Collective, ReduceOp
 from ringdance.data.order import check_positive
 from ringdance.data.pipes import Pipe, rows
 from ringdance.data.tables import Rows, TableBatch
 from ringdance.errors import ArgumentError
 from ringdance.training import basics
+from ringdance.training.collectives import Call
 from ringdance.training.loaders.ahead import AsyncDataLoaderMixin
 from ringdance.training.objects import allgather_json
-from ringdance.training.process_sets import ProcessSet, global_process_set
+from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 from ringdance.training.sharding import check_plan
 
 __all__ = ["PipeLoader"]
@@ -66,6 +69,8 @@ class PipeLoader:
         self.number += 1
         reader, position = _Reader(pipe, self), 0
         batches = iter(reader)
+        name, number = f"pipe_loader.{self.channel}", set_id(self._set)
+        call = Call(Collective.ALLREDUCE, name, ReduceOp.SUM, set_id=number)
         try:
             while True:
                 error: Exception | None = None
@@ -75,7 +80,12 @@ class PipeLoader:
                 except Exception as failure:
                     error = failure
                 mine = 0 if some is None else len(some.labels)
-                if not (count := sum(self._exchange("rows", mine, error))):
+                counts = np.array([mine, error is not None], np.int64)
+                call.submit(session.engine(), (counts,), (counts,)).wait()
+                count, failed = counts.tolist()
+                if failed:
+                    self._exchange("error", None, error)
+                if not count:
                     return
                 if some is None:
                     some = Rows(*(np.zeros_like(array) for array in Rows.empty(1, self.fields)))
