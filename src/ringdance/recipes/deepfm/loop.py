@@ -26,7 +26,8 @@ def options(manual: str) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=manual, formatter_class=form, allow_abbrev=False)
     add = parser.add_argument
-    add("data", metavar="DATA", help="a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord")
+    text = "a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord; SageMaker: channel train"
+    add("data", metavar="DATA", nargs="?", default=os.environ.get("SM_CHANNEL_TRAIN"), help=text)
     add("--table-size", type=int, metavar="N", help="for a file: rows of the table; default: 1,000,000")
     add("--validation", metavar="DATA", help="default: the split `validation` of DATA, else all rows")
     add("--epochs", type=int, default=1, metavar="N", help="default: 1")
@@ -54,6 +55,8 @@ def options(manual: str) -> argparse.Namespace:
     add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
     add("--tensorboard", metavar="DIR", help="write loss, speed and AUC there")
     given = parser.parse_args()
+    if given.data is None:
+        parser.error("DATA is missing")
     try:
         given.hidden = [int(one) for one in given.hidden.split(",")]
     except ValueError:
