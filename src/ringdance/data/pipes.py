@@ -80,9 +80,7 @@ class Pipe:
 
     def close(self) -> None:
         """Close it, which ends the lock; a writer that is not done fails with EPIPE."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        os.close(self._descriptor)
 
 
 def _holder(inode: int) -> str:

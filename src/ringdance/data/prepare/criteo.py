@@ -165,23 +165,20 @@ def _outputs(directory: Path, plan: ShufflePlan, runs: list[dict[str, Any]], gro
     classes = np.array([run["classes"] for run in runs])  # rows of each run and class
     total = classes.sum(axis=0)
     held = np.round(total * plan.validation).astype(int) if plan.validation else total * group
-    parts = [("validation", held), ("train", total - held)]
     names, counts = [], []
-    for split, wanted in parts:
-        if not (rows := int(wanted.sum())):
-            continue
+    for split, wanted in (("validation", held), ("train", total - held)):
         share = 1 if split == "train" else 1 / 8 if group else plan.validation
-        shards = file_count(rows, plan.shards * share)
+        shards = file_count(int(wanted.sum()), plan.shards * share)
         for shard in range(shards):
             names.append(f"{split}-{shard:05}-of-{shards:05}.{ENDS[plan.format]}")
             counts.append([np.subtract(*block(int(n), shard, shards)[::-1]) for n in wanted])
     cuts = []
-    for number in range(2):
-        keys = [np.load(directory / f"{run['name']}.keys.npy", mmap_mode="r") for run in runs]
-        begins = [0 if not number else int(run["classes"][0]) for run in runs]
-        keys = [one[b : b + run["classes"][number]] for one, b, run in zip(keys, begins, runs, strict=True)]
+    for number, begins in enumerate((0 * classes[:, 0], classes[:, 0])):
+        keys = []
+        for run, begin, end in zip(runs, begins, begins + classes[:, number], strict=True):
+            keys.append(np.load(directory / f"{run['name']}.keys.npy", mmap_mode="r")[begin:end])
         ends = np.append(0, np.cumsum([one[number] for one in counts]))
-        cuts.append(divide(keys, ends) + np.array(begins))
+        cuts.append(divide(keys, ends) + begins)
     return [
         OutputFile(name, int(np.sum(counts[n])), [
             (run["name"], [(int(cut[n, r]), int(cut[n + 1, r])) for cut in cuts])
