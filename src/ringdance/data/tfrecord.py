@@ -69,6 +69,7 @@ def _entry(name: str, value: Value) -> bytes:
     return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
 
 
+@lru_cache(maxsize=4096)
 def delimiter(field: int, size: int) -> bytes:
     """Return what is before the bytes of a field with so many of them."""
     return bytes((field << 3 | _BYTES,)) + _varint(size)
@@ -96,6 +97,12 @@ def write(shard: ShardWriter, sample: Sample) -> int:
     shard.write(sample.image)
     shard.write(_CRC.pack(masked(crc32c_extend(crc32c(head), sample.image))))
     return offset
+
+
+def framed(data: bytes) -> bytes:
+    """Return data as a record."""
+    length = _LENGTH.pack(len(data))
+    return length + _CRC.pack(masked(crc32c(length))) + data + _CRC.pack(masked(crc32c(data)))
 
 
 def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:

@@ -15,7 +15,6 @@ from typing import BinaryIO
 import numpy as np
 
 from ringdance.data import tfrecord
-from ringdance.data.files import crc32c
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
 
 _NAMES = {b"label": 0, b"ids": 1, b"feat_ids": 1, b"values": 2, b"feat_vals": 2}
@@ -153,14 +152,16 @@ def _integers(data: Array, feature: Feature, count: int) -> Array:
 def encode(rows: Rows) -> bytes:
     """Return rows as records, like those of ``tf.io.TFRecordWriter``."""
     ids, ends = _varints(rows.ids)
-    values = np.ascontiguousarray(rows.values, "<f4").view(np.uint8)
+    values, labels = np.ascontiguousarray(rows.values, "<f4"), rows.labels.tolist()
+    size = values.shape[1] * 4
     found, start = [], 0
     for number, end in enumerate(ends.tolist()):
-        middle = _middle(float(rows.labels[number]), values.shape[1])
-        size = end - start
-        head, inner = _head(size, len(middle) + values.shape[1])
-        data = inner + ids[start:end].tobytes() + middle + values[number].tobytes()
-        found += [head, data, struct.pack("<I", tfrecord.masked(crc32c(data)))]
+        data = b"".join((
+            _entry(b"ids", _INTEGERS, end - start), ids[start:end].tobytes(),
+            _entry(b"label", _FLOATS, 4), struct.pack("<f", labels[number]),
+            _entry(b"values", _FLOATS, size), values[number].tobytes(),
+        ))  # fmt: skip
+        found.append(tfrecord.framed(tfrecord.delimiter(1, len(data)) + data))
         start = end
     return b"".join(found)
 
@@ -180,6 +181,7 @@ def _varints(ids: Array) -> tuple[Array, Array]:
     return found, ends[ids.shape[1] - 1 :: ids.shape[1]]
 
 
+@lru_cache(maxsize=4096)
 def _entry(name: bytes, kind: int, size: int) -> bytes:
     """Return an entry of the map of features up to, but without, its packed numbers of `size` bytes."""
     begin = tfrecord.delimiter(1, size)
@@ -187,18 +189,3 @@ def _entry(name: bytes, kind: int, size: int) -> bytes:
     begin = tfrecord.delimiter(2, size + len(begin)) + begin
     begin = tfrecord.delimiter(1, len(name)) + name + begin
     return tfrecord.delimiter(1, size + len(begin)) + begin
-
-
-@lru_cache(maxsize=4096)
-def _head(ids: int, rest: int) -> tuple[bytes, bytes]:
-    """Return the head of a record, and its data up to the numbers of the ids, which have so many bytes."""
-    entry = _entry(b"ids", _INTEGERS, ids)
-    inner = tfrecord.delimiter(1, len(entry) + ids + rest) + entry
-    length = struct.pack("<Q", len(inner) + ids + rest)
-    return length + struct.pack("<I", tfrecord.masked(crc32c(length))), inner
-
-
-@lru_cache(maxsize=16)
-def _middle(label: float, values: int) -> bytes:
-    """Return what is between the ids and the values, which have so many bytes."""
-    return _entry(b"label", _FLOATS, 4) + struct.pack("<f", label) + _entry(b"values", _FLOATS, values)
