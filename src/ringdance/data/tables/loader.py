@@ -98,7 +98,9 @@ class TableLoader(Batches):
                     yield batch
         finally:
             self._stops.discard(stop)
-            pool.shutdown(cancel_futures=True)
+            for one in pending:
+                one.cancel()
+            pool.shutdown()  # cancel_futures= fails in an iterator that is left until the interpreter ends
 
     def close(self) -> None:
         """End the iterations that are still under way; their threads end when they are asked for more."""

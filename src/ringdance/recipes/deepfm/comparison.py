@@ -184,7 +184,8 @@ def _reasons(one: Result, best: Result, samples: float, seconds: float) -> list[
     if ratio >= _CLOSE and work >= _CLOSE:
         found.append(
             f"it spends {work:.2f} times the CPU time on a sample: "
-            + ("copies between devices, and threads that wait actively" if one.processes == 1
+            + ("threads that wait actively" if one.strategy == "single"
+               else "copies between devices, and threads that wait actively" if one.processes == 1
                else "messages between processes, and their copies")
         )  # fmt: skip
     lost, equal = best.auc(0, samples) - one.auc(0, samples), _equal([one])

@@ -218,7 +218,7 @@ def multi_worker_mirrored(place: Place) -> None:
     task = {"type": "worker", "index": place.rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": place.addresses}, "task": task})
     tf.config.threading.set_intra_op_parallelism_threads(place.cores)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tf.config.threading.set_inter_op_parallelism_threads(min(2, place.cores))
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = Model(place.given.sizes)
@@ -305,7 +305,7 @@ class Coordinator(Strategy):  # type: ignore[misc]
 def ringdance(place: Place) -> None:
     """Ranks that average gradients by all-reduce, those of the table as rows: the step of train_keras.py."""
     tf.config.threading.set_intra_op_parallelism_threads(place.cores)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tf.config.threading.set_inter_op_parallelism_threads(min(2, place.cores))
     import train_keras  # type: ignore[import-not-found]  # beside this file
 
     steps = RecipeSteps(place, train_keras.Model)
