@@ -222,7 +222,7 @@ def _complete(result: Result, told: dict[int, list[dict[str, Any]]], began: floa
     windows = [one["window"] for one in leader if "window" in one]
     busy, memory = 0.0, 0
     for facts in told.values():
-        looks = [one for one in facts if "cpu" in one]
+        looks = sorted((one for one in facts if "cpu" in one), key=lambda one: one["time"])
         times, used = [one["time"] for one in looks], [one["cpu"] for one in looks]
         busy += sum(float(np.interp(b, times, used) - np.interp(a, times, used)) for a, b in windows)
         memory += max(one["memory"] for one in looks)
@@ -231,7 +231,7 @@ def _complete(result: Result, told: dict[int, list[dict[str, Any]]], began: floa
     result.threads = next((one["threads"] for one in leader if "threads" in one), "")
     result.startup, result.memory = ready["ready"] - began, memory
     result.curve = [one["point"] for one in leader if "point" in one]
-    result.cores_busy = busy / sum(b - a for a, b in windows)
+    result.cores_busy = max(0.01, busy / sum(b - a for a, b in windows))
 
 
 def tuned(given: argparse.Namespace) -> str:

@@ -171,11 +171,16 @@ def _memory() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
+def _look() -> None:
+    """Report this process's processor time and memory."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    tell(time=time.time(), cpu=used.ru_utime + used.ru_stime, memory=_memory())
+
+
 def _watch() -> None:
-    """Report this process's processor time and memory, as long as it lives."""
+    """Report both as long as this process lives: one that serves others does not know when they train."""
     while True:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        tell(time=time.time(), cpu=used.ru_utime + used.ru_stime, memory=_memory())
+        _look()
         time.sleep(_SAMPLE)
 
 
@@ -186,12 +191,14 @@ class _Clock:
         self.before, self.began, self.wall = 0.0, 0.0, 0.0
 
     def start(self) -> None:
+        _look()
         self.began, self.wall = time.perf_counter(), time.time()
 
     def stop(self) -> None:
         self.before = self.seconds
         self.began = 0.0
         tell(window=[self.wall, time.time()])
+        _look()
 
     @property
     def seconds(self) -> float:
