@@ -117,7 +117,7 @@ def _start_timeline(engine: Engine, client: MonitorClient) -> None:
         return
     try:
         if engine.local_size < engine.size:
-            engine.post_all({"kind": "monitor", **client.listen()})
+            engine.post_all({"kind": "monitor", **client.listen(others=engine.cross_size - 1)})
         if settings.timeline != DYNAMIC:
             detail = None if settings.timeline_steps else _detail(settings)
             client.start(settings.timeline, detail, anew=False)

@@ -67,9 +67,9 @@ class MonitorClient:
             self._limit = max(self._limit, _BOARD_S)
         self._send(do="metrics", path=sys.path, **options)
 
-    def listen(self) -> dict[str, Any]:
-        """Listen for monitors of other hosts; return the arguments of their ``connect``. Raises OSError."""
-        return self._ask(do="listen")
+    def listen(self, others: int) -> dict[str, Any]:
+        """Listen for other hosts' monitors; return the arguments of their ``connect``. Raises OSError."""
+        return self._ask(do="listen", others=others)
 
     def connect(self, addresses: Sequence[str], port: int, token: str) -> None:
         """Send all records to another host's monitor. Does not wait until the connection is there."""

@@ -78,6 +78,9 @@ class Follower:
 
     Args:
         sock: an authenticated connection.
+
+    Attributes:
+        stopped: no more records will come, for now or, with the link, for ever.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -85,10 +88,10 @@ class Follower:
         self.frames = Frames(sock.fileno(), sock.fileno())
         self.clock = Clock()
         self.rings: dict[int, RemoteRing] = {}
-        self.stopped = False
+        self.stopped = self._ended = False
 
     def receive(self) -> bool:
-        """Take in what has come; return False at the end."""
+        """Take in what has come; close the link at the end, and return False."""
         messages, alive = self.frames.receive()
         for message, data in messages:
             if "sent" in message:
@@ -102,7 +105,13 @@ class Follower:
                 ring.taken.append((message["first"], data, self.clock.ahead))
             elif "stopped" in message:
                 self.stopped = True
-        return alive
+            elif "ended" in message:
+                self._ended = True  # it still answers for the clock, and closes after this side
+        if alive and not (self._ended and self.clock.known):
+            return True
+        self.stopped, self.frames.open = True, False
+        self.sock.close()
+        return False
 
     def check_clock(self) -> None:
         """Send a question about the clock if one is due."""
@@ -149,8 +158,12 @@ class Sender:
         self.frames.send({**who._asdict(), "labels": reader.labels[sent:], "first": first}, data)
 
     def finish(self, seconds: float) -> None:
-        """Send what is left, for so long at most, and close the connection."""
+        """Send what is left, and answer for the clock until the other side closes, for so long at most."""
+        # Not the first to close: while a question about the clock is unread, that would be a reset, and the
+        # other side would lose the records that it has not read.
         until = time.monotonic() + seconds
-        while self.frames.unsent and self.frames.flush() and time.monotonic() < until:
+        self.frames.send({"ended": True})
+        while self.commands()[1] and time.monotonic() < until:
+            self.frames.flush()
             time.sleep(0.005)
         self.sock.close()

@@ -52,6 +52,7 @@ class Monitor:
         self._trace: TraceFile | None = None
         self._sender: Sender | None = None
         self._followers: list[Follower] = []
+        self._others = 0  # monitors of other hosts that will connect
         self._metrics: Metrics | None = None
         self._interval = _IDLE_S
         self._ending = False  # the rank that has started this process is about to leave
@@ -158,11 +159,12 @@ class Monitor:
         if self._sender is not None:
             self._sender.finish(_OTHERS_S)
         for follower in self._followers:
-            follower.stopped = False
+            follower.stopped = not follower.frames.open
             if not last:
                 follower.frames.send({"do": "stop"})
         until = time.monotonic() + _OTHERS_S
-        while not all(f.stopped for f in self._followers) and time.monotonic() < until:
+        expected = self._others if last else len(self._followers)
+        while sum(f.stopped for f in self._followers) < expected and time.monotonic() < until:
             self._step(_POLL_S)
         self._take()
         if self._trace is not None:
@@ -171,8 +173,9 @@ class Monitor:
 
     # --- other hosts ---------------------------------------------------------------------------
 
-    def _listen(self) -> dict[str, Any]:
-        """Listen for the monitors of other hosts; return how they connect."""
+    def _listen(self, others: int) -> dict[str, Any]:
+        """Listen for the monitors of that many other hosts; return how they connect."""
+        self._others = others
         listener, token = tcp.listen(), secrets.token_bytes(32)
         self._watch(listener.fileno(), lambda: self._accept(listener, token))
         addresses = [address for _, address, _ in networks()]
@@ -189,9 +192,9 @@ class Monitor:
             follower.frames.send({"do": "start", "detail": self._detail, "anew": False})
 
     def _receive(self, follower: Follower) -> None:
+        descriptor = follower.sock.fileno()
         if not follower.receive():
-            follower.stopped = True
-            self._selector.unregister(follower.sock)
+            self._selector.unregister(descriptor)
 
     def _connect(self, addresses: list[str], port: int, token: str) -> None:
         sender = self._sender = Sender(addresses, port, token)

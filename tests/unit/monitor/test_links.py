@@ -34,14 +34,22 @@ def test_records_and_labels_come_over() -> None:
         sender.send(reader)
     ring.add(Kind.BATCH, ring.label(("a", "b")))
     sender.send(reader)
-    sender.finish(1.0)
+    # Its clock is not known yet: the sender answers for it before it ends.
+    ending = threading.Thread(target=sender.finish, args=[10.0])
+    began = time.monotonic()
+    ending.start()
     while follower.receive():
+        follower.check_clock()
         time.sleep(0.001)
+    ending.join()
+    assert time.monotonic() - began < 5.0
+    assert follower.stopped
+    assert follower.clock.known
+    assert not follower.frames.send({"do": "stop"})
     got = follower.rings[5]
     assert got.who == Who(5, "node2", reader.who.pid)
     found = [record for first, data, _ in got.taken for record in records(first, data)]
     assert [got.name(record.label) for record in found] == ["a", "b", "a", ("a", "b")]
-    follower.sock.close()
 
 
 def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
