@@ -55,3 +55,18 @@ def test_ranks_of_all_hosts_are_in_the_launchers_file(
     )
     assert late > 20
     assert [three_hosts.leftovers(name) for name in three_hosts.names] == [[], [], []]
+
+
+def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path: Path) -> None:
+    """Its ranks leave before the monitors of their hosts have met."""
+    path, script = tmp_path / "timeline.json", tmp_path / "short.py"
+    script.write_text("import ringdance.numpy as hvd\nhvd.init()\nhvd.barrier()\n")
+    line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1,h3:1", "--timeline", str(path)]
+    for _ in range(3):
+        done = three_hosts.run("h1", *line, "python", str(script))
+        assert done.returncode == 0, done.stderr
+        found = json.loads(path.read_text())
+        named = [one["args"]["name"] for one in found if one["name"] == "process_name" and one["pid"]]
+        assert {"rank 0 on h1", "rank 1 on h2", "rank 2 on h3"} == {
+            name.partition(" (")[0] for name in named if name.startswith("rank ")
+        }
