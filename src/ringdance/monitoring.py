@@ -75,8 +75,13 @@ class Monitoring:
         engine.recorder.publish()
         engine.recorder.words[Word.CLOSED] = 1
         client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        missing = client.close() if client is not None else 0
+        if missing:
+            _log.warning(
+                "ringdance: the timeline lacks the ranks of %d other host%s: no connection came to host %s. "
+                "They use TCP, to a port that the system chooses: does a firewall stop it?",
+                missing, "s" * (missing > 1), engine.identity.host,
+            )  # fmt: skip
 
     def start_timeline(self, engine: Engine, path: str, mark_cycles: bool) -> None:
         """Start a timeline; on ranks other than 0 nothing happens.

@@ -22,6 +22,14 @@ if {fails} and hvd.rank() == 1:
     raise SystemExit(3)
 hvd.barrier()
 """
+KILL = """
+import os, subprocess
+import ringdance.numpy as hvd
+hvd.init()
+if hvd.rank() == 1:
+    subprocess.run(["pkill", "-9", "-f", "ringdance.monitor.main", "-P", str(os.getpid())], check=True)
+hvd.barrier()
+"""
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -70,3 +78,13 @@ def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path:
         assert {"rank 0 on h1", "rank 1 on h2", "rank 2 on h3"} == {
             name.partition(" (")[0] for name in named if name.startswith("rank ")
         }
+
+
+def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Path) -> None:
+    """Mostly before it has connected to the other host's: a warning says that then."""
+    path, script = tmp_path / "timeline.json", tmp_path / "kill.py"
+    script.write_text(KILL)
+    line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1", "--timeline", str(path)]
+    done = three_hosts.run("h1", *line, "python", str(script))
+    assert done.returncode == 0, done.stderr
+    json.loads(path.read_text())

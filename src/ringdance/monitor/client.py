@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -36,7 +37,7 @@ class MonitorClient:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, root, *map(str, pids)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if metrics else subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True, bufsize=0,
         )  # fmt: skip
 
     def start(self, file: str, detail: int | None, anew: bool = True) -> None:
@@ -65,7 +66,8 @@ class MonitorClient:
         """
         if options["tensorboard"]:
             self._limit = max(self._limit, _BOARD_S)
-        self._send(do="metrics", path=sys.path, **options)
+        with contextlib.suppress(OSError):  # somebody has killed it: the training goes on
+            self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:
         """Listen for other hosts' monitors; return the arguments of their ``connect``. Raises OSError."""
@@ -73,13 +75,12 @@ class MonitorClient:
 
     def connect(self, addresses: Sequence[str], port: int, token: str) -> None:
         """Send all records to another host's monitor. Does not wait until the connection is there."""
-        self._send(do="connect", addresses=list(addresses), port=port, token=token)
+        with contextlib.suppress(OSError):  # see ``metrics``
+            self._send(do="connect", addresses=list(addresses), port=port, token=token)
 
     def _send(self, **command: object) -> None:
-        pipe = self._process.stdin
-        assert pipe
-        pipe.write(json.dumps(command).encode() + b"\n")
-        pipe.flush()
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
 
     def _ask(self, **command: object) -> dict[str, Any]:
         self._send(**command)
@@ -92,14 +93,19 @@ class MonitorClient:
             raise OSError(answer["error"])
         return answer
 
-    def close(self) -> None:
-        """Wait until the monitor has written everything: this rank's ring is closed."""
+    def close(self) -> int:
+        """Wait until the monitor has written everything: this rank's ring is closed.
+
+        Returns:
+            How many other hosts' monitors have never connected.
+        """
         pipe, answers = self._process.stdin, self._process.stdout
         assert pipe
         assert answers
         pipe.close()
-        try:
-            self._process.wait(self._limit)
-        except subprocess.TimeoutExpired:
-            pass  # it waits for other ranks
-        answers.close()
+        with answers:
+            try:
+                self._process.wait(self._limit)
+            except subprocess.TimeoutExpired:
+                return 0  # it waits for other ranks
+            return int(json.loads(answers.readline() or b"{}").get("missing", 0))

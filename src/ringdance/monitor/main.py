@@ -166,6 +166,9 @@ class Monitor:
         expected = self._others if last else len(self._followers)
         while sum(f.stopped for f in self._followers) < expected and time.monotonic() < until:
             self._step(_POLL_S)
+        if last and (missing := self._others - len(self._followers)) > 0:
+            with contextlib.suppress(OSError):
+                os.write(1, json.dumps({"missing": missing}).encode() + b"\n")
         self._take()
         if self._trace is not None:
             self._trace.close()
