@@ -66,7 +66,7 @@ class MonitorClient:
         """
         if options["tensorboard"]:
             self._limit = max(self._limit, _BOARD_S)
-        with contextlib.suppress(OSError):  # somebody has killed it: the training goes on
+        with contextlib.suppress(OSError):  # it was killed: the training goes on
             self._send(do="metrics", path=sys.path, **options)
 
     def listen(self, others: int) -> dict[str, Any]:
