@@ -103,7 +103,8 @@ def scored(data: Path) -> tuple[Any, Any]:
     import tensorflow as tf
 
     rows = Table.open(data, "validation").read(np.arange(CHECKED))
-    embeddings = np.load(data / "model" / "table.npy")[0][rows.ids]
+    keys, places = np.unique(rows.ids, return_inverse=True)
+    table = np.load(data / "model" / "table.npy")[0][keys]
     layers = tf.saved_model.load(str(data / "model" / "layers"))  # a name: it owns the variables
-    logits = layers.serve(embeddings, rows.values).numpy()
+    logits = layers.serve(table, places.reshape(rows.ids.shape), rows.values).numpy()
     return 1 / (1 + np.exp(-logits.astype(np.float64))), rows.labels

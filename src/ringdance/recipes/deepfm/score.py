@@ -28,26 +28,26 @@ import ringdance.numpy as hvd
 from ringdance.data import Table, TableLoader
 
 Array = np.ndarray[Any, Any]
-Layers = Callable[[Array, Array], Array]
+Layers = Callable[[Array, Array, Array], Array]
 
 
 def layers_of(model: Path, framework: str) -> Layers:
-    """Return a function from embeddings (n, fields, 1 + dim) and factors (n, fields) to logits (n,)."""
+    """Return a function from rows (any, 1 + dim), places and factors, both (n, fields), to logits (n,)."""
     if framework == "torch":
         import torch
 
         program = torch.export.load(model / "layers.pt2").module()
 
-        def by_torch(embeddings: Array, values: Array) -> Array:
+        def by_torch(*arrays: Array) -> Array:
             with torch.inference_mode():
-                logits: Array = program(torch.from_numpy(embeddings), torch.from_numpy(values)).numpy()
+                logits: Array = program(*map(torch.from_numpy, arrays)).numpy()
             return logits
 
         return by_torch
     import tensorflow as tf
 
     saved = tf.saved_model.load(str(model / "layers"))
-    return lambda embeddings, values: saved.serve(embeddings, values).numpy()
+    return lambda *arrays: saved.serve(*arrays).numpy()
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
     with open(given.output or os.devnull, "w") as output:
         for batch in TableLoader(data, given.batch_size, shuffle=False):
             keys, places = np.unique(batch.ids, return_inverse=True)
-            logits = layers(table[keys][places.reshape(batch.ids.shape)], batch.values)
+            logits = layers(table[keys], places.reshape(batch.ids.shape), batch.values)
             scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
             figures.add(scores, batch.labels)
             rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)

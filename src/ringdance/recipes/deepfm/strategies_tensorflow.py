@@ -60,8 +60,8 @@ class Model:
 
     def logits(self, rows: Any, where: Any, values: Any, dense: dict[str, Any]) -> Any:
         """Return logits, (n,): of looked-up rows, the place of each field's row among them, and factors."""
-        scaled = tf.gather(rows, where) * values[:, :, None]
-        linear, factors = scaled[:, :, 0], scaled[:, :, 1:]
+        linear = tf.gather(rows[:, 0], where) * values
+        factors = tf.gather(rows[:, 1:], where) * values[:, :, None]
         pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
         out = tf.reshape(factors, [-1, self.sizes.fields * self.sizes.dim])
         for number in range(len(self.sizes.hidden)):

@@ -66,8 +66,9 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, values: Tensor) -> Tensor:
         """Return logits of ids and factors, both (n, fields)."""
         unique, where = torch.unique(ids, return_inverse=True)
-        scaled = functional.embedding(where, self.table(unique)) * values.unsqueeze(2)
-        linear, factors = scaled[:, :, 0], scaled[:, :, 1:]
+        rows, where = self.table(unique), where.flatten()
+        linear = rows[:, 0].index_select(0, where).view_as(values) * values
+        factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
         pairs = factors.sum(1).square() - factors.square().sum(1)
         deep = self.deep(factors.flatten(1))
         logits: Tensor = self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep[:, 0]

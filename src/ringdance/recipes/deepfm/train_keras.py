@@ -46,7 +46,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """The model without its table: logits of embeddings (n, fields, 1 + dim) and factors (n, fields)."""
+    """The model without its table."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
@@ -55,13 +55,19 @@ class Layers(keras.Model):  # type: ignore[misc]  # Keras has no types
             *(keras.layers.Dense(width, "relu") for width in hidden),
             keras.layers.Dense(1),  # its bias is that of the model, too
         ])  # fmt: skip
-        self.columns, self.fields = 1 + dim, fields
         self.built = True
 
-    def call(self, embeddings: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-        """Return logits, shape (n,)."""
-        scaled = embeddings * values[:, :, None]
-        linear, factors = scaled[:, :, 0], scaled[:, :, 1:]
+    def call(self, rows: tf.Tensor, places: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+        """Return logits, shape (n,).
+
+        Args:
+            rows: of the table, shape (any, 1 + dim).
+            places: of each field's row among them, shape (n, fields).
+            values: factors of those rows, shape (n, fields).
+        """
+        # Both parts by themselves: slices of the large tensor would be copies.
+        linear = tf.gather(rows[:, 0], places) * values
+        factors = tf.gather(rows[:, 1:], places) * values[:, :, None]
         pairs = tf.square(tf.reduce_sum(factors, 1)) - tf.reduce_sum(tf.square(factors), 1)
         deep = self.deep(tf.reshape(factors, (-1, self.deep.input_shape[1])))
         return tf.reduce_sum(linear, 1) + 0.5 * tf.reduce_sum(pairs, 1) + deep[:, 0]
@@ -79,11 +85,11 @@ class Model:
         self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
         self.optimizer.build(self.layers.trainable_variables)
         # None: batches of any length, and of any number of different ids, are one program.
-        rows = tf.TensorSpec((None, table.columns))
-        places, values = tf.TensorSpec((None, fields), tf.int64), tf.TensorSpec((None, fields))
+        rows, values = tf.TensorSpec((None, table.columns)), tf.TensorSpec((None, fields))
         labels, number = tf.TensorSpec((None,)), tf.TensorSpec(())
-        self._step = tf.function(self._train, [rows, places, values, labels, number, number])
-        self._predict = tf.function(self._score, [rows, places, values])
+        self._signature = [rows, tf.TensorSpec((None, fields), tf.int64), values]
+        self._step = tf.function(self._train, [*self._signature, labels, number, number])
+        self._predict = tf.function(self._score, self._signature)
 
     def step(self, batch: TableBatch, rate: float) -> float:
         """Update by one batch; return the mean loss of this rank's rows.
@@ -103,7 +109,7 @@ class Model:
     ) -> tuple[Any, Any]:
         with tf.GradientTape() as tape:
             tape.watch(rows)
-            logits = self.layers(tf.gather(rows, places), values)
+            logits = self.layers(rows, places, values)
             loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels, logits))
             weighted = loss * weight
         variables = [one.value for one in self.layers.trainable_variables]
@@ -119,7 +125,7 @@ class Model:
         return scores
 
     def _score(self, rows: Any, places: Any, values: Any) -> Any:
-        return tf.sigmoid(self.layers(tf.gather(rows, places), values))
+        return tf.sigmoid(self.layers(rows, places, values))
 
     def state(self) -> dict[str, Array]:
         """Return copies of the layers' weights and of Adam's state."""
@@ -137,9 +143,7 @@ class Model:
         """Write the layers for score.py: a SavedModel, without this file."""
         archive = keras.export.ExportArchive()
         archive.track(self.layers)
-        embeddings = tf.TensorSpec((None, self.layers.fields, self.layers.columns))
-        values = tf.TensorSpec((None, self.layers.fields))
-        archive.add_endpoint("serve", self.layers.call, [embeddings, values])
+        archive.add_endpoint("serve", self.layers.call, self._signature)
         archive.write_out(str(directory / "layers"), verbose=False)
 
 

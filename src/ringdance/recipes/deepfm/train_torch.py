@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Layers(nn.Module):
-    """The model without its table: logits of embeddings (n, fields, 1 + dim) and factors (n, fields)."""
+    """The model without its table."""
 
     def __init__(self, fields: int, dim: int, hidden: list[int]) -> None:
         super().__init__()
@@ -55,10 +55,17 @@ class Layers(nn.Module):
             layers += [nn.Linear(before, after), nn.ReLU(inplace=True)]
         self.deep = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
-    def forward(self, embeddings: Tensor, values: Tensor) -> Tensor:
-        """Return logits, shape (n,)."""
-        scaled = embeddings * values.unsqueeze(2)
-        linear, factors = scaled[:, :, 0], scaled[:, :, 1:]
+    def forward(self, rows: Tensor, places: Tensor, values: Tensor) -> Tensor:
+        """Return logits, shape (n,).
+
+        Args:
+            rows: of the table, shape (any, 1 + dim).
+            places: of each field's row among them, shape (n, fields).
+            values: factors of those rows, shape (n, fields).
+        """
+        where = places.flatten()  # both parts by themselves: slices of the large tensor would be copies
+        linear = rows[:, 0].index_select(0, where).view_as(values) * values
+        factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
         pairs = factors.sum(1).square() - factors.square().sum(1)
         deep = self.deep(factors.flatten(1)).squeeze(1)
         logits: Tensor = self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep
@@ -87,8 +94,7 @@ class Model:
         self.inner.param_groups[0]["lr"] = self.rate * rate
         looked_up, places = self.table.lookup(batch.ids)
         rows = torch.from_numpy(looked_up).requires_grad_()
-        embeddings = functional.embedding(torch.from_numpy(places), rows)
-        logits = self.layers(embeddings, torch.as_tensor(batch.values))
+        logits = self.layers(rows, torch.from_numpy(places), torch.as_tensor(batch.values))
         loss = functional.binary_cross_entropy_with_logits(logits, torch.as_tensor(batch.labels))
         weighted: Any = loss * batch.weight
         weighted.backward()
@@ -100,9 +106,8 @@ class Model:
     @torch.inference_mode()
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, shape (n,)."""
-        rows, places = self.table.lookup(ids, training=False)
-        embeddings = functional.embedding(torch.from_numpy(places), torch.from_numpy(rows))
-        scores: Array = self.layers(embeddings, torch.as_tensor(values)).sigmoid().numpy()
+        arrays = *self.table.lookup(ids, training=False), values
+        scores: Array = self.layers(*map(torch.as_tensor, arrays)).sigmoid().numpy()
         return scores
 
     def state(self) -> dict[str, Array]:
@@ -125,9 +130,10 @@ class Model:
 
     def export(self, directory: Path) -> None:
         """Write the layers for score.py, as a program without this file."""
-        example = torch.zeros(2, self.fields, self.table.columns), torch.zeros(2, self.fields)
-        rows = torch.export.Dim("rows")
-        program = torch.export.export(self.layers.eval(), example, dynamic_shapes=({0: rows}, {0: rows}))
+        places = torch.zeros(2, self.fields, dtype=torch.int64)
+        example = torch.zeros(3, self.table.columns), places, torch.zeros(2, self.fields)
+        shapes = {0: torch.export.Dim("rows")}, {0: (n := torch.export.Dim("n"))}, {0: n}
+        program = torch.export.export(self.layers.eval(), example, dynamic_shapes=shapes)
         torch.export.save(program, directory / "layers.pt2")
 
 
