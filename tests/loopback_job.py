@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ringdance import session
 from ringdance.core.engine import Engine
-from ringdance.core.sets import buffer_bytes, vector_bytes
+from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 

@@ -108,6 +108,10 @@ class EngineError(CollectiveError):
     @classmethod
     def of(cls, who: object, cause: BaseException) -> EngineError:
         """Return the error for all pending work of the rank ``who``."""
-        error = cls(f"The engine of {who} failed: {type(cause).__name__}: {cause}")
+        kind = type(cause).__name__
+        text = f"The engine of {who} failed: {kind}: {cause}"
+        if not isinstance(cause, Exception):
+            text = f"{who} was interrupted ({kind}) during an exchange."
+        error = cls(text)
         error.__cause__ = cause
         return error

@@ -17,7 +17,7 @@ from typing import Any
 
 from ringdance.core.reports.activity import activity, cpu_seconds
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
-from ringdance.core.ring import RingReader, Word, progress_of
+from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
@@ -183,7 +183,7 @@ def _rank_of(reader: RingReader) -> _Rank:
                 job = entry.partition(b"=")[2].decode()
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
     seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
-    size, progress = reader.words[Word.SIZE], progress_of(reader.words)
+    size, progress = reader.words[Word.SIZE], steps_text(reader.words)
     return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds)
 
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from ringdance import settings as settings_module
 from ringdance.core.engine import Engine
+from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.recorder import Profiler, StepMark
 from ringdance.core.reports import dump
-from ringdance.core.sets import buffer_bytes, vector_bytes
 from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
 from ringdance.monitoring import Monitoring
 from ringdance.settings import Settings
@@ -64,6 +64,8 @@ class _Process:
     mpi: bool = False
     monitoring = Monitoring()
     clean: bool = True  # every engine so far has stopped by agreement
+    # Engines that have not: MPI may still write to the buffers of what they have posted.
+    failed_engines: tuple[Engine, ...] = ()
     profilers: tuple[Profiler, ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
 
@@ -173,15 +175,17 @@ def shutdown() -> None:
     """Leave the job. All ranks stop: what is pending on others fails with ShutDownError."""
     found = _leave()
     if found is not None:
-        _show_summary(found)
+        if _process.pid == os.getpid():
+            _show_summary(found)
         _process.monitoring.end(found)
 
 
 def _leave() -> Engine | None:
     with _lock:
         found, _process.engine = _process.engine, None
-    if found is not None:
-        _process.clean &= found.shutdown()
+    if found is not None and not found.shutdown():
+        _process.clean = False
+        _process.failed_engines += (found,)
     return found
 
 
@@ -309,11 +313,11 @@ def _on_exception(
     if found is None or _process.pid != os.getpid() or found.size == 1:
         return
     text = f"{kind.__name__}: {error}"
-    how = "lost" if found.broken is not None or found.closed else "exception"
+    how = "lost" if found.end.broken is not None or found.closed else "exception"
     _cause(found, how, text, "".join(traceback.format_exception(kind, error, trace)))
     if not found.closed:
         found.leave(f"{found.identity} ended with {text}")
-    if found.failed_here:
+    if found.end.failed_here:
         time.sleep(_GRACE)
 
 
@@ -322,16 +326,16 @@ def _at_exit() -> None:
     if _process.pid != os.getpid():
         return
     if found is not None and not _process.failed:
-        done = f" after {found.recorder.progress()}"
+        done = f" after {found.recorder.steps_text()}"
         _process.clean &= found.shutdown(f"has ended its program{done}", departing=True)
         _warn_of_incomplete(found)
-        if found.unclean and found.stopped_first:
+        if found.end.unclean and found.end.stopped_first:
             ended = f"{found.identity} ended its program{done}, while other ranks waited for it. "
             ended += OUT_OF_DATA
             _cause(found, "exit", ended)
             _process.clean = False
             time.sleep(_GRACE)
-        _process.clean &= not found.unclean
+        _process.clean &= not found.end.unclean
         _show_summary(found)
     if found is not None:
         _process.monitoring.end(found)
@@ -351,8 +355,8 @@ def _show_summary(found: Engine) -> None:
 
 def _warn_of_incomplete(found: Engine) -> None:
     """Warn of asynchronous operations without a wait, which are lost now."""
-    names = found.incomplete
-    if names and not found.unclean:  # else the rank that waits gets an error
+    names = found.end.incomplete
+    if names and not found.end.unclean:  # else the rank that waits gets an error
         shown = ", ".join(f"'{name}'" for name in names[:6])
         more = f" and {len(names) - 6} more" if len(names) > 6 else ""
         _log.warning(
@@ -366,6 +370,6 @@ def _after_fork() -> None:
     """In a forked child (a DataLoader worker): keep rank and size, refuse collectives."""
     found = getattr(_thread, "engine", None) or _process.engine
     _thread.__dict__.clear()
-    _process.engine = found
+    _process.engine, _process.monitoring = found, Monitoring()
     if found is not None:
         found.disown()

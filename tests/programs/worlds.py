@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from programs.plan import Program, make
 from programs.play import Report, play
 from ringdance.core.engine import Engine
-from ringdance.core.sets import buffer_bytes, vector_bytes
+from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
@@ -108,7 +108,7 @@ def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
         if thread.ident not in before and frame is not None:
             parts.append(f"{thread.name}:\n" + "".join(traceback.format_stack(frame)[-6:]))
     for engine in engines.values():
-        engine.closed = True  # its threads end; the program is lost anyway
+        engine.end.closed = True  # its threads end; the program is lost anyway
     return "\n".join(parts)
 
 

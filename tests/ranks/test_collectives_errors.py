@@ -213,6 +213,18 @@ def test_a_wrong_argument_on_one_rank(way: str, what: str, named: bool) -> None:
 
 
 @several
+def test_a_name_that_cannot_be_encoded(way: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"'allreduce\.a\\ud800' cannot be encoded"):
+            hvd.allreduce(np.ones(3), name="a\ud800")
+        same(hvd.allreduce(np.ones(3), op=hvd.Sum, name="b"), np.full(3, float(SIZE)))
+    if ODD:
+        with pytest.raises(ArgumentError, match="surrogate"):
+            hvd.allreduce(np.ones(3), name="on one rank \udcff")
+    same(hvd.allreduce(np.ones(3), op=hvd.Sum, name="b"), np.full(3, float(SIZE)))
+
+
+@several
 @pytest.mark.parametrize("named", [True, False])
 def test_bad_splits_on_all_ranks(way: str, named: bool) -> None:
     for _ in range(3):

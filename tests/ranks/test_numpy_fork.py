@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import ringdance.numpy as hvd
+from ringdance import session
+from ringdance.core.ring import Word
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -58,3 +60,17 @@ def test_a_child_takes_no_part() -> None:
     if handle is None:
         handle = hvd.allreduce(ones, op=hvd.Sum, name="from before", wait=False)
     assert (hvd.synchronize(handle) == SIZE).all()
+
+
+def test_a_child_leaves_the_records_of_its_parent_alone() -> None:
+    hvd.mark_step()
+
+    def end() -> None:
+        hvd.mark_step()
+        hvd.shutdown()
+
+    words = session.engine().recorder.words
+    before = words[Word.STEPS], words[Word.CLOSED]
+    assert in_child(end) == "None"
+    assert (words[Word.STEPS], words[Word.CLOSED]) == before
+    assert hvd.metrics()["steps"] == before[0]

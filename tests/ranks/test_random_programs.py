@@ -63,6 +63,6 @@ def test_programs(first: int, mismatch: bool) -> None:
             except RingdanceError as error:
                 report = Report([f"{type(error).__name__}: {error}"])
             found += [f"{program}: {text}" for text in problems(program, gathered(report))]
-            if engine.broken:
+            if engine.end.broken:
                 break
     assert not found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,15 +42,39 @@ def test_restarting_leaves_nothing_behind() -> None:
     assert not [thread for thread in threading.enumerate() if "set-up" in thread.name]
 
 
+def left() -> weakref.ref[Any]:
+    """Start the job again, and return what refers to the former engine's exchange, with all its buffers."""
+    exchange = weakref.ref(session.engine().sets.states()[0].exchange)
+    elastic.restart()
+    gc.collect()
+    return exchange
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_may_still_be_written_to_lives_after_a_failure_only() -> None:
+    """MPI cannot take back what is posted: it goes on writing into the buffers of an engine that failed."""
+    hvd.allreduce(np.ones(300_000, np.float32))
+    assert left()() is None
+    engine = session.engine()
+    if RANK == 0:
+        engine._exclusively(engine.end.fail, EngineError("planted"))
+    with pytest.raises(CollectiveError, match="planted"):
+        hvd.allreduce(np.ones(300_000, np.float32))
+    del engine
+    assert left()() is not None
+    assert hvd.allreduce(np.ones(3, np.float32), op=hvd.Sum)[0] == SIZE
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_after_a_failure_that_nobody_agreed_on() -> None:
     """The engine of one rank breaks, in the middle of what others do."""
     for number in range(3):
         assert hvd.allreduce(np.ones(300_000, np.float32), op=hvd.Sum)[-1] == SIZE
         if number % SIZE == RANK:
-            session.engine().fail(EngineError("planted"))
+            engine = session.engine()
+            engine._exclusively(engine.end.fail, EngineError("planted"))
         with pytest.raises(CollectiveError, match="planted"):
             hvd.allreduce(np.ones(300_000, np.float32))
-        assert session.engine().broken is not None
+        assert session.engine().end.broken is not None
         elastic.restart()
     assert hvd.allreduce(np.ones(3, np.float32), op=hvd.Sum)[0] == SIZE

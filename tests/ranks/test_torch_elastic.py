@@ -39,7 +39,8 @@ def on_one_rank() -> None:
 def broken_engine() -> None:
     """The engine of one rank fails; nothing is agreed between the ranks any more."""
     if RANK == 0:
-        session.engine().fail(EngineError("planted in the engine"))
+        engine = session.engine()
+        engine._exclusively(engine.end.fail, EngineError("planted in the engine"))
     hvd.allreduce(torch.ones(2), name="after that")
 
 

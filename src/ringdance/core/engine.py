@@ -1,35 +1,34 @@
 """The engine of one rank: takes requests in, lets its process sets agree and execute, returns Works.
 
 An object without module-level state: n engines on a loopback world live in one process. It is stepped by
-the threads that wait and by its own (``progress``).
+the threads that wait and by its own (``progress``); how it ends is in ``ends``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ringdance.core.callers import Callers
 from ringdance.core.collectives import complete_alone
+from ringdance.core.ends import EngineEnd
 from ringdance.core.exchange import Progress
-from ringdance.core.peers import Peers
+from ringdance.core.peers import Note, Peers
 from ringdance.core.placement import pin, placement
+from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.progress import ProgressEngine
 from ringdance.core.recorder import Profiler, Recorder, without_number
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.ring import Ring
-from ringdance.core.sets import ProcessSets
 from ringdance.errors import (
-    OUT_OF_DATA,
     ArgumentError,
     CollectiveError,
     EngineError,
-    NotInitializedError,
     ProcessSetRemovedError,
     RankLostError,
     ShutDownError,
@@ -49,17 +48,12 @@ class Engine:
         rank, size; local_rank, local_size; cross_rank, cross_size: see ``Placement``.
         hosts: the host name of each rank.
         summary: of the run, for rank 0 to show at its end.
-        progress: counters of its exchanges; ``callers``: what threads wait for.
-        sets: the process sets; ``members(set_id)`` returns the ranks of one, ``process_sets()`` of all.
-        closed: nothing can be submitted any more.
-        broken: why the engine failed, or None; ``failed_here``: the failure was found by this rank.
-        stopped_first: this rank asked for the stop before it received another's request.
-        unclean: after a stop, whether some rank was still waiting for something.
-        incomplete: after a stop, the names of this rank's operations that were not complete.
-        pause_stall_check: see ``Peers.pause``.
-        post_all: sends a note to all other ranks; ``on_monitor`` is called with one of kind "monitor".
+        progress: counters of its exchanges.
+        callers: the threads that have submitted, and what they wait for.
+        sets: the process sets.
+        end: whether and how it has ended.
+        on_monitor: called with a note of kind "monitor".
         profilers: get a span for each wait of a thread while they run.
-        departed: a rank whose program has ended, so that this job cannot be started again; else "".
 
     Args:
         transport: of the whole job; owned by the engine from here on.
@@ -88,34 +82,47 @@ class Engine:
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
         self.profilers: Sequence[Profiler] = ()
         self.report = report or (lambda text: None)
-        self.closed = False
-        self.broken: CollectiveError | None = None
-        self.failed_here = False
-        self.unclean = False
-        self.stopped_first = False
-        self.departed = ""
-        self.incomplete: list[str] = []
-        self._stop_reason = ""
+        self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.Lock()
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.progress = Progress(self.recorder)
-        self.callers: dict[object, Work] = self.progress.callers
-        self.sets = ProcessSets(transport, settings, self.progress, self._lock, self.recorder)
-        self.members, self.process_sets = self.sets.members, self.sets.ranks
-        self._registered = self.sets.registered
-        self._peers = Peers(self)
-        self.post_all, self.pause_stall_check = self._peers.post_all, self._peers.pause
-        self.on_monitor: Callable[[dict[str, Any]], None] = lambda note: None
-        self._last_submitted = self._peers.watch.submitters.last
+        self.callers = Callers()
+        self.sets = ProcessSets(
+            transport, settings, self.progress, self.callers, self._lock, self.recorder
+        )
+        self.on_monitor: Callable[[Note], None] = lambda note: None
+        handlers = {
+            "stop": lambda rank, note: self.end.on_stop(rank, note),
+            "failed": lambda rank, note: self.end.on_failed(rank, note),
+            "figures": self.summary.on_note,
+            "monitor": lambda rank, note: self.on_monitor(note),
+        }
+        peers = self._peers = Peers(
+            transport, settings, self.sets, self.callers, self.recorder, handlers
+        )
+        self.end = EngineEnd(transport, self.sets, peers, self.recorder, self.summary, self._stop_work)
         self._progress_engine: ProgressEngine | None = None
         if self.size > 1:
-            self._progress_engine = ProgressEngine(
-                self,
-                spin_seconds=settings.spin_microseconds * 1e-6,
-                thread_name=f"ringdance engine {self.rank}" if threaded else None,
-                on_start=lambda: pin(place, self.identity.host, settings, self.report),
-            )
+            self._progress_engine = ProgressEngine(self, settings.spin_microseconds * 1e-6)
+            if threaded:
+                self._progress_engine.start_thread(
+                    f"ringdance engine {self.rank}",
+                    on_start=lambda: pin(place, self.identity.host, settings, self.report),
+                )
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be submitted any more."""
+        return self.end.closed
+
+    def members(self, set_id: int = 0) -> tuple[int, ...]:
+        """Return the global ranks of a set, ascending. Raises ArgumentError for an unknown set."""
+        return self.sets.find(set_id).ranks
+
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Return all registered sets: id -> ranks."""
+        return self.sets.ranks()
 
     # -- submitting ----------------------------------------------------------------------------
 
@@ -132,9 +139,9 @@ class Engine:
             DuplicateNameError: the name is in flight on this rank.
             CollectiveError: the engine has stopped or failed.
         """
-        known = self._registered.get(request.set_id) or self.sets.find(request.set_id)
-        if self.closed:
-            raise self._closed_error()
+        known = self.sets.registered.get(request.set_id) or self.sets.find(request.set_id)
+        if self.end.closed:
+            raise self.end.error()
         if known.alone:
             work = Work(request, request.name or "", self._wait)
             if self.recorder.read_detail():
@@ -152,16 +159,16 @@ class Engine:
         name = request.name
         work = Work(request, name or "", self._wait)
         with self._lock:
-            if state.stopped or self.closed:  # since the check above; this Work would never be done
-                if self.closed or not request.set_id:
-                    raise self._closed_error()
+            if state.stopped or self.end.closed:  # since the check above; this Work would never be done
+                if self.end.closed or not request.set_id:
+                    raise self.end.error()
                 raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
-            state.add(work, name, wake)
-        self._last_submitted[work.thread] = work.submitted
+            state.pending.add(work, name, wake)
+        self.callers.submitted[work.thread] = work.submitted
         if self.recorder.detail:
             self.recorder.submit(work)
         engine_thread = self._progress_engine
-        if wake and (self.callers or engine_thread is None or engine_thread.asleep):
+        if wake and (self.callers.waiting or engine_thread is None or engine_thread.asleep):
             self._wake()
         return work
 
@@ -170,15 +177,15 @@ class Engine:
 
         For argument errors which only this rank can see; the caller raises ``message`` itself.
         """
-        known = self._registered.get(request.set_id)
-        if known is None or known.state is None or self.closed:
+        known = self.sets.registered.get(request.set_id)
+        if known is None or known.state is None or self.end.closed:
             return
         description = replace(request.description, detail=_REFUSED)
         stand_in = Request(description, name=request.name, set_id=request.set_id)
         work = Work(stand_in, request.name or "", self._wait)
         work.refusal = message
         with contextlib.suppress(ArgumentError), self._lock:
-            known.state.add(work, request.name, True)
+            known.state.pending.add(work, request.name, True)
         self._wake()
 
     def flush(self, set_id: int = 0) -> None:
@@ -201,20 +208,15 @@ class Engine:
                 with profiler.span(f"ringdance WAIT {without_number(work.name)}"):
                     self._wait(work, timeout, ())
                 return
-        known = self._registered.get(work.request.set_id)
-        waiting = self.callers if known is None or known.state is None else known.state.waiting
-        callers, progress_engine, me = self.callers, self._progress_engine, object()
+        waiting, progress_engine, me = self.callers.waiting, self._progress_engine, object()
         if progress_engine is None:  # a Work from before the fork
-            raise self._closed_error()
+            raise self.end.error()
         try:  # each statement by itself leaves nothing behind when Ctrl-C comes: Note [Interrupts]
-            callers[me] = waiting[me] = work
+            waiting[me] = work
             progress_engine.wait(work, timeout)
         finally:
-            try:
-                callers.pop(me, None)
-            finally:
-                waiting.pop(me, None)
-            if callers or progress_engine.asleep:
+            waiting.pop(me, None)
+            if waiting or progress_engine.asleep:
                 progress_engine.caller_left()
 
     def add_process_set(self, ranks: Iterable[int]) -> int:
@@ -252,7 +254,7 @@ class Engine:
 
     def step(self) -> bool:
         """Do what can be done without waiting; return whether something was achieved."""
-        if self.closed:
+        if self.end.closed:
             return False
         sets, progress = self.sets, self.progress
         before = progress.count
@@ -262,36 +264,70 @@ class Engine:
                     sets.machines = tuple(m for m in sets.machines if m is not machine)
                     progress.count += 1
             if not sets.machines:
-                self._close()
+                self.end.close()
         except CollectiveError as error:
-            self.fail(error)
+            self.end.fail(error)
         except Exception as error:
-            self._fail_by(error)
+            self.end.fail_by(error)
         except BaseException as error:
-            self.fail(
-                EngineError(f"{self.identity} was interrupted ({type(error).__name__}) during an exchange.")
-            )
+            self.end.fail(EngineError.of(self.identity, error))
             raise
         return progress.count != before
 
     def check_peers(self) -> None:
         """Read notes, notice lost peers, check for stalls."""
-        if not self.closed:
-            try:
-                self._peers.check()
-            except Exception as error:
-                self._fail_by(error)
+        if self.end.closed:
+            return
+        try:
+            self._peers.read_notes()
+            self.recorder.publish()
+            if not self.end.closed and (lost := self._peers.lost()):
+                self._peers.read_notes()  # what it sent before says more
+                if not self.end.closed:
+                    self.end.fail_lost(lost)
+            if self.end.closed:
+                return
+            warning, error = self._peers.stall()
+            if error is not None:
+                self.end.fail(error(warning))
+            elif warning:
+                self.report(warning)
+        except Exception as error:
+            self.end.fail_by(error)
 
     def abandon(self, work: Work) -> None:
-        """Fail a Work that an interrupt has removed from all collections; the engine is closed."""
+        """Fail a Work that an interrupt has removed from all collections; the engine has ended."""
         if not work.done():
-            work.finish(error=None if work is self._stop_work else self._closed_error())
+            work.finish(error=None if work is self._stop_work else self.end.error())
 
     def thread_failed(self, error: BaseException) -> None:
-        """The engine thread has ended in an error: it would not start asynchronous work any more."""
-        self.fail(EngineError.of(self.identity, error))
+        """Fail: the engine thread has ended, and would not start asynchronous work any more."""
+        self._exclusively(self.end.fail, EngineError.of(self.identity, error))
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- from any thread -----------------------------------------------------------------------
+
+    def _exclusively(self, call: Callable[..., object], *arguments: Any) -> None:
+        if self._progress_engine is not None:
+            self._progress_engine.exclusively(call, *arguments)
+
+    def post_all(self, note: Note) -> None:
+        """Send a note to all other ranks, as far as they can be reached."""
+        self._exclusively(self._peers.post_all, note)
+
+    @contextlib.contextmanager
+    def pause_stall_check(self, what: str, seconds: float) -> Iterator[None]:
+        """Let no rank report stalls while this rank is in ``what``, for at most so many seconds."""
+        outer: list[tuple[str, float]] = []
+        self._exclusively(lambda: outer.append(self._peers.pause(what, seconds)))
+        try:
+            yield
+        finally:
+            for name, until in outer:
+                self._exclusively(self._peers.pause, name, max(0.0, until - time.monotonic()))
+
+    def leave(self, message: str) -> None:
+        """End this rank in an error; the others fail with RankLostError."""
+        self._exclusively(lambda: self.end.fail(RankLostError(message), departed=str(self.identity)))
 
     def shutdown(
         self,
@@ -310,118 +346,26 @@ class Engine:
             Whether all ranks agreed, so that nothing is left in flight.
         """
         if self._progress_engine is None:
-            self.closed = True
+            self.end.closed = True
             return True
-        if not self.closed:
-            self.stopped_first = not self._stop_reason
-            departed = str(self.identity) if departing else ""
-            self._peers.post_all({"kind": "stop", "reason": reason, "departed": departed})
-            self.stop(f"{self.identity} {reason}")
+        if not self.end.closed:
+            self._exclusively(self.end.ask_to_stop, reason, departing)
             self._wake()
         try:
             # After an agreed stop too: the engine thread may still be freeing communicators.
             self._progress_engine.wait(self._stop_work, timeout)
         except TimeoutError:
-            missing = self._peers.missing()
-            self.fail(
-                ShutDownError(f"{self.identity} {reason}, and {missing} did not agree in {timeout:g} s.")
-            )
+            text = f"{self.identity} {reason}, and {self._peers.missing()} did not agree in {timeout:g} s."
+            self._exclusively(self.end.fail, ShutDownError(text))
         self._progress_engine.join()
-        return self.broken is None and self._stop_work.done()
-
-    def stop(self, reason: str) -> None:
-        """Let all sets agree to stop."""
-        self._stop_reason = self._stop_reason or reason
-        for state, _ in self.sets.machines:
-            state.stopping = True
-
-    def _close(self) -> None:
-        """Free everything: all sets have agreed to stop."""
-        self.closed = True
-        self._peers.read_notes()  # in a short job: where the monitor of rank 0's host listens
-        self._peers.exchange_figures()
-        limit = time.monotonic() + 0.2  # the note with the reason can be slower than the round
-        while not self._stop_reason and time.monotonic() < limit:
-            self._peers.read_notes()
-            time.sleep(1e-3)
-        self._stop_reason = self._stop_reason or "Another rank has shut down"
-        advice = f" {OUT_OF_DATA}" if self.departed else ""
-        error = ShutDownError(f"{self._stop_reason} while this operation was pending.{advice}")
-        states = [known.state for _, known in sorted(self._registered.items(), reverse=True)]
-        for state in states:
-            if state is not None:
-                self.unclean |= not state.no_waiter
-                self.incomplete += [w.name for w in state.pending.in_flight() if w.refusal is None]
-                self.sets.fail_pending(state, error)
-        self.sets.event_count = None
-        try:
-            for state in states:
-                if state is not None:
-                    state.transport.close(True)
-        finally:
-            self._stop_work.finish()
-
-    def fail(self, error: CollectiveError, notify: bool = True) -> None:
-        """Break the engine: tell the peers, write the flight recorder, fail all pending work."""
-        if self.closed:
-            return
-        self.broken = error
-        self.closed = True
-        states = self.sets.states()
-        pending = [work.name for state in states for work in state.pending.in_flight()]
-        message = str(error)
-        if notify:
-            self.failed_here = True
-            kind = type(error).__name__
-            self._peers.post_all(
-                {"kind": "failed", "message": message, "departed": self.departed, "error": kind}
-            )
-        path = self.recorder.dump(self.identity, message, pending)
-        if path and error.args:
-            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
-        for state in states:
-            self.sets.fail_pending(state, error)
-        self._stop_work.finish(error=None)
-
-    def leave(self, message: str) -> None:
-        """End this rank in an error; the others fail with RankLostError."""
-        self.departed = str(self.identity)
-        self.fail(RankLostError(message))
-
-    def fail_lost(self, who: str) -> None:
-        """Fail because a rank has died."""
-        self.departed = who
-        self.fail(
-            RankLostError(
-                f"{who} died while {self.identity} waited for it. Look for its last output, "
-                "or for the kernel's out-of-memory killer (dmesg) on its host."
-            )
-        )
-
-    def _fail_by(self, error: Exception) -> None:
-        """Fail because of an error, which may mean that a rank has died."""
-        lost = self.transport.lost(error)
-        if lost is None:
-            self.fail(EngineError.of(self.identity, error))
-            return
-        self._peers.read_notes()  # what it sent before says more
-        if not self.closed:
-            self.fail_lost(", ".join(str(self.transport.identities[rank]) for rank in lost) or "A rank")
-
-    def _closed_error(self) -> CollectiveError:
-        if self.broken is not None:
-            return type(self.broken)(str(self.broken))
-        reason = self._stop_reason or "This rank has shut down"
-        return ShutDownError(f"{reason}; nothing more can be submitted.")
+        return self.end.broken is None and self._stop_work.done()
 
     def disown(self) -> None:
-        """In a forked child: answer rank and size, refuse collectives."""
+        """In a forked child: leave the parent's records alone; answer rank and size, refuse collectives."""
+        self.recorder = self.recorder.private()
+        self.summary = RunSummary(self.recorder.words, 0.0, self.size)
         if self.size == 1:
             return  # needs no peers
-        self.broken = NotInitializedError(
-            f"This process (pid {os.getpid()}) was forked from {self.identity} and is not part of the job: "
-            "rank() and size() work, collectives only in the rank itself, not in DataLoader workers."
-        )
-        self.closed = True
+        self.end.disown()
         # The engine thread was not forked, and may have held locks.
         self._progress_engine = self.sets.event_count = None

@@ -21,15 +21,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from ringdance.core.callers import Callers
+from ringdance.core.exchange import Progress
+from ringdance.core.process_sets.registry import ProcessSets
+from ringdance.core.recorder import Recorder
 from ringdance.core.request import Work
 from ringdance.transport.eventcount import yield_core
 
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
-
-__all__ = ["ProgressEngine"]
+__all__ = ["ProgressEngine", "Stepped"]
 
 _CHECK_EVERY = 0.1  # seconds between checks of the peers
 _CHECK_STEPS = 32  # steps that achieve something between checks, in an exchange too long for a sleep
@@ -37,6 +38,32 @@ _IDLE = 0.1
 _FOLLOWER_POLL = 0.02  # for two threads that wait for one Work: they share what wakes them
 _TRANSIT_SLEEP = 1e-4  # between hosts MPI moves data only while it is called: longer sleeps would stop it
 _FIRST_BACKOFF = 5e-5
+_STEP_LIMIT = 5.0  # seconds for another thread to end its step; most take microseconds
+
+
+class Stepped(Protocol):
+    """What a progress engine steps: an engine."""
+
+    callers: Callers
+    sets: ProcessSets
+    progress: Progress
+    recorder: Recorder
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine has ended."""
+
+    def step(self) -> bool:
+        """Do what can be done without waiting; return whether something was achieved."""
+
+    def check_peers(self) -> None:
+        """Read notes, notice lost peers, check for stalls."""
+
+    def abandon(self, work: Work) -> None:
+        """Fail a Work that is in no collection any more; the engine is closed."""
+
+    def thread_failed(self, error: BaseException) -> None:
+        """The engine thread has ended in an error; it is in no step."""
 
 
 def _alone(taken: dict[int, object], call: Callable[..., Any], *arguments: Any) -> Any:
@@ -61,13 +88,9 @@ class ProgressEngine:
     Args:
         engine: what is stepped.
         spin_seconds: how long to poll before sleeping.
-        thread_name: of the engine thread; None for no such thread.
-        on_start: called by the engine thread at its start.
     """
 
-    def __init__(
-        self, engine: Engine, *, spin_seconds: float, thread_name: str | None, on_start: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Stepped, spin_seconds: float) -> None:
         self._engine = engine
         self._spin = spin_seconds
         self._stepping: dict[int, object] = {}
@@ -76,11 +99,12 @@ class ProgressEngine:
         self.asleep = False
         self._steps = 0
         self._checked = time.monotonic()
-        self._on_start = on_start
         self._thread: threading.Thread | None = None
-        if thread_name is not None:
-            self._thread = threading.Thread(target=self._thread_main, name=thread_name, daemon=True)
-            self._thread.start()
+
+    def start_thread(self, name: str, on_start: Callable[[], None]) -> None:
+        """Start the engine thread; it calls ``on_start`` first. The engine is complete by then."""
+        self._thread = threading.Thread(target=self._thread_main, args=(on_start,), name=name, daemon=True)
+        self._thread.start()
 
     # -- callers -------------------------------------------------------------------------------
 
@@ -109,8 +133,8 @@ class ProgressEngine:
 
     def caller_left(self) -> None:
         """Let another caller lead, or the engine thread step, since a caller has left."""
-        if callers := self._engine.callers:
-            for work in list(callers.values()):
+        if waiting := self._engine.callers.waiting:
+            for work in list(waiting.values()):
                 if not work.done():
                     work.waiter().set()
                     return
@@ -195,11 +219,31 @@ class ProgressEngine:
         self._checked = now
         _alone(self._stepping, self._engine.check_peers)
 
+    def exclusively(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Call while no other thread is in a step.
+
+        Called from any thread that is in none. After 5 s the call is made all the same: it is how an engine
+        ends, also one whose step hangs.
+        """
+        done: list[bool] = []
+
+        def run() -> None:
+            done.append(True)
+            call(*arguments)
+
+        limit = time.monotonic() + _STEP_LIMIT
+        while not done and time.monotonic() < limit:
+            _alone(self._stepping, run)
+            if not done:
+                time.sleep(1e-4)
+        if not done:
+            run()
+
     # -- the engine thread ---------------------------------------------------------------------
 
-    def _thread_main(self) -> None:
+    def _thread_main(self, on_start: Callable[[], None]) -> None:
         try:
-            self._on_start()
+            on_start()
             self._run()
         except BaseException as error:
             self._engine.thread_failed(error)
@@ -223,7 +267,7 @@ class ProgressEngine:
 
     def _seconds_to_work(self, now: float) -> float:
         """Return how long the engine thread has nothing to do, at most ``_IDLE`` (callers drive)."""
-        due = None if self._engine.callers else self._engine.sets.next_due()
+        due = None if self._engine.callers.waiting else self._engine.sets.next_due()
         return _IDLE if due is None else min(_IDLE, due - now)
 
     def _rest(self) -> None:
@@ -234,7 +278,7 @@ class ProgressEngine:
         self.asleep = False
         self._wake.clear()
         now = time.monotonic()
-        if not self._engine.callers and now - self._checked >= 0.9 * _CHECK_EVERY:
+        if not self._engine.callers.waiting and now - self._checked >= 0.9 * _CHECK_EVERY:
             self.check_peers(now)
 
     def join(self) -> None:

@@ -17,7 +17,7 @@ from time import monotonic_ns
 from typing import Any, NamedTuple
 
 from ringdance.core.request import Collective, Work
-from ringdance.core.ring import MASK, RECORD, Kind, Ring, RingReader, Word, progress_of
+from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
 from ringdance.transport.base import Identity
 
 __all__ = ["BatchRecord", "Profiler", "Recorder", "StepMark", "without_number"]
@@ -76,7 +76,6 @@ class Recorder:
         words: the ring's header, see ``ring.Word``.
         detail: ``words[Word.DETAIL]`` as of the last round of agreement: 1 asks for submissions, chunks and
             waits, 2 for the rounds too.
-        add, label: those of the ring.
         waited: seconds that threads have waited for results.
         window: numbers of the steps between which ``words[Word.DETAIL]`` is set, and to what; or None.
     """
@@ -84,7 +83,6 @@ class Recorder:
     def __init__(self, capacity: int, directory: str, ring: Ring | None = None) -> None:
         self.ring = ring or Ring()
         self.words = self.ring.words
-        self.add, self.label = self.ring.add, self.ring.label
         self.window: tuple[int, int, int] | None = None
         self.detail = self.words[Word.DETAIL]
         self._slots, self._next, self._labels = self.ring.slots, self.ring.numbers.__next__, self.ring.labels
@@ -93,6 +91,14 @@ class Recorder:
         self.uncounted()
         self._capacity, self._directory = capacity, directory
         self._step_mark, self._steps = StepMark.NONE, 0
+
+    def private(self) -> Recorder:
+        """Return a recorder of a forked child, in memory that the parent does not share."""
+        return Recorder(self._capacity, self._directory)
+
+    def label(self, names: Label) -> int:
+        """Return the number of a name or of a list of names, see ``Ring.label``."""
+        return self.ring.label(names)
 
     def batch(self, what: BatchRecord, round_number: int, began: int = 0, tensors: int = 1) -> None:
         """Record a batch that ends now.
@@ -169,7 +175,7 @@ class Recorder:
         words[_LAST_WAITED] = words[_WAITED]
         if number == 1:
             words[Word.FIRST_STEP], words[Word.FIRST_WAITED] = now, words[Word.WAITED]
-        self.add(_STEP, 0, 0, number, self.detail, when=now)
+        self.ring.add(_STEP, 0, 0, number, self.detail, when=now)
         if self.window is not None and number in self.window[:2]:
             words[_DETAIL] = self.window[2] if number == self.window[0] else 0
         self.read_detail()
@@ -189,7 +195,7 @@ class Recorder:
     def wait(self, work: Work, seconds: float) -> None:
         """Record that a thread has waited for a result."""
         label = self.label(without_number(work.name))
-        self.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
+        self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
         """Record the batch of a request that only this rank takes part in."""
@@ -197,7 +203,7 @@ class Recorder:
         nbytes = sum([view.nbytes for view in request.inputs])
         label, began = self.label(without_number(work.name)), int(work.submitted * 1e9)
         if self.detail > 1:
-            self.add(Kind.ROUND)
+            self.ring.add(Kind.ROUND)
         self.batch(self.describe(request.set_id, request.description.kind, label, nbytes), 0, began)
 
     def marks(self) -> list[int]:
@@ -214,22 +220,22 @@ class Recorder:
                 when the waiting for the last results began and ended, and the end.
             every: how many chunks each recorded one is for.
         """
-        self.add(_CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
+        self.ring.add(_CHUNK, 0, set_id, 0, 0, 0, marks[1] - marks[0], when=marks[0])
         for at in range(1, len(marks) - 3, 5):
             began, waited, copied, reduced, end = marks[at : at + 5]
             phases = (waited - began) // 1000, copied - waited, reduced - copied, end - reduced
-            self.add(_CHUNK, 0, set_id, *phases, every, when=began)
+            self.ring.add(_CHUNK, 0, set_id, *phases, every, when=began)
         began, waited, copied = marks[-3:]
-        self.add(_CHUNK, 0, set_id, (waited - began) // 1000, copied - waited, when=began)
+        self.ring.add(_CHUNK, 0, set_id, (waited - began) // 1000, copied - waited, when=began)
 
-    def progress(self) -> str:
-        """Return how far this rank has come, as from ``progress_of``."""
+    def steps_text(self) -> str:
+        """Return how far this rank has come, as from ``ring.steps_text``."""
         self.publish()
-        return progress_of(self.words)
+        return steps_text(self.words)
 
     def text(self, what: str) -> None:
         """Record an event in words."""
-        self.add(Kind.TEXT, self.label(what))
+        self.ring.add(Kind.TEXT, self.label(what))
 
     def _records(self) -> list[dict[str, Any]]:
         self.publish()

@@ -35,9 +35,9 @@ __all__ = [
     "Who",
     "Word",
     "memories",
-    "progress_of",
     "records",
     "shared_memory",
+    "steps_text",
 ]
 
 RING_NAME = "ringdance-ring"
@@ -109,7 +109,7 @@ class Record(NamedTuple):
     values: tuple[int, ...]
 
 
-def progress_of(words: memoryview) -> str:
+def steps_text(words: memoryview) -> str:
     """Return how far a rank has come: "12 steps" or, where none are counted, "30 exchanges"."""
     if steps := words[Word.STEPS]:
         return f"{steps} step{'s' * (steps != 1)}"
@@ -209,7 +209,7 @@ class Ring:
         if known is not None:
             return known
         if isinstance(names, str):
-            data = names.encode()[:4096]
+            data = names.encode(errors="backslashreplace")[:4096]
             length = len(data)
         else:
             numbers = [self.label(name) for name in names]

@@ -149,8 +149,12 @@ class Call:
 
     def _describe(self, inputs: Arrays) -> tuple[Description, str | None]:
         dtypes, shapes = tuple([view.dtype for view in inputs]), tuple([view.shape for view in inputs])
-        scales = self.prescale, self.postscale
-        return describe(self.kind, dtypes, shapes, self.operation, *scales, self.root), self.full_name
+        scales, name = (self.prescale, self.postscale), self.full_name
+        try:
+            (name or "").encode()
+        except UnicodeEncodeError:
+            raise ArgumentError(f"name={name!r} cannot be encoded: it has a surrogate.") from None
+        return describe(self.kind, dtypes, shapes, self.operation, *scales, self.root), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:
         """Make the call fail on the peers, once for each error: see Note [Refused calls]."""

@@ -263,10 +263,10 @@ class _Failures:
         self._count = 1 if saves != self._saves else self._count + 1
         self._saves = saves
         found = session.engine() if session.is_initialized() else None
-        if found is not None and found.departed:
+        if found is not None and found.end.departed:
             error.add_note(
-                f"ringdance: {found.departed} has ended, and cannot be started again within a running job: "
-                "the other ranks end too. Start the job again from a checkpoint."
+                f"ringdance: {found.end.departed} has ended, and cannot be started again within a running "
+                "job: the other ranks end too. Start the job again from a checkpoint."
             )
             raise error
         if self._count > MOST_FAILURES:

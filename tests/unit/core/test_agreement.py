@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ringdance.core.agreement import (
+from ringdance.core.process_sets.agreement import (
     CONTINUE,
     HAS_UNNAMED,
     NO_WAITER,

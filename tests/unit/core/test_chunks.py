@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from ringdance.core.batch import description_bytes, plan_batches
 from ringdance.core.exchange.chunks import chunks, even_rows, segments
+from ringdance.core.process_sets.batch import description_bytes, plan_batches
 from ringdance.core.request import Collective, Description, ReduceOp
 
 

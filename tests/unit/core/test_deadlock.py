@@ -77,6 +77,20 @@ def test_who_computes_may_go_on() -> None:
     job(2, program, Settings(stall_check_time=0.2, deadlock_time=SOON))
 
 
+def test_others_go_on_in_a_set_of_their_own() -> None:
+    """Two ranks wait for long while the others exchange: after each inquiry that is seen anew."""
+
+    def program(engine: Engine) -> None:
+        pair = hvd.add_process_set([2, 3])
+        if engine.rank >= 2:
+            until = time.monotonic() + 4 * SOON
+            while hvd.allreduce(np.array([time.monotonic() < until]), op=hvd.Min, process_set=pair)[0]:
+                pass
+        hvd.allreduce(np.ones(3), name="late")
+
+    job(4, program, Settings(stall_check_time=0.2, deadlock_time=SOON))
+
+
 def test_zero_only_warns() -> None:
     said: list[str] = []
 

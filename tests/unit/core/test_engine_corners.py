@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringdance.core.agreement import PIGGYBACK_ENTRIES
 from ringdance.core.engine import Engine
+from ringdance.core.process_sets.agreement import PIGGYBACK_ENTRIES
+from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
-from ringdance.core.sets import buffer_bytes, vector_bytes
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld

@@ -97,7 +97,7 @@ def test_a_killed_rank_is_named(settings: Settings, tmp_path: Path) -> None:
         hvd.barrier()
         if engine.rank == 1:
             world.kill(1)
-            engine.closed = True  # its process is gone: no thread of it goes on
+            engine.end.closed = True  # its process is gone: no thread of it goes on
             raise RankKilled
         with pytest.raises(RankLostError, match=r"rank 1 on host loopback \(pid \d+\) died"):
             hvd.allreduce(np.ones(3), name="never")
@@ -133,7 +133,7 @@ def test_an_exception_in_a_step_breaks_the_engine_everywhere(
         hvd.barrier()
         with pytest.raises((CollectiveError, KeyboardInterrupt)) as caught:
             hvd.allreduce(np.ones(3), name=name)
-        assert engine.broken is not None
+        assert engine.end.broken is not None
         with pytest.raises(CollectiveError):
             hvd.allreduce(np.ones(3), name="after")
         return caught.value
@@ -163,7 +163,7 @@ def test_an_error_while_looking_for_notes_breaks_the_engine(settings: Settings, 
             if waiting:
                 with pytest.raises(EngineError, match="OSError: the network is down"):
                     hvd.allreduce(np.ones(3), name="never")
-            while engine.broken is None:
+            while engine.end.broken is None:
                 time.sleep(0.01)
         with pytest.raises(CollectiveError, match="OSError: the network is down"):
             hvd.allreduce(np.ones(3), name="after")
@@ -273,14 +273,14 @@ def test_shutdown_ends_what_others_wait_for(settings: Settings) -> None:
         hvd.barrier()
         if engine.rank == 1:
             assert engine.shutdown("has had enough")
-            assert engine.stopped_first
-            return engine.unclean
+            assert engine.end.stopped_first
+            return engine.end.unclean
         with pytest.raises(ShutDownError, match=r"rank 1 on host loopback .* has had enough"):
             hvd.allreduce(np.ones(3), name="never")
         with pytest.raises(ShutDownError, match="nothing more can be submitted"):
             hvd.barrier()
         assert engine.shutdown()
-        return engine.unclean
+        return engine.end.unclean
 
     assert job(3, program, settings) == [True] * 3
 
@@ -300,7 +300,7 @@ def test_a_program_that_ends_early_may_have_run_out_of_data(settings: Settings) 
 def test_a_clean_end(settings: Settings) -> None:
     def program(engine: Engine) -> tuple[bool, bool]:
         hvd.allreduce(np.ones(3))
-        return engine.shutdown(), engine.unclean
+        return engine.shutdown(), engine.end.unclean
 
     assert job(4, program, settings, hosts=("a", "a", "b", "b")) == [(True, False)] * 4
 
@@ -317,7 +317,7 @@ def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> No
         engine = Engine(transport, settings)
         with session.bind(engine):
             assert not engine.shutdown(timeout=0.3)
-        assert "rank 1 on host loopback" in str(engine.broken)
+        assert "rank 1 on host loopback" in str(engine.end.broken)
         over.set()
 
     world.run(rank)

@@ -16,7 +16,7 @@ from loopback_job import job
 
 from ringdance.core import progress
 from ringdance.core.engine import Engine
-from ringdance.core.process_set import ProcessSetState
+from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import EngineError
 from ringdance.settings import Settings
@@ -109,7 +109,7 @@ def test_an_engine_thread_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     def program(engine: Engine) -> str:
         start(engine, "A").wait()
         dying.set()
-        until(lambda: engine.broken is not None)
+        until(lambda: engine.end.broken is not None)
         with pytest.raises(Exception, match="planted") as caught:
             start(engine, "A").wait()
         return type(caught.value).__name__
@@ -192,8 +192,7 @@ def test_an_interrupt_anywhere_leaves_nothing_taken() -> None:
             work, found = start(engine, name), False
             if engine.rank == 0:
                 found = interrupt(lambda work=work: work.wait(), codes, places)  # type: ignore[misc]
-                assert not engine.callers
-                assert not engine.sets.machines[0][0].waiting
+                assert not engine.callers.waiting
             work.wait(20.0)  # also what an interrupt has left
             again = np.array([found])
             call = Call(Collective.ALLREDUCE, "again", ReduceOp.MAX)

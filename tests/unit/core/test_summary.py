@@ -7,7 +7,7 @@ import pytest
 from loopback_job import job
 
 import ringdance.numpy as hvd
-from ringdance.core import peers
+from ringdance.core import ends
 from ringdance.core.engine import Engine
 from ringdance.core.reports.summary import Figures, RunSummary, summary_lines
 from ringdance.core.ring import Ring, Word
@@ -67,7 +67,7 @@ def test_the_figures_of_all_ranks_are_at_rank_0_when_they_have_stopped() -> None
 
 def test_a_rank_without_figures_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = RunSummary.wanted
-    monkeypatch.setattr(peers, "_FIGURES_S", 0.1)
+    monkeypatch.setattr(ends, "_FIGURES_S", 0.1)
     monkeypatch.setattr(RunSummary, "wanted", lambda self, tolerance=1.0: wanted(self) and tolerance == 1.0)
     lines = job(3, ended, Settings(summary_time=1e-6))
     assert lines[0][2] == "slowest rank: unknown, the figures of 2 ranks are missing"

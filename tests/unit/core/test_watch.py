@@ -15,13 +15,12 @@ import pytest
 from loopback_job import job
 
 from ringdance.core.engine import Engine
-from ringdance.core.recorder import Recorder
 from ringdance.core.reports.procfs import describe_threads, sample_cpu
 from ringdance.core.reports.stacks import thread_locations, user_frames
 from ringdance.core.reports.stall_message import Stall, stall_message
-from ringdance.core.reports.stalls import StallWatch
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.core.ring import Word
+from ringdance.core.stalls import StallWatch
 from ringdance.settings import Settings
 from ringdance.training.collectives import Call
 from ringdance.transport.base import Identity
@@ -97,13 +96,12 @@ def test_what_a_rank_has_marked_is_named() -> None:
 
 def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
     """Nine steps of 8 s, in which this rank waits 6 s, then a compilation of 60 s, or of ten minutes."""
-    recorder = Recorder(0, "")
-    watches = [
-        StallWatch(single_transport(), settings, dict, recorder)
-        for settings in (Settings(), Settings(origins={"stall_check_time": "environment variable X"}))
-    ]
+    given = Settings(origins={"stall_check_time": "environment variable X"})
     now = time.monotonic()
-    for watch, limits in zip(watches, [(4.0, 8.0, 60.0, 120.0), (4.0,) * 4], strict=True):
+    for settings, limits in ((Settings(), (4.0, 8.0, 60.0, 120.0)), (given, (4.0,) * 4)):
+        engine = Engine(single_transport(), settings)
+        recorder, callers = engine.recorder, engine.callers
+        watch = StallWatch(engine.transport, settings, engine.sets, callers, recorder)
         found = [watch._limit(now + 1)]
         for number in range(9):
             recorder.words[Word.BATCHES] += 1

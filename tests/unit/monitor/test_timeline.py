@@ -23,7 +23,7 @@ def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
     names = tuple(f"allreduce.t{number}" for number in range(len(sizes)))
     for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
         label = recorder.label(name)
-        recorder.add(Kind.SUBMIT, label, 0, size, 0, Collective.ALLREDUCE, when=number * MS)
+        recorder.ring.add(Kind.SUBMIT, label, 0, size, 0, Collective.ALLREDUCE, when=number * MS)
     recorder.detail = 1
     # Copying in takes 1 ms, then each chunk 1 ms of waiting, copying out, reducing and copying in each.
     times = [10]
@@ -32,7 +32,7 @@ def recorded(sizes: Sequence[int], chunks: int) -> Recorder:
     times += [11 + 4 * chunks + number for number in range(3)]
     recorder.chunks(0, [time * MS for time in times], every=1)
     values = (1, 90_000, Collective.ALLREDUCE, sum(sizes))
-    recorder.add(Kind.BATCH, recorder.label(names), 0, *values, when=100 * MS)
+    recorder.ring.add(Kind.BATCH, recorder.label(names), 0, *values, when=100 * MS)
     return recorder
 
 
@@ -80,7 +80,7 @@ def test_the_largest_size_is_kept(tmp_path: Path) -> None:
     trace = Timeline(ChromeWriter(str(path), 0, 0.0, limit=20_000))
     recorder = Recorder(0, "")
     for number in range(1000):
-        recorder.add(Kind.STEP, a=number, b=1)
+        recorder.ring.add(Kind.STEP, a=number, b=1)
     reader = RingReader(recorder.ring.memory)
     for record in list(reader.read()):
         trace.add(Who(0, "node", 7), reader.name, [record])

@@ -264,7 +264,7 @@ def test_a_rank_that_has_ended_cannot_be_brought_back() -> None:
 
         with pytest.raises(ShutDownError) as caught:
             run_fn(train, lambda: pytest.fail("it must not start again"))(state)
-        assert session.engine().departed.startswith("rank 1 on host")
+        assert session.engine().end.departed.startswith("rank 1 on host")
         return "".join(caught.value.__notes__)
 
     note = job(2, program)[0]

@@ -29,17 +29,14 @@ class Progress:
 
     Attributes:
         count: grows with whatever is achieved; if it does not, the progress engine sleeps.
-        callers: what threads wait for, by a key of each wait. While there are any, all that is pending is
-            due, in every set: two ranks may wait for two sets in different orders.
         in_transit: how many exchanges wait for data between hosts, which long sleeps would stop.
         recorder: gets a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
     """
 
-    __slots__ = ("callers", "count", "in_transit", "recorder")
+    __slots__ = ("count", "in_transit", "recorder")
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder or Recorder(0, "")
-        self.callers: dict[object, Any] = {}
         self.count = 0
         self.in_transit = 0
 

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringdance.core.reports.stall_message import pending_names
-from ringdance.core.request import Work
 
-__all__ = ["Submitters", "deadlocked"]
-
-
-class Submitters:
-    """The threads of this rank that have submitted, and when each did so last (monotonic)."""
-
-    def __init__(self) -> None:
-        self.last: dict[int, float] = {}
-
-    def status(self, callers: Iterable[Work]) -> dict[str, Any]:
-        """Return whether all live ones wait, and for how long none has submitted."""
-        living = sys._current_frames()
-        self.last = {thread: when for thread, when in list(self.last.items()) if thread in living}
-        waiting = {work.thread for work in callers}
-        return {
-            "blocked": bool(self.last) and waiting.issuperset(self.last),
-            "quiet": time.monotonic() - max(self.last.values(), default=0.0),
-        }
+__all__ = ["deadlocked"]
 
 
 def deadlocked(sets: Mapping[int, Sequence[int]], statuses: Sequence[dict[str, Any]], seconds: float) -> bool:

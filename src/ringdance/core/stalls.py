@@ -12,12 +12,14 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ringdance.core.callers import Callers
+from ringdance.core.process_sets.registry import ProcessSets
+from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.recorder import Recorder, without_number
-from ringdance.core.reports.deadlock import Submitters, deadlocked
+from ringdance.core.reports.deadlock import deadlocked
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
 from ringdance.core.reports.stacks import thread_locations
@@ -27,9 +29,6 @@ from ringdance.core.ring import Word
 from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
-
-if TYPE_CHECKING:
-    from ringdance.core.process_set import ProcessSetState
 
 __all__ = ["StallWatch"]
 
@@ -67,11 +66,11 @@ class StallWatch:
         transport: of the whole job; carries the notes.
         settings: report after ``stall_check_time`` (see Note [Patience]), and again after twice, four times
             that; give up after ``stall_shutdown_time``, or ``deadlock_time`` where no rank can ever go on.
-        process_sets: returns the ranks of all process sets.
+        sets: the process sets.
+        callers: the threads that wait.
         recorder: counts batches and steps.
 
     Attributes:
-        submitters: to be updated at each submission.
         pauses: by rank, what it has marked with ``pause_stall_check``, and until when (monotonic) others
             are to tolerate it.
         reported: the last stall that was reported.
@@ -87,12 +86,12 @@ class StallWatch:
         self,
         transport: Transport,
         settings: Settings,
-        process_sets: Callable[[], Mapping[int, Sequence[int]]],
+        sets: ProcessSets,
+        callers: Callers,
         recorder: Recorder,
     ) -> None:
-        self.submitters = Submitters()
         self._transport = transport
-        self._process_sets = process_sets
+        self._sets, self._callers = sets, callers
         self._settings = settings
         self._next_report: dict[tuple[int, str], float] = {}
         self._quiet_until = 0.0  # a report on one request covers those behind it
@@ -106,24 +105,25 @@ class StallWatch:
         self._resumed = 0.0
         self.reported: Stall | None = None
 
-    def status(self, sets: list[ProcessSetState]) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return this rank's answer to an inquiry.
 
         Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
         in rounds now; ``waiting``: whether a thread waits; ``joined``; ``threads``: see
-        ``stacks.thread_locations``; ``after``: see ``Recorder.progress``; ``blocked`` and ``quiet``: see
-        ``deadlock.Submitters``.
+        ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked`` and ``quiet``: see
+        ``Callers.status``.
         """
+        sets = self._sets.states()
         works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
         return {
             "kind": "status",
             "pending": [(number, work.name) for number, work in works],
-            "due": [s.set_id for s in sets if _takes_part(s)],
-            "waiting": any(s.waiting for s in sets),
+            "due": [s.set_id for s in sets if s.takes_part()],
+            "waiting": any(self._callers.waits_in(s.set_id) for s in sets),
             "joined": any(s.pending.join is not None for s in sets),
             "threads": thread_locations({work.thread for _, work in works}),
-            "after": self._recorder.progress(),
-            **self.submitters.status(list(sets[0].exchange.progress.callers.values()) if sets else ()),
+            "after": self._recorder.steps_text(),
+            **self._callers.status(),
         }
 
     def on_status(self, sender: int, note: dict[str, Any]) -> None:
@@ -131,9 +131,9 @@ class StallWatch:
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
 
-    def check(self, sets: list[ProcessSetState]) -> _Verdict:
+    def check(self) -> _Verdict:
         """Return a warning or None, and the error to fail with or None."""
-        now = time.monotonic()
+        now, sets = time.monotonic(), self._sets.states()
         oldest = self._oldest(sets, now)
         self._words[Word.PENDING] = self._recorder.label(without_number(oldest[1].name)) if oldest else 0
         self._words[Word.PENDING_SINCE] = int(1e9 * (now - oldest[2])) if oldest else 0
@@ -148,7 +148,7 @@ class StallWatch:
             self._inquiry = None
             return None, None
         if self._inquiry is not None:
-            return self._conclude(self._inquiry, now, sets)
+            return self._conclude(self._inquiry, now)
         if oldest is not None and self._due(*oldest, now):
             self._ask(*oldest, now)
         return None, None
@@ -185,12 +185,18 @@ class StallWatch:
             for state in sets
             for work in state.pending.in_flight()
             if work.refusal is None and work is not state.pending.join
-            if (since := _pending_since(state, work)) is not None
+            if (since := self._pending_since(state, work)) is not None
         ]
         if not waiting:
             self._next_report.clear()
             return None
         return max(waiting, key=lambda item: item[2])
+
+    def _pending_since(self, state: ProcessSetState, work: Work) -> float | None:
+        """Return since when a thread waits for it, or when it was submitted if asynchronous."""
+        if work.waited_since and self._callers.waits_in(state.set_id):
+            return work.waited_since
+        return work.submitted if state.pending.eager_since is not None else None
 
     def _due(self, state: ProcessSetState, work: Work, age: float, now: float) -> bool:
         """Whether a report on a request is due."""
@@ -220,9 +226,9 @@ class StallWatch:
         here = self._transport.state(rank) == "running" and pid != os.getpid()
         return sample_cpu(pid) if here else None
 
-    def _conclude(self, inquiry: _Inquiry, now: float, sets: list[ProcessSetState]) -> _Verdict:
+    def _conclude(self, inquiry: _Inquiry, now: float) -> _Verdict:
         state, work = inquiry.state, inquiry.work
-        if work.done() or state not in sets:
+        if work.done() or state not in self._sets.states():
             self._inquiry = None
             return None, None
         own = self._transport.rank
@@ -241,7 +247,7 @@ class StallWatch:
             return None, None  # a lower rank waits too, and reports it
         stall = self._describe(inquiry, now, others)
         self.reported = stall
-        if self._deadlocked(inquiry, sets):
+        if self._deadlocked(inquiry, stall):
             return f"{_DEADLOCK.format(self._settings.deadlock_time)} {stall_message(stall)}", DeadlockError
         if stall.under_way(self._settings.stall_check_time):
             give_up = False
@@ -252,14 +258,13 @@ class StallWatch:
         text = stall_message(stall)
         return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
 
-    def _deadlocked(self, inquiry: _Inquiry, sets: list[ProcessSetState]) -> bool:
+    def _deadlocked(self, inquiry: _Inquiry, stall: Stall) -> bool:
         if not 0 < self._settings.deadlock_time <= inquiry.seconds + 0.001:
             return False
-        statuses = dict(inquiry.answers)
-        statuses[self._transport.rank] = self.status(sets)
+        statuses = {**inquiry.answers, self._transport.rank: stall.status}
         everyone = range(self._transport.size)
         return len(statuses) == len(everyone) and deadlocked(
-            self._process_sets(), [statuses[rank] for rank in everyone], self._settings.deadlock_time
+            self._sets.ranks(), [statuses[rank] for rank in everyone], self._settings.deadlock_time
         )
 
     def _describe(self, inquiry: _Inquiry, now: float, others: list[int]) -> Stall:
@@ -271,9 +276,9 @@ class StallWatch:
         return Stall(
             identities=transport.identities,
             rank=transport.rank,
-            status=self.status([state]),
+            status=self.status(),
             seconds=inquiry.seconds,
-            waits=bool(work.waited_since and state.waiting),
+            waits=bool(work.waited_since and self._callers.waits_in(state.set_id)),
             name=work.name,
             set_id=state.set_id,
             others=others,
@@ -332,26 +337,9 @@ class StallWatch:
         return str(found["text"])
 
 
-def _takes_part(state: ProcessSetState) -> bool:
-    """Return whether this rank takes part in rounds of the set now."""
-    return bool(
-        state.in_round
-        or state.exchange.progress.callers
-        or state.urgent
-        or state.pending.eager_since is not None
-    )
-
-
 def _count(state: ProcessSetState) -> int:
     """Return a number that grows while the set's rounds and exchanges make progress."""
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
     return state.exchange.progress.count  # that of all sets: between hosts a set has none of its own
-
-
-def _pending_since(state: ProcessSetState, work: Work) -> float | None:
-    """Return since when a thread waits for it, or when it was submitted if asynchronous."""
-    if work.waited_since and state.waiting:
-        return work.waited_since
-    return work.submitted if state.pending.eager_since is not None else None

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ringdance.core.agreement import VectorLayout
+from ringdance.core.callers import Callers
 from ringdance.core.collectives import AgreedRequest
 from ringdance.core.exchange import Progress, Steps, exchange_for
-from ringdance.core.executor import Executor
-from ringdance.core.pending import PendingRequests
-from ringdance.core.process_set import ProcessSetState
+from ringdance.core.process_sets.agreement import VectorLayout
+from ringdance.core.process_sets.executor import Executor
+from ringdance.core.process_sets.pending import PendingRequests
+from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description
 from ringdance.errors import ArgumentError, CollectiveError, ProcessSetRemovedError
@@ -54,6 +55,7 @@ class ProcessSets:
         transport: of the whole job.
         settings: of the engine.
         progress: shared by all sets.
+        callers: of the engine.
         lock: guards what submitting threads change.
         recorder: gets a record of each batch.
 
@@ -68,6 +70,7 @@ class ProcessSets:
         transport: Transport,
         settings: Settings,
         progress: Progress,
+        callers: Callers,
         lock: threading.Lock,
         recorder: Recorder,
     ) -> None:
@@ -76,7 +79,7 @@ class ProcessSets:
         self.event_count: EventCount | None = None
         self._transport = transport
         self._settings = settings
-        self._progress = progress
+        self._progress, self._callers = progress, callers
         self._lock = lock
         self._recorder = recorder
         self.register(0, tuple(range(transport.size)), transport)
@@ -160,7 +163,7 @@ class ProcessSets:
                 recorder=self._recorder,
                 change_set=self._change if set_id == 0 else None,
             )
-            state = ProcessSetState(executor, s.cycle_time * 1e-3)
+            state = ProcessSetState(executor, self._callers, s.cycle_time * 1e-3)
             self.machines = (*self.machines, (state, state.steps()))
         alone = len(ranks) == 1 and self._transport.rank in ranks
         self.registered[set_id] = RegisteredSet(ranks, state, alone)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringdance.core.agreement import CacheEntry, set_bits
-from ringdance.core.batch import description_bytes, plan_batches
 from ringdance.core.collectives import AgreedRequest, allreduce_flat, execute
-from ringdance.core.encoding import decode_call, encode_call
 from ringdance.core.exchange import Exchange, Steps
 from ringdance.core.exchange.arithmetic import Reduction, reduction
-from ringdance.core.pending import PendingRequests
+from ringdance.core.process_sets.agreement import CacheEntry, set_bits
+from ringdance.core.process_sets.batch import description_bytes, plan_batches
+from ringdance.core.process_sets.encoding import decode_call, encode_call
+from ringdance.core.process_sets.pending import PendingRequests
 from ringdance.core.recorder import BatchRecord, Recorder, without_number
 from ringdance.core.reports.mismatch import mismatch_message
 from ringdance.core.request import Collective, ReduceOp

@@ -1,13 +1,13 @@
 """The requests of one process set that are in flight on this rank, and which of them all members know.
 
-Submitting threads add requests; the rounds of ``process_set`` take them out. Callers hold the engine's lock.
+Submitting threads add requests; the rounds of ``state`` take them out. Callers hold the engine's lock.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from ringdance.core.agreement import ResponseCache
+from ringdance.core.process_sets.agreement import ResponseCache
 from ringdance.core.request import Collective, Description, Work
 from ringdance.errors import DuplicateNameError
 

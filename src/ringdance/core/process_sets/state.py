@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.core.agreement import (
+from ringdance.core.callers import Callers
+from ringdance.core.exchange import Steps, aligned_empty
+from ringdance.core.exchange.arithmetic import Reduction, reduction
+from ringdance.core.process_sets.agreement import (
     CONTINUE,
     HAS_UNNAMED,
     NO_WAITER,
@@ -24,11 +27,9 @@ from ringdance.core.agreement import (
     VectorLayout,
     set_bits,
 )
-from ringdance.core.batch import description_bytes
-from ringdance.core.encoding import decode_misses, encode_misses
-from ringdance.core.exchange import Steps, aligned_empty
-from ringdance.core.exchange.arithmetic import Reduction, reduction
-from ringdance.core.executor import Executor
+from ringdance.core.process_sets.batch import description_bytes
+from ringdance.core.process_sets.encoding import decode_misses, encode_misses
+from ringdance.core.process_sets.executor import Executor
 from ringdance.core.recorder import BatchRecord
 from ringdance.core.request import Collective, Description, ReduceOp, Work
 from ringdance.core.ring import Kind
@@ -45,11 +46,11 @@ class ProcessSetState:
 
     Args:
         executor: executes what is agreed; with the set's number, transport, exchange and pending requests.
+        callers: what threads wait for, in all sets.
         cycle_seconds: how long an asynchronous request may wait for others.
 
     Attributes:
-        pending: the requests in flight; ``add`` is its method.
-        waiting: what threads wait for in this set, by a key of each wait.
+        pending: the requests in flight.
         members: the global ranks.
         rounds: how many there have been.
         in_round: a round is under way; the members rely on this rank's vector.
@@ -58,15 +59,13 @@ class ProcessSetState:
         no_waiter: after the stop, whether no thread was left waiting.
     """
 
-    def __init__(self, executor: Executor, cycle_seconds: float) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, callers: Callers, cycle_seconds: float) -> None:
+        self._executor, self._callers = executor, callers
         self._cycle = cycle_seconds
         self._lock, self._recorder = executor.lock, executor.recorder
         self.set_id, self.pending = executor.set_id, executor.pending
         self.transport, self.exchange = transport, exchange = executor.transport, executor.exchange
         self.members = transport.members
-        self.add = self.pending.add
-        self.waiting: dict[object, Work] = {}
         self.rounds = 0
         self.in_round = False
         self.urgent = False
@@ -92,7 +91,7 @@ class ProcessSetState:
             self.urgent = False
             return False
         since = pending.eager_since
-        if not (self._progress.callers or self.urgent) and (
+        if not (self._callers.waiting or self.urgent) and (
             since is None or time.monotonic() < self._eager_due(since)
         ):
             return False
@@ -100,12 +99,17 @@ class ProcessSetState:
             return self._window is not None and self._window.peer_ahead()
         return True
 
+    def takes_part(self) -> bool:
+        """Return whether this rank enters rounds now, or will within a cycle time."""
+        pending_here = self._callers.waiting or self.urgent or self.pending.eager_since is not None
+        return self.in_round or bool(pending_here)
+
     def next_due(self) -> float | None:
         """Return the time (monotonic) at which a round becomes due by itself, or None."""
         pending = self.pending
         if not pending.has_work():
             return None
-        if self._progress.callers or self.urgent:
+        if self._callers.waiting or self.urgent:
             return pending.not_before
         since = pending.eager_since  # read once: a step in another thread may reset it
         return None if since is None else max(self._eager_due(since), pending.not_before)
@@ -143,8 +147,8 @@ class ProcessSetState:
         """Return this rank's vector. The lock is held."""
         layout, pending = self._layout, self.pending
         vector = layout.neutral
-        for work in tuple(self.waiting.values()):
-            if not work.done():  # else its thread has not run since
+        for work in tuple(self._callers.waiting.values()):
+            if work.request.set_id == self.set_id and not work.done():  # else its thread is about to go on
                 vector ^= NO_WAITER
                 break
         self._piggyback = None
@@ -262,7 +266,7 @@ class ProcessSetState:
         agreed = yield from self._agree(vector, (layout.ready_at + len(pending.cache.entries) + 7) >> 3)
         self.rounds += 1
         if self._recorder.read_detail() > 1:
-            self._recorder.add(Kind.ROUND, 0, self.set_id, self.rounds)
+            self._recorder.ring.add(Kind.ROUND, 0, self.set_id, self.rounds)
         ready = agreed >> layout.ready_at
         if agreed & layout.plain_mask == layout.plain and not pending.joined:  # fast path: only cache hits
             achieved = ready != 0

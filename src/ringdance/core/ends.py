@@ -1,0 +1,219 @@
+"""How the engine of a rank ends: by agreement, or in an error.
+
+Note [Ends]
+    An engine ends once. All but the last of this table run while no other thread is in a step of the engine
+    (a step itself, or ``ProgressEngine.exclusively``): so one thread at a time sends notes, fails what is
+    pending and frees communicators.
+
+    ==================  ==========================================  ========================================
+    method              called by                                   what follows
+    ==================  ==========================================  ========================================
+    ask_to_stop         Engine.shutdown, on a thread of the user    a note "stop" to the peers; ``stop``
+    stop                ask_to_stop; a peer's note "stop"           rounds in which the sets agree to stop
+    close               a step, when all sets have agreed           what is pending fails with ShutDownError,
+                                                                    communicators are freed
+    fail                a step or a check of the peers that raised  a note "failed" to the peers; the flight
+                        an error; a peer's note "failed";           record; what is pending fails;
+                        fail_by and fail_lost;                      communicators and the buffers of posted
+                        Engine.shutdown, after its timeout;         collectives stay
+                        Engine.leave, after an uncaught exception;
+                        Engine.thread_failed, on the engine thread
+    fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
+    fail_lost           a check of the peers; fail_by               ``fail`` with RankLostError
+    disown              a forked child                              collectives raise in the child; nothing
+                                                                    is sent, the parent's job goes on
+    ==================  ==========================================  ========================================
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ringdance.core.peers import Note, Peers
+from ringdance.core.process_sets.registry import ProcessSets
+from ringdance.core.recorder import Recorder
+from ringdance.core.reports.summary import RunSummary
+from ringdance.core.request import Work
+from ringdance.errors import (
+    OUT_OF_DATA,
+    CollectiveError,
+    DeadlockError,
+    EngineError,
+    NotInitializedError,
+    RankLostError,
+    ShutDownError,
+    StallError,
+)
+from ringdance.transport.base import Transport
+
+__all__ = ["EngineEnd"]
+
+_OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # others are RankLostError to peers
+_FIGURES_S = 1.0  # all ranks send them at the same time
+_REASON_S = 0.2  # the note with the reason can be slower than the round
+
+
+class EngineEnd:
+    """Whether and how an engine has ended. See Note [Ends].
+
+    Args:
+        transport: of the whole job.
+        sets: the process sets.
+        peers: the other ranks.
+        recorder: writes the flight record.
+        summary: gets the figures of all ranks.
+        stop_work: is done when the engine has stopped.
+
+    Attributes:
+        closed: nothing can be submitted any more.
+        broken: why the engine failed, or None; ``failed_here``: the failure was found by this rank.
+        stopped_first: this rank asked for the stop before it received another's request.
+        unclean: after a stop, whether some rank was still waiting for something.
+        incomplete: after a stop, the names of this rank's operations that were not complete.
+        departed: a rank whose program has ended, so that this job cannot be started again; else "".
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        sets: ProcessSets,
+        peers: Peers,
+        recorder: Recorder,
+        summary: RunSummary,
+        stop_work: Work,
+    ) -> None:
+        self.closed = False
+        self.broken: CollectiveError | None = None
+        self.failed_here = False
+        self.stopped_first = False
+        self.unclean = False
+        self.incomplete: list[str] = []
+        self.departed = ""
+        self._transport, self._sets, self._peers = transport, sets, peers
+        self._identity = transport.identities[transport.rank]
+        self._recorder, self._summary, self._stop_work = recorder, summary, stop_work
+        self._reason = ""
+
+    def ask_to_stop(self, reason: str, departing: bool) -> None:
+        """Stop on all ranks; see ``Engine.shutdown``."""
+        if self.closed:  # meanwhile
+            return
+        self.stopped_first = not self._reason
+        departed = str(self._identity) if departing else ""
+        self._peers.post_all({"kind": "stop", "reason": reason, "departed": departed})
+        self.stop(f"{self._identity} {reason}")
+
+    def on_stop(self, rank: int, note: Note) -> None:
+        """Act on a peer's note."""
+        self.departed = self.departed or note["departed"]
+        self.stop(f"{self._transport.identities[rank]} {note['reason']}")
+
+    def stop(self, reason: str) -> None:
+        """Let all sets agree to stop."""
+        self._reason = self._reason or reason
+        for state in self._sets.states():
+            state.stopping = True
+
+    def close(self) -> None:
+        """Free everything: all sets have agreed to stop."""
+        self.closed = True
+        self._peers.read_notes()  # in a short job: where the monitor of rank 0's host listens
+        self._exchange_figures()
+        limit = time.monotonic() + _REASON_S
+        while not self._reason and time.monotonic() < limit:
+            self._peers.read_notes()
+            time.sleep(1e-3)
+        self._reason = self._reason or "Another rank has shut down"
+        advice = f" {OUT_OF_DATA}" if self.departed else ""
+        error = ShutDownError(f"{self._reason} while this operation was pending.{advice}")
+        registered = sorted(self._sets.registered.items(), reverse=True)
+        states = [known.state for _, known in registered if known.state is not None]
+        for state in states:
+            self.unclean |= not state.no_waiter
+            self.incomplete += [w.name for w in state.pending.in_flight() if w.refusal is None]
+            self._sets.fail_pending(state, error)
+        self._sets.event_count = None
+        try:
+            for state in states:
+                state.transport.close(True)
+        finally:
+            self._stop_work.finish()
+
+    def _exchange_figures(self) -> None:
+        """Send this rank's figures for the summary to rank 0, which waits a moment for those of all ranks."""
+        summary, limit = self._summary, time.monotonic() + _FIGURES_S
+        self._recorder.publish()
+        if self._identity.rank:
+            if summary.wanted(0.5):  # rank 0's clock decides
+                self._peers.post(0, {"kind": "figures", "figures": summary.figures()})
+            return
+        while summary.wanted() and not summary.complete and time.monotonic() < limit:
+            self._peers.read_notes()
+            time.sleep(1e-3)
+
+    def fail(self, error: CollectiveError, *, departed: str = "", notify: bool = True) -> None:
+        """Notify the peers, write the flight record, fail all pending work.
+
+        Args:
+            error: why; its cause keeps the frames, and so the buffers, of what raised it.
+            departed: a rank whose program has ended, or "".
+            notify: whether the peers do not know yet.
+        """
+        if self.closed:
+            return
+        self.broken, self.closed, self.failed_here = error, True, notify
+        self.departed = self.departed or departed
+        states = self._sets.states()
+        pending = [work.name for state in states for work in state.pending.in_flight()]
+        message = str(error)
+        if notify:
+            kind = type(error).__name__
+            note = {"kind": "failed", "message": message, "departed": self.departed, "error": kind}
+            self._peers.post_all(note)
+        path = self._recorder.dump(self._identity, message, pending)
+        if path and error.args:
+            error.args = (f"{error.args[0]} (Last batches: {path})", *error.args[1:])
+        for state in states:
+            self._sets.fail_pending(state, error)
+        self._stop_work.finish(error=None)
+
+    def on_failed(self, rank: int, note: Note) -> None:
+        """Act on a peer's note."""
+        error = _OF_NOTES.get(note["error"], RankLostError)(note["message"])
+        self.fail(error, departed=note["departed"], notify=False)
+
+    def fail_lost(self, who: str, cause: Exception | None = None) -> None:
+        """Fail because a rank has died."""
+        error = RankLostError(
+            f"{who} died while {self._identity} waited for it. Look for its last output, "
+            "or for the kernel's out-of-memory killer (dmesg) on its host."
+        )
+        error.__cause__ = cause
+        self.fail(error, departed=who)
+
+    def fail_by(self, error: Exception) -> None:
+        """Fail because of an error, which may mean that a rank has died."""
+        lost = self._transport.lost(error)
+        if lost is None:
+            self.fail(EngineError.of(self._identity, error))
+            return
+        self._peers.read_notes()  # what it sent before says more
+        if not self.closed:
+            who = ", ".join(str(self._transport.identities[rank]) for rank in lost)
+            self.fail_lost(who or "A rank", error)
+
+    def error(self) -> CollectiveError:
+        """Return the error for what is submitted, or waited for, after the end."""
+        if self.broken is not None:
+            return type(self.broken)(str(self.broken))
+        reason = self._reason or "This rank has shut down"
+        return ShutDownError(f"{reason}; nothing more can be submitted.")
+
+    def disown(self) -> None:
+        """In a forked child: refuse collectives."""
+        self.broken = NotInitializedError(
+            f"This process (pid {os.getpid()}) was forked from {self._identity} and is not part of the job: "
+            "rank() and size() work, collectives only in the rank itself, not in DataLoader workers."
+        )
+        self.closed = True
