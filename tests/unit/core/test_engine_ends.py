@@ -16,13 +16,14 @@ from loopback_job import job, world_for
 
 import ringdance.numpy as hvd
 from ringdance import session
+from ringdance.core import progress
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Identity
-from ringdance.transport.loopback import RankKilled
+from ringdance.transport.loopback import LoopbackTransport, RankKilled
 
 
 @pytest.fixture
@@ -321,3 +322,40 @@ def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> No
         over.set()
 
     world.run(rank)
+
+
+@pytest.mark.parametrize("end", ["leave", "shutdown"])
+def test_one_thread_at_a_time_sends_and_reads_notes(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """MPI would test the requests of the same notes on two threads."""
+    monkeypatch.setattr(progress, "_IDLE", 1e-4)
+    monkeypatch.setattr(progress, "_CHECK_EVERY", 0.0)
+    busy: set[LoopbackTransport] = set()
+    together: list[str] = []
+
+    def alone(name: str) -> None:
+        usual = getattr(LoopbackTransport, name)
+
+        def call(self: LoopbackTransport, *given: Any) -> Any:
+            if self in busy:
+                together.append(f"{name} on {threading.current_thread().name}")
+            busy.add(self)
+            time.sleep(1e-4)
+            busy.discard(self)
+            return usual(self, *given)
+
+        monkeypatch.setattr(LoopbackTransport, name, call)
+
+    alone("post")
+    alone("messages")
+
+    def program(engine: Engine) -> None:
+        for number in range(100):
+            with engine.pause_stall_check(f"evaluation {number}", 10.0):
+                engine.post_all({"kind": "monitor"})
+        if end == "leave":
+            engine.leave("planted")
+
+    job(2, program, settings)
+    assert not together
