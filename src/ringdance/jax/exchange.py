@@ -1,6 +1,6 @@
 """Exchanges of JAX arrays: at once, or as primitives of compiled programs.
 
-An ``Exchange`` describes by values alone what is exchanged, so that compiled code can hold it; it is the same
+A ``JaxCall`` describes by values alone what is exchanged, so that compiled code can hold it; it is the same
 for eager and compiled calls. Eagerly it runs at once on views of the arrays. In ``jit`` it becomes a
 primitive with an ordered effect: calls of one program keep their order, which has to be the same on all
 ranks, and none is dropped because its result is unused. On the CPU the primitive is a call through XLA's
@@ -36,14 +36,14 @@ from ringdance.training.collectives import Call, Keep
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["Exchange", "Shapes", "compiled", "eager", "is_traced", "origin_of"]
+__all__ = ["JaxCall", "Shapes", "compiled", "eager", "is_traced", "origin_of"]
 
 Array = np.ndarray[Any, Any]
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class JaxCall:
     """A call with what JAX fixes about it beside the arrays; hashable, and convertible to text.
 
     Args:
@@ -64,16 +64,16 @@ class Exchange:
 
 
 @lru_cache(maxsize=4096)
-def _from_text(text: str) -> Exchange:
+def _from_text(text: str) -> JaxCall:
     call, back, splits, rows = json.loads(text)
-    return Exchange(Call.from_text(call), back, None if splits is None else tuple(splits), tuple(rows))
+    return JaxCall(Call.from_text(call), back, None if splits is None else tuple(splits), tuple(rows))
 
 
 # Running it, on NumPy arrays.
 
 
 def run(
-    what: Exchange, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None = None,
+    what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None = None,
     shapes: Shapes | None = None,
 ) -> list[Array]:
     """Run an exchange.
@@ -116,7 +116,7 @@ _last_error: list[CollectiveError] = []  # of a program
 
 
 def _run_compiled(
-    what: Exchange, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
+    what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
 ) -> list[Array]:
     try:
         return run(what, inputs, outputs, shapes)
@@ -130,7 +130,7 @@ def origin_of(error: RuntimeError) -> CollectiveError | None:
     return next((one for one in _last_error if f"{type(one).__name__}: {one}" in str(error)), None)
 
 
-def _backward(engine: Engine, what: Exchange, inputs: tuple[Array, ...]) -> list[Array]:
+def _backward(engine: Engine, what: JaxCall, inputs: tuple[Array, ...]) -> list[Array]:
     """Run the gradient of a call, see ``Backward``: on the gradients of its results."""
     rule, members = what.call.backward(), engine.members(what.call.set_id)
     scale = rule.scale * (len(members) if rule.times_size else 1)
@@ -156,7 +156,7 @@ def is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
-def eager(what: Exchange, values: Sequence[Any]) -> list[jax.Array]:
+def eager(what: JaxCall, values: Sequence[Any]) -> list[jax.Array]:
     """Run an exchange now, after programs in the background: in the order of the calls."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
@@ -172,13 +172,13 @@ _primitive = core.Primitive("ringdance_exchange")
 _primitive.multiple_results = True
 
 
-def _abstract(*avals: Any, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
+def _abstract(*avals: Any, what: JaxCall, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
     results = [jax.core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     return results, {EFFECT}
 
 
 def _batched(
-    values: Sequence[Any], axes: Sequence[Any], *, what: Exchange, shapes: Shapes, dtypes: tuple[Any, ...]
+    values: Sequence[Any], axes: Sequence[Any], *, what: JaxCall, shapes: Shapes, dtypes: tuple[Any, ...]
 ) -> tuple[list[Any], list[Any]]:
     """Exchange a whole batch of ``vmap`` at once.
 
@@ -210,7 +210,7 @@ batching.primitive_batchers[_primitive] = _batched
 
 
 def compiled(
-    what: Exchange, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any]
+    what: JaxCall, values: Sequence[Any], shapes: Shapes, dtypes: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Add an exchange to the program that is being traced.
 
@@ -227,7 +227,7 @@ def compiled(
     return tuple(_primitive.bind(*values, what=what, shapes=tuple(shapes), dtypes=kinds))
 
 
-def _callback(what: Exchange, shapes: Shapes) -> Any:
+def _callback(what: JaxCall, shapes: Shapes) -> Any:
     """Return a function of arrays that runs the exchange."""
     return lambda *arrays: tuple(_run_compiled(what, tuple([array_of(one) for one in arrays]), None, shapes))
 
@@ -255,7 +255,7 @@ def _devices(ctx: Any) -> int:
     return getattr(ctx.module_context.axis_context, "num_devices", 2)
 
 
-def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: Any) -> Any:
+def _by_callback(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **_: Any) -> Any:
     """Lower to a call of Python with arrays: for accelerators, and where XLA's layout is unknown."""
     results, token, _ = mlir.emit_python_callback(
         ctx, _callback(what, shapes), ctx.tokens_in.get(EFFECT), list(operands), ctx.avals_in, ctx.avals_out,
@@ -265,7 +265,7 @@ def _by_callback(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **_: 
     return results
 
 
-def _by_ffi(ctx: Any, *operands: Any, what: Exchange, shapes: Shapes, **rest: Any) -> Any:
+def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any) -> Any:
     """Lower to a call with the addresses of XLA's memory, in place where possible."""
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)

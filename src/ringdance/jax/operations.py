@@ -22,7 +22,7 @@ from ringdance import session
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
-from ringdance.jax.exchange import Exchange, Shapes, compiled, eager, is_traced
+from ringdance.jax.exchange import JaxCall, Shapes, compiled, eager, is_traced
 from ringdance.jax.memory import Compression
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
@@ -43,7 +43,7 @@ _NO_SPLITS = "alltoall(splits=...) gives results of unknown shape: call it outsi
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recorded(what: Exchange, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
+def _recorded(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
     """Return the exchange's results, which within ``jit`` have ``shapes``."""
     if not is_traced(values):
         return tuple(eager(what, values))
@@ -58,12 +58,12 @@ def _recorded(what: Exchange, shapes: Shapes, *values: Any) -> tuple[Any, ...]:
     return compiled(what, values, shapes, dtypes)
 
 
-def _forward(what: Exchange, shapes: Shapes, *values: Any) -> tuple[tuple[Any, ...], Any]:
+def _forward(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[tuple[Any, ...], Any]:
     results = _recorded(what, shapes, *values)
     return results, results[-1] if what.call.kind is Collective.ALLTOALL else None
 
 
-def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     if what.back:
         raise NotImplementedError(f"The gradient of {what.call.kind.name.lower()} has no gradient here.")
     if what.call.kind is Collective.ALLTOALL:
@@ -77,9 +77,9 @@ def _backward(what: Exchange, shapes: Shapes, received: Any, gradients: tuple[An
         rows = tuple([what.rows[index] for index in floating])
         shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
     if what.call.kind is Collective.ALLREDUCE:  # its gradient has a gradient too
-        back = Exchange(what.call.backward().call)
+        back = JaxCall(what.call.backward().call)
     else:
-        back = Exchange(what.call, True, None, rows)
+        back = JaxCall(what.call, True, None, rows)
     done = iter(_recorded(back, shapes, *chosen) if chosen else ())
     return tuple([next(done) if index in floating else None for index in range(len(gradients))])
 
@@ -89,7 +89,7 @@ def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
     splits = None if is_traced((received,)) else tuple(np.asarray(received).tolist())
     if splits is not None and is_traced((gradient,)) and len(set(splits)) == 1:
         splits = None
-    back = Exchange(call, splits=splits, rows=(gradient.shape[0],))
+    back = JaxCall(call, splits=splits, rows=(gradient.shape[0],))
     returned, _ = _recorded(back, (gradient.shape, received.shape), gradient)
     missing = rows - returned.shape[0]
     if missing:
@@ -112,7 +112,7 @@ def _run(
         raise ArgumentError("A group needs at least one array.")
     values = [value for value, _ in pairs]
     shapes, rows = _shapes(call, values)
-    what = Exchange(call, splits=splits, rows=rows)
+    what = JaxCall(call, splits=splits, rows=rows)
     alone = len(session.engine().members(call.set_id)) == 1 and splits is None
     if not is_traced(values):
         results = list(eager(what, values))

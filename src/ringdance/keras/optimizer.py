@@ -16,7 +16,7 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
 from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
-from ringdance.keras.reduction import Reduction, binding, is_distributed
+from ringdance.keras.reduction import GradientReduction, binding, is_distributed
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
@@ -74,7 +74,7 @@ def DistributedOptimizer(
     name = name or f"Distributed{type(reducing).__name__}"
     options = {"device_dense": device_dense, "device_sparse": device_sparse, "groups": groups or num_groups}
     attributes = {
-        "_reduction": Reduction(
+        "_reduction": GradientReduction(
             name, operation, gradient_predivide_factor, compression, sparse_as_dense, process_set, **options
         ),
         "_scale_local": scale_local_gradients,

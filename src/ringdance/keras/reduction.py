@@ -16,7 +16,7 @@ from ringdance.training import basics
 from ringdance.training.gradients.options import reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-__all__ = ["Distributed", "Reduction", "binding", "init", "is_distributed", "true_on_all"]
+__all__ = ["Distributed", "GradientReduction", "binding", "init", "is_distributed", "true_on_all"]
 
 BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -56,7 +56,7 @@ def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_proc
 _numbers: dict[tuple[str, int], Iterator[int]] = {}
 
 
-class Reduction:
+class GradientReduction:
     """Reduces the gradients of an optimizer, in one exchange for each step.
 
     Args:
@@ -132,7 +132,7 @@ class Distributed:
     Derived classes call ``_reduce`` where their Keras processes the gradients of a step.
     """
 
-    _reduction: Reduction
+    _reduction: GradientReduction
     _scale_local: bool
     _factor: float = 1.0  # of reduced gradients: a sum of several passes where Keras takes their mean
     _local_layers: tuple[Any, ...] = ()
