@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Sequence
@@ -41,8 +40,6 @@ def main(argv: Sequence[str]) -> int:
         prog="ringdance report",
         description="Write a page about a run: is it bound by input, computation, communication or skew?",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     text = "of `ringdance run --output-filename`; the last one is described, all are compared"
