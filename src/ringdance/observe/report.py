@@ -15,7 +15,7 @@ from ringdance.observe.figures import Run, read_run
 from ringdance.observe.page import page
 from ringdance.observe.summary import RankTimes, ranks_of
 from ringdance.observe.trace import load
-from ringdance.observe.verdict import Verdict, judge
+from ringdance.observe.verdict import RunLimit, judge
 
 __all__ = ["main"]
 
@@ -75,7 +75,7 @@ def _trace(run: Run, file: Path | None) -> list[RankTimes]:
     return [one for one in ranks_of(load(found[0])) if one.steps.sum() > 0] if found else []
 
 
-def _words(verdict: Verdict) -> str:
+def _words(verdict: RunLimit) -> str:
     lines = [f"Bound by {verdict.bound}. {verdict.sentence}"]
     for text in verdict.evidence:
         lines.append(textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    "))
