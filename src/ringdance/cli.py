@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="ringdance",
         description="Data-parallel training over many processes.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=True,
     )
     parser.add_argument("--version", action="version", version=f"ringdance {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "settings",
         help="show every setting: value, origin, unit, meaning, names in the environment",
         description="Show every setting as a script started from this shell would see it.",
+        allow_abbrev=True,
     )
     settings.add_argument("--changed", action="store_true", help="only those that differ from the default")
     settings.add_argument("--format", choices=("table", "json"), default="table", help="default: table")

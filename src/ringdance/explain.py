@@ -91,8 +91,6 @@ def main(argv: Sequence[str]) -> int:
         prog="ringdance explain",
         description="Show what each rank of a job does, or what a job has left, and name the one at fault.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     text = "default: the only job here"
     parser.add_argument("target", metavar="JOB|PID|DIR", nargs="?", default="", help=text)

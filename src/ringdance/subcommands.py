@@ -40,8 +40,7 @@ def run(
     """
 
     def action() -> int:
-        raw = argparse.RawDescriptionHelpFormatter
-        parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=raw)
+        parser = Parser(prog=prog, description=description, epilog=epilog)
         group = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
         for name, known in subcommands.items():
             one = group.add_parser(
@@ -49,8 +48,6 @@ def run(
                 help=known.help,
                 description=f"{known.help[0].upper()}{known.help[1:]}.",
                 epilog=known.epilog,
-                formatter_class=raw,
-                allow_abbrev=False,
             )
             known.add_arguments(one)
             one.set_defaults(subcommand=known)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ringdance.cluster import kubernetes, lsf, sagemaker, slurm
 from ringdance.cluster.allocation import Allocation
 
 
-def detect(environ: Mapping[str, str], exists: Callable[[str], bool] = os.path.exists) -> Allocation | None:
+def detect(environ: Mapping[str, str]) -> Allocation | None:
     """Return the hosts allocated to this process, None outside of any scheduler.
 
     Args:
         environ: environment of this process.
-        exists: whether a file exists.
 
     Raises:
         LaunchError: a scheduler's variables cannot be parsed.
     """
     for read in (kubernetes.allocation, sagemaker.allocation, slurm.allocation, lsf.allocation):
-        if found := read(environ, exists):
+        if found := read(environ):
             return found
     return None

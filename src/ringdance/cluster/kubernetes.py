@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ringdance.cluster.allocation import CONTAINERS_START_S, Allocation
 from ringdance.cluster.hostfile import parse_hostfile
@@ -19,14 +19,14 @@ _HOST_FILES = (
 _AGENT = "OMPI_MCA_plm_rsh_agent"
 
 
-def allocation(environ: Mapping[str, str], exists: Callable[[str], bool]) -> Allocation | None:
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read the host file of the workers that the operator has put into the pod."""
     slots = environ.get("OMPI_MCA_orte_set_default_slots") or environ.get("I_MPI_PERHOST") or "1"
     files = [(name, environ[name]) for name in _HOST_FILES if environ.get(name)]
     if environ.get("K_MPI_JOB_ROLE") == "launcher":
         files.append(("the MPIJob", "/etc/mpi/hostfile"))
     for name, path in files:
-        if exists(path):
+        if os.path.exists(path):
             hosts = parse_hostfile(path, name, int(slots) if slots.isdigit() else 1)
             arguments = [*_ssh_arguments(environ), *shlex.split(environ.get("OMPI_MCA_plm_rsh_args", ""))]
             return Allocation(hosts, f"{path} (from {name})", "ssh", arguments, CONTAINERS_START_S)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 
 from ringdance.cluster.allocation import Allocation
 from ringdance.cluster.hostfile import merge, parse_hostfile
 
 
-def allocation(environ: Mapping[str, str], exists: Callable[[str], bool]) -> Allocation | None:
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read ``LSB_MCPU_HOSTS="h1 4 h2 4"``, or a host file with a name for each slot, or ``LSB_HOSTS``."""
     if "LSB_JOBID" not in environ:
         return None
     words = environ.get("LSB_MCPU_HOSTS", "").split()
     if words and len(words) % 2 == 0 and all(word.isdigit() for word in words[1::2]):
         hosts = merge((name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True))
-    elif exists(environ.get("LSB_DJOB_HOSTFILE", "")):
+    elif os.path.exists(environ.get("LSB_DJOB_HOSTFILE", "")):
         hosts = parse_hostfile(environ["LSB_DJOB_HOSTFILE"], "LSB_DJOB_HOSTFILE", 1)
     elif environ.get("LSB_HOSTS"):
         hosts = merge((name, 1) for name in environ["LSB_HOSTS"].split())

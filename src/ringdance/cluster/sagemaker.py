@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ringdance.cluster.allocation import CONTAINERS_START_S, Allocation
 from ringdance.cluster.hostfile import merge
 from ringdance.errors import LaunchError
 
 
-def allocation(environ: Mapping[str, str], exists: Callable[[str], bool]) -> Allocation | None:
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read the hosts from the variables that SageMaker's toolkit sets."""
     if not environ.get("SM_HOSTS") or "SM_CURRENT_HOST" not in environ:
         return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ringdance.cluster.allocation import Allocation
 from ringdance.errors import LaunchError
 
 
-def allocation(environ: Mapping[str, str], exists: Callable[[str], bool]) -> Allocation | None:
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Read the nodes and their tasks from Slurm's variables.
 
     A slot is a task; where the job does not set tasks, a GPU; where it has no GPUs either, a node.

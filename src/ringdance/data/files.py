@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import numpy as np
 
 from ringdance.errors import ArgumentError
 
@@ -103,6 +107,13 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    """Return the bytes of a ``.npy`` file."""
+    memory = io.BytesIO()
+    np.save(memory, array)
+    return memory.getvalue()
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -15,9 +15,10 @@ from typing import BinaryIO
 from ringdance.data.files import ShardWriter, crc32c, crc32c_extend
 from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
+from ringdance.protobuf import delimited, delimiter, varint
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
-_BYTES_LIST, _INT64_LIST = 1, 3  # numbers of the fields of tf.train.Feature
+BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # numbers of the fields of tf.train.Feature
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 FIRST_LABEL = 1
 """Label of the first class in ``image/class/label``: TensorFlow's ImageNet scripts keep 0 free."""
@@ -49,50 +50,36 @@ def features(sample: Sample) -> dict[str, Value]:
 
 def encode(features: Mapping[str, Value], name: str, data: bytes) -> bytes:
     """Encode an Example up to, but without, the bytes `data` of its last feature `name`."""
-    body = b"".join(_entry(key, value) for key, value in sorted(features.items()))
-    lengths = [len(data)]  # of the value, then of the messages around it, from the inside
-    lengths.append(1 + len(_varint(lengths[-1])) + lengths[-1])  # BytesList
-    lengths.append(1 + len(_varint(lengths[-1])) + lengths[-1])  # Feature
-    key = _delimited(1, name.encode())
-    lengths.append(len(key) + 1 + len(_varint(lengths[-1])) + lengths[-1])  # entry of the map
-    tail = b"\x0a" + _varint(lengths[3]) + key + b"\x12" + _varint(lengths[2])
-    tail += b"\x0a" + _varint(lengths[1]) + b"\x0a" + _varint(lengths[0])
-    return b"\x0a" + _varint(len(body) + len(tail) + len(data)) + body + tail
+    body = b"".join(_feature(key, value) for key, value in sorted(features.items()))
+    body += entry(name, BYTES_LIST, len(data))
+    return delimiter(1, len(body) + len(data)) + body
 
 
 @lru_cache(maxsize=4096)  # most values are those of other images too
-def _entry(name: str, value: Value) -> bytes:
-    if isinstance(value, bytes):
-        feature = _delimited(_BYTES_LIST, _delimited(1, value))
-    else:
-        feature = _delimited(_INT64_LIST, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF)))
-    return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
+def _feature(name: str, value: Value) -> bytes:
+    kind, data = (BYTES_LIST, value) if isinstance(value, bytes) else (INT64_LIST, varint(value))
+    return entry(name, kind, len(data)) + data
 
 
 @lru_cache(maxsize=4096)
-def delimiter(field: int, size: int) -> bytes:
-    """Return what is before the bytes of a field with so many of them."""
-    return bytes((field << 3 | _BYTES,)) + _varint(size)
+def entry(name: str, kind: int, size: int) -> bytes:
+    """Return a feature in the map of an Example up to, but without, its value of `size` bytes.
 
-
-def _delimited(field: int, data: bytes) -> bytes:
-    return delimiter(field, len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    found = bytearray()
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
+    Args:
+        name: of the feature.
+        kind: field of tf.train.Feature, such as :data:`BYTES_LIST`; numbers are packed.
+        size: of one text, or of all numbers.
+    """
+    feature = delimiter(1, size)
+    feature = delimiter(kind, len(feature) + size) + feature
+    found = delimited(1, name.encode()) + delimiter(2, len(feature) + size) + feature
+    return delimiter(1, len(found) + size) + found
 
 
 def write(shard: ShardWriter, sample: Sample) -> int:
     """Append a record; return where the image begins in the file."""
     head = encode(features(sample), "image/encoded", sample.image)
-    length = _LENGTH.pack(len(head) + len(sample.image))
-    shard.write(length + _CRC.pack(masked(crc32c(length))) + head)
+    shard.write(_head(len(head) + len(sample.image)) + head)
     offset = shard.size
     shard.write(sample.image)
     shard.write(_CRC.pack(masked(crc32c_extend(crc32c(head), sample.image))))
@@ -101,8 +88,13 @@ def write(shard: ShardWriter, sample: Sample) -> int:
 
 def framed(data: bytes) -> bytes:
     """Return data as a record."""
-    length = _LENGTH.pack(len(data))
-    return length + _CRC.pack(masked(crc32c(length))) + data + _CRC.pack(masked(crc32c(data)))
+    return _head(len(data)) + data + _CRC.pack(masked(crc32c(data)))
+
+
+def _head(size: int) -> bytes:
+    """Return what is before the data of a record."""
+    length = _LENGTH.pack(size)
+    return length + _CRC.pack(masked(crc32c(length)))
 
 
 def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
@@ -160,9 +152,9 @@ def parse(data: bytes) -> dict[str, tuple[Value, int]]:
 def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value, int] | None:
     """Return the first value of a list of bytes or integers."""
     for _, at, stop in _fields(data, start, end):
-        if kind == _BYTES_LIST:
+        if kind == BYTES_LIST:
             return data[at:stop], at
-        if kind == _INT64_LIST:
+        if kind == INT64_LIST:
             value = _read_varint(data, at)[0]
             return value - (value >> 63 << 64), at
     return None

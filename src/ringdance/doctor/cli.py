@@ -40,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
         prog="ringdance doctor",
         description="Find what makes training fail, hang or crawl, and show the fix.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     where = made.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="these hosts, with their slots")

@@ -23,7 +23,7 @@ from ringdance.hosts.progress import CopyProgress
 from ringdance.hosts.run import Result, Run, exit_code, grouped
 from ringdance.launch.directories import bases
 from ringdance.launch.output.merge import spans
-from ringdance.launch.plan import table
+from ringdance.launch.plan import devices_text, table
 
 
 def _ask(hosts: HostSet, message: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -73,13 +73,12 @@ def list_hosts(arguments: argparse.Namespace, hosts: HostSet) -> int:
 
 
 def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    names = row["devices"]
-    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     jobs = [
         f"job {job[:8]}: " + (spans(found["ranks"]) if found["ranks"] else f"{found['processes']} processes")
         for job, found in row["jobs"].items()
     ]
-    cells = (row["slots"], "yes" if row["reachable"] else "no", row["cores"], devices, "; ".join(jobs))
+    known = (row["slots"], "yes" if row["reachable"] else "no", row["cores"])
+    cells = (*known, devices_text(row["devices"]), "; ".join(jobs))
     return (row["host"], *(str(cell) if cell else "-" for cell in cells))
 
 

@@ -15,7 +15,7 @@ from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList, merge, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
-from ringdance.launch.remote.connect import Remote, attempt
+from ringdance.launch.remote.connect import Remote, attempt, close_all
 from ringdance.launch.remote.shell import RemoteShell, add_ssh_options, remote_shell_of
 
 # ssh ends 20 s after its host stops answering.
@@ -64,8 +64,7 @@ class HostSet:
 
     def close(self) -> None:
         """End the agents."""
-        for agent in self.agents.values():
-            agent.close()
+        close_all(self.agents.values())
 
     def send(self, host: str, message: Mapping[str, Any], payload: bytes = b"") -> None:
         """Send to an agent without waiting; `step` reports whether it is lost."""

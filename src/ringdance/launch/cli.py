@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
@@ -25,7 +26,7 @@ from ringdance.launch.spec import (
     resolve_command,
     run_in_terminal,
 )
-from ringdance.settings.parse import ADDRESS, STEPS
+from ringdance.settings import parse
 
 _EPILOG = """\
 examples:
@@ -58,8 +59,6 @@ def parser() -> argparse.ArgumentParser:
         usage="ringdance run -np N [options] COMMAND [ARGUMENTS...]",
         description="Run a command as N ranks of one MPI job, on this machine or on several.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = made.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
@@ -71,11 +70,12 @@ def parser() -> argparse.ArgumentParser:
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
-    add("--timeline-steps", type=_steps, metavar="A:B", help="only of steps A to B-1, counted from 0")
+    text = "only of steps A to B-1, counted from 0"
+    add("--timeline-steps", type=_of_setting(parse.STEPS), metavar="A:B", help=text)
     add(
         "--metrics-port",
         metavar="[ADDRESS:]PORT",
-        type=_address,
+        type=_of_setting(parse.ADDRESS),
         help="serve figures for Prometheus, at http://127.0.0.1:PORT/metrics of each host; also to "
         "other hosts with ADDRESS 0.0.0.0",
     )
@@ -141,12 +141,17 @@ def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _steps(text: str) -> str:
-    try:
-        STEPS.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected {STEPS.expected}") from None
-    return text
+def _of_setting(setting: parse.Parser[Any]) -> Callable[[str], str]:
+    """Return a type for argparse: text for a setting, checked as that and passed on."""
+
+    def check(text: str) -> str:
+        try:
+            setting.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {setting.expected}") from None
+        return text
+
+    return check
 
 
 def main(argv: Sequence[str], check: Check | None = None) -> int:
@@ -210,13 +215,6 @@ def _style(arguments: argparse.Namespace) -> Style | None:
             raise LaunchError("--fold and --output-json exclude one another")
         return Style(json=True)
     return None if arguments.prefix else Style("", clock=arguments.timestamps)
-
-
-def _address(text: str) -> str:
-    try:
-        return ADDRESS.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {ADDRESS.expected}") from None
 
 
 def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:

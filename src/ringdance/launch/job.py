@@ -30,7 +30,7 @@ from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.ranks import Rank, RankTable
-from ringdance.launch.remote.connect import Remote, start_local, together
+from ringdance.launch.remote.connect import Remote, close_all, start_local, together
 from ringdance.launch.remote.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
 from ringdance.launch.system.cleanup import Cleanup
@@ -420,8 +420,7 @@ class Job:
     def _close(self, local: Remote | None) -> None:
         """Close everything, for a notebook may run many jobs; clean up here if the agent has not."""
         if not local:
-            for remote in self._remotes:
-                remote.close()
+            close_all(self._remotes)
         else:
             self._agents.close()
             if not self._agents.clean:

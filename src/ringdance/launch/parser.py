@@ -13,7 +13,14 @@ _CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors name the option or command that comes closest."""
+    """An ArgumentParser whose errors name the option or command that comes closest.
+
+    Unless given otherwise, texts keep their lines, and options cannot be abbreviated.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": raw, "allow_abbrev": False, **options})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -134,7 +134,7 @@ class Plan:
                     str(host.slots),
                     spans(host.ranks),
                     "?" if host.cores is None else str(host.cores),
-                    _devices(host.devices),
+                    devices_text(host.devices),
                     ",".join(host.interfaces) or "-",
                 )
             )
@@ -167,7 +167,8 @@ class Plan:
         return json.dumps({**found, "line": self.argv()}, indent=2)
 
 
-def _devices(names: Sequence[str]) -> str:
+def devices_text(names: Sequence[str]) -> str:
+    """Return how many devices there are of each name; "-" for none."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "-"
 
 

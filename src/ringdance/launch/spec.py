@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ringdance.cluster.detect import detect
@@ -21,7 +21,7 @@ from ringdance.launch.mpi import find_mpi
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style, write_all
 from ringdance.launch.plan import Plan, build_plan
-from ringdance.launch.remote.connect import Remote, connect
+from ringdance.launch.remote.connect import Remote, close_all, connect
 from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
@@ -167,10 +167,10 @@ class JobSpec:
                 root=os.getuid() == 0,
             )
         except BaseException:
-            PreparedJob.close_all(remotes)
+            close_all(remotes)
             raise
         used = {host.name for host in plan.hosts}  # not all, if there are more slots than ranks
-        PreparedJob.close_all(remote for remote in remotes if remote.host not in used)
+        close_all(remote for remote in remotes if remote.host not in used)
         return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])
 
 
@@ -194,13 +194,7 @@ class PreparedJob:
 
     def close(self) -> None:
         """End the agents; nothing is started."""
-        self.close_all(self.remotes)
-
-    @staticmethod
-    def close_all(remotes: Iterable[Remote]) -> None:
-        """End agents."""
-        for remote in remotes:
-            remote.close()
+        close_all(self.remotes)
 
     @property
     def style(self) -> Style:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ringdance.protobuf import delimited, varint
+
 __all__ = ["PerfettoWriter"]
 
 _PACKET, _TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _TRACK_DESCRIPTOR = 1, 8, 10, 11, 60
@@ -34,31 +36,32 @@ class PerfettoWriter:
         self._known: dict[tuple[int, int, int, str], bytes] = {}
 
     def _write(self, *fields: bytes) -> None:
-        packet = _bytes(_PACKET, b"".join([*fields, _int(_SEQUENCE, 1)]))
+        packet = delimited(_PACKET, b"".join([*fields, _int(_SEQUENCE, 1)]))
         self._left -= len(packet)
         if self._left >= 0:
             self._file.write(packet)
 
     def process(self, pid: int, name: str, order: int) -> None:
-        descriptor = _int(_UUID, _track(pid)) + _bytes(_NAME, name.encode()) + _int(_ORDER, order)
-        self._write(_bytes(_TRACK_DESCRIPTOR, descriptor))
+        descriptor = _int(_UUID, _track(pid)) + delimited(_NAME, name.encode()) + _int(_ORDER, order)
+        self._write(delimited(_TRACK_DESCRIPTOR, descriptor))
 
     def thread(self, pid: int, tid: int, name: str) -> None:
-        descriptor = _int(_UUID, _track(pid, tid)) + _bytes(_NAME, name.encode()) + _int(_PARENT, _track(pid))
-        self._write(_bytes(_TRACK_DESCRIPTOR, descriptor))
+        descriptor = _int(_UUID, _track(pid, tid)) + delimited(_NAME, name.encode())
+        descriptor += _int(_PARENT, _track(pid))
+        self._write(delimited(_TRACK_DESCRIPTOR, descriptor))
 
     def _event(self, kind: int, pid: int, tid: int, when: int, name: str = "", **args: Any) -> None:
         key = kind, pid, tid, name
         event = self._known.get(key)
         if event is None:
             event = _int(_TYPE, kind) + _int(_TRACK, _track(pid, tid))
-            event += _bytes(_EVENT_NAME, name.encode()) if name else b""
+            event += delimited(_EVENT_NAME, name.encode()) if name else b""
             self._known[key] = event
         for word, value in args.items():
             text = isinstance(value, str)
-            data = _bytes(_ANNOTATION_TEXT, value.encode()) if text else _int(_ANNOTATION_INT, value)
-            event += _bytes(_ANNOTATION, _bytes(_ANNOTATION_NAME, word.encode()) + data)
-        self._write(_int(_TIMESTAMP, when), _bytes(_TRACK_EVENT, event))
+            data = delimited(_ANNOTATION_TEXT, value.encode()) if text else _int(_ANNOTATION_INT, value)
+            event += delimited(_ANNOTATION, delimited(_ANNOTATION_NAME, word.encode()) + data)
+        self._write(_int(_TIMESTAMP, when), delimited(_TRACK_EVENT, event))
 
     def begin(self, pid: int, tid: int, name: str, when: int) -> None:
         self._event(_BEGIN, pid, tid, when, name)
@@ -87,19 +90,5 @@ def _track(pid: int, tid: int = -1) -> int:
     return (pid + 1 << 24) + tid + 1
 
 
-def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
-
-
 def _int(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _bytes(field: int, data: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(data)) + data
+    return varint(field << 3) + varint(value)

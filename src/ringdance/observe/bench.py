@@ -18,6 +18,7 @@ from ringdance import subcommands
 from ringdance.cluster.detect import detect
 from ringdance.launch.parser import rank_count
 from ringdance.launch.spec import CommandError
+from ringdance.observe.verdict import Limit
 from ringdance.subcommands import Subcommand
 
 __all__ = ["main"]
@@ -89,28 +90,17 @@ class Speed:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Which waits for which.
+def judge(speeds: Mapping[str, Speed]) -> Limit:
+    """Return which waits for which, by the three speeds.
 
-    Attributes:
-        bound: loader, step, cores (both need the same ones) or order (one works while the other waits).
-        sentence: the same in words, by how much.
-        next_step: what to try.
+    Returns:
+        Bound is loader, step, cores (both need the same ones) or order (one works while the other waits).
     """
-
-    bound: str
-    sentence: str
-    next_step: str
-
-
-def judge(speeds: Mapping[str, Speed]) -> Verdict:
-    """Return which waits for which, by the three speeds."""
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
     pace, less = f"{alone.unit}/s", _LESS.get(alone.unit, _LESS["images"])
     if both >= step * (1 - _WORTH):
-        return Verdict(
+        return Limit(
             "step",
             f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}; "
             f"the loader can give {loader:,.1f}, {loader / step:.1f} times as many.",
@@ -126,7 +116,7 @@ def judge(speeds: Mapping[str, Speed]) -> Verdict:
         used = f"each rank uses {alone.cores:.1f} of {alone.usable:.1f} cores, all processes of a host "
         used += f"{alone.host_busy:.0%} of its cores"
         if alone.is_busy:
-            return Verdict(
+            return Limit(
                 "loader", sentence,
                 f"Loading alone keeps the cores busy ({used}): {less}, or use machines with more cores "
                 "for each rank.",
@@ -134,14 +124,14 @@ def judge(speeds: Mapping[str, Speed]) -> Verdict:
         slow = ""
         if alone.behind > 0.1:
             slow = f" Look at rank {alone.slowest} first: it is {alone.behind:.0%} behind the mean."
-        return Verdict(
+        return Limit(
             "loader", sentence,
             f"Loading alone leaves cores idle ({used}): use more threads (threads= of Ringdance's loaders, "
             "num_workers= of a DataLoader). If that does not help, the disk is the limit: copy the data to a "
             f"local one (`ringdance hosts copy`), or {less}.{slow}",
         )  # fmt: skip
     if not speeds["both"].is_busy and loader > both:
-        return Verdict(
+        return Limit(
             "order",
             f"Loader and step take turns, though there are idle cores: alone they reach {loader:,.1f} and "
             f"{step:,.1f} {pace}, together {both:,.1f}. With batches prepared ahead, training is "
@@ -149,7 +139,7 @@ def judge(speeds: Mapping[str, Speed]) -> Verdict:
             "Let the loader work ahead, in threads or processes: Ringdance's loaders do, a DataLoader with "
             "num_workers=1 or more, a tf.data pipeline that ends with prefetch().",
         )
-    return Verdict(
+    return Limit(
         "cores",
         f"Loader and step take the cores from each other: alone they reach {loader:,.1f} and {step:,.1f} "
         f"{pace}, together {both:,.1f}. Without the loader's work, training is {gain:.1f} times as fast.",
@@ -223,13 +213,12 @@ def _input(arguments: argparse.Namespace) -> int:
     for number, (part, title) in enumerate(PARTS.items(), 1):
         print(f"{number} of 3: {title}, about {1.3 * arguments.seconds:.0f} s ...", file=sys.stderr)
         speeds[part] = measure(part, [*options, *words], arguments.seconds)
-    verdict = judge(speeds)
+    found = judge(speeds)
     if arguments.format == "json":
-        found = {part: asdict(one) for part, one in speeds.items()} | asdict(verdict)
-        print(json.dumps(found, indent=1))
+        print(json.dumps({part: asdict(one) for part, one in speeds.items()} | asdict(found), indent=1))
     else:
-        print(f"{table(speeds)}\n\n{textwrap.fill(verdict.sentence, 100)}")
-        print(textwrap.fill(f"Try next: {verdict.next_step}", 100))
+        print(f"{table(speeds)}\n\n{textwrap.fill(found.sentence, 100)}")
+        print(textwrap.fill(f"Try next: {found.next_step}", 100))
     return 0
 
 

@@ -13,7 +13,7 @@ from ringdance.observe import svg
 from ringdance.observe.figures import Run
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
-from ringdance.observe.verdict import Verdict
+from ringdance.observe.verdict import RunLimit
 
 __all__ = ["page"]
 
@@ -22,7 +22,7 @@ _EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16
 _KINDS = ("computes", "waits for results", "exchanges")
 
 
-def page(runs: Sequence[Run], verdict: Verdict, trace: Sequence[RankTimes], batch: int) -> str:
+def page(runs: Sequence[Run], verdict: RunLimit, trace: Sequence[RankTimes], batch: int) -> str:
     """Return the page.
 
     Args:

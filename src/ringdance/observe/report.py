@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from ringdance.observe.figures import Run, read_run
 from ringdance.observe.page import page
 from ringdance.observe.summary import RankTimes, ranks_of
 from ringdance.observe.trace import load
-from ringdance.observe.verdict import Verdict, judge
+from ringdance.observe.verdict import RunLimit, judge
 
 __all__ = ["main"]
 
@@ -41,8 +40,6 @@ def main(argv: Sequence[str]) -> int:
         prog="ringdance report",
         description="Write a page about a run: is it bound by input, computation, communication or skew?",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     text = "of `ringdance run --output-filename`; the last one is described, all are compared"
@@ -78,7 +75,7 @@ def _trace(run: Run, file: Path | None) -> list[RankTimes]:
     return [one for one in ranks_of(load(found[0])) if one.steps.sum() > 0] if found else []
 
 
-def _words(verdict: Verdict) -> str:
+def _words(verdict: RunLimit) -> str:
     lines = [f"Bound by {verdict.bound}. {verdict.sentence}"]
     for text in verdict.evidence:
         lines.append(textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    "))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,8 +45,6 @@ def main(argv: Sequence[str]) -> int:
         prog="ringdance timeline",
         description="Show where the time of a step goes, which ranks are slow, and which tensors come late.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="of `ringdance run --timeline FILE`")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="the last N steps (default 10)")

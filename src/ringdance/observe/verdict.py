@@ -7,7 +7,7 @@ from statistics import fmean
 
 from ringdance.observe.figures import Run
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Limit", "RunLimit", "judge"]
 
 _WORTH = 0.2  # share of the time above which waiting limits a run
 _BUSY_CORES = 0.5  # below it a rank that does not wait for others waits for something else
@@ -16,23 +16,32 @@ _BUSY_HOST, _BUSY_GPU = 85.0, 50.0  # percent
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What limits a run.
+class Limit:
+    """What limits a training.
 
     Attributes:
-        bound: input, computation, communication or skew.
+        bound: in a word.
         sentence: the same in a sentence.
-        evidence: the numbers.
         next_step: the one thing to try.
     """
 
     bound: str
     sentence: str
-    evidence: list[str]
     next_step: str
 
 
-def judge(run: Run, uneven: float = 0.0) -> Verdict:
+@dataclass(frozen=True)
+class RunLimit(Limit):
+    """What limits a run: input, computation, communication or skew.
+
+    Attributes:
+        evidence: the numbers.
+    """
+
+    evidence: list[str]
+
+
+def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     """Return what limits a run.
 
     All ranks end an exchange together, so the slowest rank waits least. What it waits is communication; what
@@ -58,10 +67,10 @@ def judge(run: Run, uneven: float = 0.0) -> Verdict:
         text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, now for this rank, now for that one."
         evidence.insert(1, text)
     if run.size > 1 and uneven >= max(_WORTH, communication, skew) and _host_cpu(run) < _BUSY_HOST:
-        return Verdict(
-            "skew", "Ranks wait for one another, now for this one and now for that one.", evidence,
+        return RunLimit(
+            "skew", "Ranks wait for one another, now for this one and now for that one.",
             "Give all ranks the same to do in each step, such as samples of like length, and to each its own "
-            "cores.",
+            "cores.", evidence,
         )  # fmt: skip
     if run.size > 1 and skew >= max(_WORTH, communication):
         return _skew(run, evidence)
@@ -69,20 +78,20 @@ def judge(run: Run, uneven: float = 0.0) -> Verdict:
         last = run.slowest.rows[-1]
         sent = last["bytes"] / last["steps"]
         evidence.append(f"{sent / 1e6:,.1f} MB are reduced per step.")
-        return Verdict(
-            "communication", "Ranks wait for exchanges, all of them alike.", evidence,
+        return RunLimit(
+            "communication", "Ranks wait for exchanges, all of them alike.",
             "Exchange less often: a larger batch on each rank, or backward_passes_per_step=2 in "
             "DistributedOptimizer. Then fewer bytes: compression=hvd.Compression.fp16. On several hosts "
-            "`ringdance doctor` measures the network between them.",
+            "`ringdance doctor` measures the network between them.", evidence,
         )  # fmt: skip
     if gpu < _BUSY_GPU * own if gpu is not None else _is_idle(run, cores / max(own, 0.05)):
-        return Verdict(
-            "input", "Ranks hardly wait for exchanges or for one another, and yet hardly compute.", evidence,
+        return RunLimit(
+            "input", "Ranks hardly wait for exchanges or for one another, and yet hardly compute.",
             "Load in parallel with training: more workers of the data loader, prefetching, files on a local "
             "disk. Measure the loader alone: it must bring more batches per second than "
-            f"{run.steps_per_second:.3g}. More ranks do not help before that.",
+            f"{run.steps_per_second:.3g}. More ranks do not help before that.", evidence,
         )  # fmt: skip
-    return Verdict("computation", "Ranks compute most of the time.", evidence, _scale(run, gpu))
+    return RunLimit("computation", "Ranks compute most of the time.", _scale(run, gpu), evidence)
 
 
 def _is_idle(run: Run, used: float) -> bool:
@@ -95,7 +104,7 @@ def _host_cpu(run: Run) -> float:
     return max(run.mean("host_cpu_percent", host) for host in run.hosts)
 
 
-def _skew(run: Run, evidence: list[str]) -> Verdict:
+def _skew(run: Run, evidence: list[str]) -> RunLimit:
     slow = run.slowest
     cores = fmean([one.cores for one in run.others])
     host = run.mean("host_cpu_percent", slow.host)
@@ -112,9 +121,9 @@ def _skew(run: Run, evidence: list[str]) -> Verdict:
         else f"See why rank {slow.rank} has more to do or less to do it with: larger samples, other programs "
         f"on {slow.host}, fewer cores, a hot processor or GPU"
     )
-    return Verdict(
-        "skew", f"The others wait for rank {slow.rank} on host {slow.host}.", evidence,
-        f"{doing}. `ringdance explain` shows what it does, `ringdance doctor` compares the hosts.",
+    return RunLimit(
+        "skew", f"The others wait for rank {slow.rank} on host {slow.host}.",
+        f"{doing}. `ringdance explain` shows what it does, `ringdance doctor` compares the hosts.", evidence,
     )  # fmt: skip
 
 

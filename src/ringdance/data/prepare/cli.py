@@ -146,10 +146,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         ("imagenet", "images, also of any other directories of classes", _add_images, _prepare, _PREPARE),
         ("criteo", "click logs, also in LibSVM or TFRecords", _add_clicks, _prepare_clicks, _PREPARE_CLICKS),
     ):
-        one = group.add_parser(
-            name, help=help, description=f"Prepare {help}.", epilog=epilog + _RESUMED, allow_abbrev=False,
-            formatter_class=parser.formatter_class,
-        )  # fmt: skip
+        one = group.add_parser(name, help=help, description=f"Prepare {help}.", epilog=epilog + _RESUMED)
         add(one)
         _add_processes(one)
         one.set_defaults(prepare=run)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import BinaryIO
 
 import numpy as np
 
 from ringdance.data import tfrecord
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
+from ringdance.data.tfrecord import FLOAT_LIST, INT64_LIST
+from ringdance.protobuf import delimited
 
 _NAMES = {b"label": 0, b"ids": 1, b"feat_ids": 1, b"values": 2, b"feat_vals": 2}
-_FLOATS, _INTEGERS = 2, 3  # numbers of the fields of tf.train.Feature
 _HEAD, _TAIL = 12, 4  # bytes of a record around its data
 _EXPECTED = "expected a tf.train.Example with label (one number), ids (integers) and values (floats)"
 _length = struct.Struct("<Q").unpack_from
@@ -72,7 +72,7 @@ def fields(data: Array) -> int:
 def parse(data: Array, starts: Array, fields: int, table_size: int) -> Rows:
     """Parse records; all have as many fields."""
     label, ids, values = _features(data, starts[:-1] + _HEAD, starts[1:] - _TAIL)
-    number = data[label[1]] if (label[0] == _INTEGERS).all() else _floats(data, label, 1)[:, 0]
+    number = data[label[1]] if (label[0] == INT64_LIST).all() else _floats(data, label, 1)[:, 0]
     return Rows(number.astype(np.float32), _integers(data, ids, fields), _floats(data, values, fields))
 
 
@@ -132,7 +132,7 @@ def _varint(data: Array, at: Array) -> tuple[Array, Array]:
 def _floats(data: Array, feature: Feature, count: int) -> Array:
     """Return the floats of each row, shape (n, count), float32."""
     kind, begin, end = feature
-    if (kind != _FLOATS).any() or (end - begin != 4 * count).any():
+    if (kind != FLOAT_LIST).any() or (end - begin != 4 * count).any():
         raise RowError(f"{_EXPECTED}; as many values as ids, {count} here")
     found: Array = np.lib.stride_tricks.sliding_window_view(data, 4 * count)[begin].view("<f4")
     return found
@@ -144,7 +144,7 @@ def _integers(data: Array, feature: Feature, count: int) -> Array:
     found = np.empty((count, len(at)), np.int64)
     for number in range(count):
         found[number], at = _varint(data, at)
-    if (kind != _INTEGERS).any() or (at != end).any():
+    if (kind != INT64_LIST).any() or (at != end).any():
         raise RowError(f"expected {count} ids, as in the first record")
     return np.ascontiguousarray(found.T)
 
@@ -157,11 +157,11 @@ def encode(rows: Rows) -> bytes:
     found, start = [], 0
     for number, end in enumerate(ends.tolist()):
         data = b"".join((
-            _entry(b"ids", _INTEGERS, end - start), ids[start:end].tobytes(),
-            _entry(b"label", _FLOATS, 4), struct.pack("<f", labels[number]),
-            _entry(b"values", _FLOATS, size), values[number].tobytes(),
+            tfrecord.entry("ids", INT64_LIST, end - start), ids[start:end].tobytes(),
+            tfrecord.entry("label", FLOAT_LIST, 4), struct.pack("<f", labels[number]),
+            tfrecord.entry("values", FLOAT_LIST, size), values[number].tobytes(),
         ))  # fmt: skip
-        found.append(tfrecord.framed(tfrecord.delimiter(1, len(data)) + data))
+        found.append(tfrecord.framed(delimited(1, data)))
         start = end
     return b"".join(found)
 
@@ -179,13 +179,3 @@ def _varints(ids: Array) -> tuple[Array, Array]:
         more = (size[left] > number + 1).astype(np.int64) << 7
         found[ends[left] - size[left] + number] = flat[left] >> 7 * number & 0x7F | more
     return found, ends[ids.shape[1] - 1 :: ids.shape[1]]
-
-
-@lru_cache(maxsize=4096)
-def _entry(name: bytes, kind: int, size: int) -> bytes:
-    """Return an entry of the map of features up to, but without, its packed numbers of `size` bytes."""
-    begin = tfrecord.delimiter(1, size)
-    begin = tfrecord.delimiter(kind, size + len(begin)) + begin
-    begin = tfrecord.delimiter(2, size + len(begin)) + begin
-    begin = tfrecord.delimiter(1, len(name)) + name + begin
-    return tfrecord.delimiter(1, size + len(begin)) + begin

@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 
 from ringdance.doctor.check import Usage
-from ringdance.doctor.probes import files
 from ringdance.launch.system import linux
 
 _SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
@@ -17,7 +16,7 @@ _SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"
 
 def collect(usage: Usage) -> dict[str, Any]:
     """Cores (all, by affinity, usable under the quota), model, instruction sets, load."""
-    lines = [line.partition(":") for line in files.text("/proc/cpuinfo").splitlines()]
+    lines = [line.partition(":") for line in linux.text("/proc/cpuinfo").splitlines()]
     fields = {name.strip().lower(): value.strip() for name, _, value in reversed(lines)}
     flags = set((fields.get("flags") or fields.get("features") or "").split())
     cores = psutil.cpu_count() or 1

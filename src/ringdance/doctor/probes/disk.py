@@ -9,6 +9,7 @@ import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
+from ringdance.launch.system import machine
 
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "glusterfs", "ceph", "9p", "fuse.sshfs")
 
@@ -26,22 +27,14 @@ def collect(usage: Usage) -> dict[str, Any]:
 def directory(path: str) -> dict[str, Any]:
     """Describe a directory; for one that does not exist, the nearest parent, in which it would be made."""
     wanted = os.path.abspath(path)
-    nearest = wanted
-    while not os.path.exists(nearest) and nearest != os.path.dirname(nearest):
-        nearest = os.path.dirname(nearest)
+    nearest = machine.nearest(wanted)
     found = {"exists": nearest == wanted, "nearest": nearest, "error": files.write_error(nearest)}
     try:
-        room = os.statvfs(nearest)
+        room, flags = machine.room(nearest), os.statvfs(nearest).f_flag
     except OSError:
         return found
-    return found | {
-        "total": room.f_frsize * room.f_blocks,
-        "free": room.f_frsize * room.f_bavail,
-        "inodes": room.f_files,
-        "inodes_free": room.f_favail,
-        "noexec": bool(room.f_flag & getattr(os, "ST_NOEXEC", 0)),
-        "kind": mounted(nearest),
-    }
+    noexec = bool(flags & getattr(os, "ST_NOEXEC", 0))
+    return found | room | {"noexec": noexec, "kind": mounted(nearest)}
 
 
 def mounted(path: str) -> str:

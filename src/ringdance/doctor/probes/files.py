@@ -1,4 +1,4 @@
-"""Small readings that several probes share. Absent files are empty text."""
+"""What several probes share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ import tempfile
 from collections.abc import Sequence
 
 from ringdance.launch.system import linux
-
-
-def text(path: str) -> str:
-    """Return the content of a small file, stripped; "" if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def write_error(directory: str) -> str:
@@ -55,5 +46,5 @@ def cgroup_limit(controller: str, names: Sequence[str]) -> int | None:
 
     Words such as ``max``, and v1's number for "no limit", do not count.
     """
-    values = [text(f"{path}/{name}") for path in linux.cgroups(controller) for name in names]
+    values = [linux.text(f"{path}/{name}") for path in linux.cgroups(controller) for name in names]
     return min((int(value) for value in values if value.isdigit() and int(value) < 1 << 60), default=None)

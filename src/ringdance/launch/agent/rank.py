@@ -16,7 +16,6 @@ ends the rank at once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -97,11 +96,6 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _forward(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.kill(pid, number)
-
-
 class _Supervisor:
     """Parent of the rank, out of mpiexec's reach.
 
@@ -164,17 +158,11 @@ class _Supervisor:
 
     def _from_front(self, number: int) -> None:
         self._told_to_end |= number == signal.SIGTERM
-        self._pass_on(number)
-
-    def _pass_on(self, number: int) -> None:
-        try:
-            os.kill(self._child, number)
-        except ProcessLookupError:
-            pass
+        linux.send_signal(self._child, number)
 
     def _kill(self) -> None:
         # Not its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
-        self._pass_on(signal.SIGKILL)
+        linux.send_signal(self._child, signal.SIGKILL)
 
     def _wait(self) -> int | None:
         """Wait for the rank, passing signals on; return its exit code or -signal, None without an agent."""
@@ -201,7 +189,7 @@ class _Supervisor:
     def _handle_message(self) -> bool:
         messages, _, alive = self._channel.receive()
         for message in messages:
-            self._pass_on(message["signal"])
+            linux.send_signal(self._child, message["signal"])
         return alive
 
 
@@ -234,7 +222,7 @@ def main(arguments: list[str]) -> None:
         os._exit(_Supervisor(channel, read).run(command))
     os.close(read)
     for number in _FORWARDED:
-        signal.signal(number, lambda number, _: _forward(supervisor, number))
+        signal.signal(number, lambda number, _: linux.send_signal(supervisor, number))
     _, status = os.waitpid(supervisor, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)

@@ -15,7 +15,7 @@ from typing import Any
 from ..copy.receive import Receiver
 from ..directories import bases, host_directory, host_shared
 from ..messages import Frames
-from ..system import linux
+from ..system import linux, machine
 from ..system.cleanup import Cleanup, job_of
 
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
@@ -87,24 +87,10 @@ def _disk(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def room(path: str) -> dict[str, Any]:
-    """``total``, ``free``, ``inodes_free`` of a directory's file system, or of its nearest parent's."""
-    there = nearest(path)
-    found = os.statvfs(there)
-    return {
-        "exists": there == os.path.abspath(os.path.expanduser(path)),
-        "total": found.f_frsize * found.f_blocks,
-        "free": found.f_frsize * found.f_bavail,
-        "inodes_free": found.f_favail if found.f_files else None,
-        "writable": os.access(there, os.W_OK),
-    }
-
-
-def nearest(path: str) -> str:
-    """Return a directory, or the nearest of its parents that exists."""
-    there = os.path.abspath(os.path.expanduser(path))
-    while not os.path.isdir(there) and there != os.path.dirname(there):
-        there = os.path.dirname(there)
-    return there
+    """Return the room of a directory's file system, or of its nearest parent's, and what the directory is."""
+    wanted = os.path.abspath(os.path.expanduser(path))
+    there = machine.nearest(wanted)
+    return {"exists": there == wanted, "writable": os.access(there, os.W_OK), **machine.room(there)}
 
 
 _TASKS = {"jobs": _jobs, "kill": _kill, "disk": _disk}

@@ -58,8 +58,6 @@ def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence
         prog=f"ringdance {name}",
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("job", metavar="JOB", nargs="?", default="", help="the job, or its first digits")
     parser.add_argument(option, **details)

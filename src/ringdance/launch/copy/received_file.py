@@ -11,6 +11,8 @@ import os
 import stat
 from typing import IO
 
+from ..system import linux
+
 DONE = -1
 """Instead of the number of bytes that are here: the file is complete."""
 
@@ -190,10 +192,6 @@ def _is_own(file: str | int) -> bool:
 def _locked(path: str) -> bool:
     """Return whether another copy is writing the file."""
     try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return linux.locked(path)
     except OSError:
-        pass
-    return False
+        return False

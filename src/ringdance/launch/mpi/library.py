@@ -66,15 +66,26 @@ def find_mpi() -> Mpi:
     Raises:
         LaunchError: no mpi4py, no MPI library, or no mpiexec of that library; says what to install.
     """
-    try:
-        mpi4py = importlib.metadata.distribution("mpi4py")
-    except importlib.metadata.PackageNotFoundError:
-        raise _missing("mpi4py is not installed in the environment of " + sys.executable) from None
-    wheels = _installed_wheels()
-    # A wheel of mpi4py loads whichever library it finds; one compiled here is bound to its own.
-    wheel = any(".openmpi." in file.name for file in mpi4py.files or () if file.name.startswith("MPI."))
+    built_for, wheels = mpi4py_variants(), _installed_wheels()
+    if not built_for:
+        raise _missing("mpi4py is not installed in the environment of " + sys.executable)
     chosen = os.environ.get("MPI4PY_LIBMPI") or os.environ.get("MPI4PY_MPIABI")
-    return wheels[0] if wheel and len(wheels) == 1 and not chosen else _probe(wheels)
+    return wheels[0] if "openmpi" in built_for and len(wheels) == 1 and not chosen else _probe(wheels)
+
+
+def mpi4py_variants() -> list[str]:
+    """Return the libraries that the installed mpi4py was built for; none if there is no mpi4py.
+
+    Returns:
+        Of a wheel ``openmpi``, ``mpich``, ``impi``: it loads whichever it finds. ``own`` if it was compiled
+        here: it is bound to its own.
+    """
+    try:
+        files = importlib.metadata.distribution("mpi4py").files or ()
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    names = " ".join(file.name for file in files if file.name.startswith("MPI."))
+    return [name for name in ("openmpi", "mpich", "impi") if f".{name}." in names] or ["own"]
 
 
 def _installed_wheels() -> list[Mpi]:

@@ -99,6 +99,12 @@ class Remote:
         return lines[-1].strip() if lines else ""
 
 
+def close_all(remotes: Iterable[Remote]) -> None:
+    """End agents."""
+    for remote in remotes:
+        remote.close()
+
+
 class _Problem(LaunchError):
     def __init__(self, text: str, temporary: bool = False) -> None:
         super().__init__(text)
@@ -122,8 +128,7 @@ def connect(
     hosts = list(hosts)
     found, problems = attempt(hosts, shell, timeout, log)
     if problems:
-        for remote in found.values():
-            remote.close()
+        close_all(found.values())
         raise LaunchError(together([f"host {host}: {problems[host]}" for host in hosts if host in problems]))
     return [found[host] for host in hosts]
 

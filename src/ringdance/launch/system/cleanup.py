@@ -83,25 +83,9 @@ def abandoned(base: str) -> list[str]:
     for path in (entry.path for entry in _entries(base) if entry.name.startswith("ringdance-")):
         job = job_of(path)
         with contextlib.suppress(OSError):  # its own job is removing it, or there are no locks
-            if job and time.time() - os.lstat(path).st_mtime > _OLD_S and not _locked(path):
+            if job and time.time() - os.lstat(path).st_mtime > _OLD_S and not linux.locked(path):
                 found += [] if linux.job_processes(job) else [path]
     return found
-
-
-def _locked(directory: str) -> bool:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
 
 
 class Cleanup:
@@ -151,7 +135,7 @@ class Cleanup:
         if failed:
             _remove_dead_managers(self._began)
         if self._backup:
-            _kill(self._backup)
+            linux.send_signal(self._backup, signal.SIGKILL)
         return not left
 
     def note(self, pid: int) -> None:
@@ -230,7 +214,7 @@ class Cleanup:
             victims = {pid for pid, seconds in graces.items() if passed >= seconds}
             self._directories += _manager_directories(pid for pid in victims if graces[pid])
             for pid in victims:
-                _kill(pid)
+                linux.send_signal(pid, signal.SIGKILL)
             quiet = 0 if left else quiet + 1
             time.sleep(0.01)
             self._reap()

@@ -6,6 +6,8 @@ package, so that they start in some 20 ms.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -75,6 +77,33 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError:
         return b""
+
+
+def text(path: str) -> str:
+    """Return the content of a small file, stripped; "" if it cannot be read."""
+    return _read(path).decode(errors="replace").strip()
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process, unless it has ended or is another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def locked(path: str) -> bool:
+    """Return whether another process has locked a file or directory.
+
+    Raises:
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _stat(pid: int | str) -> list[bytes]:
@@ -157,7 +186,7 @@ def began(pid: int) -> float:
 
 def name_of(pid: int) -> str:
     """Return the short name of a process, also of a zombie."""
-    return _read(f"/proc/{pid}/comm").decode(errors="replace").strip() or "a process"
+    return text(f"/proc/{pid}/comm") or "a process"
 
 
 def grace(pid: int) -> float:
@@ -227,7 +256,7 @@ def usable_cores() -> int:
 
 def cgroups(controller: str) -> Iterator[str]:
     """Yield the directories of this process's cgroup of a controller and those above it (v1 and v2)."""
-    for line in _read("/proc/self/cgroup").decode(errors="replace").splitlines():
+    for line in text("/proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
             bases = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]

@@ -43,10 +43,33 @@ def facts() -> dict[str, Any]:
 def shared_memory() -> int:
     """Return the free bytes of /dev/shm, -1 if there is none."""
     try:
-        room = os.statvfs("/dev/shm")
+        return int(room("/dev/shm")["free"])
     except OSError:
         return -1
-    return room.f_bavail * room.f_frsize
+
+
+def nearest(path: str) -> str:
+    """Return an absolute path, or the nearest of its parents that exists."""
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def room(path: str) -> dict[str, Any]:
+    """Return ``total`` and ``free`` bytes, ``inodes`` and ``inodes_free`` of a path's file system.
+
+    Where the file system has no fixed number of inodes, ``inodes`` is 0 and ``inodes_free`` None.
+
+    Raises:
+        OSError: there is no such path.
+    """
+    found = os.statvfs(path)
+    return {
+        "total": found.f_frsize * found.f_blocks,
+        "free": found.f_frsize * found.f_bavail,
+        "inodes": found.f_files,
+        "inodes_free": found.f_favail if found.f_files else None,
+    }
 
 
 def in_home(path: str) -> str:
@@ -75,28 +98,21 @@ def home() -> str:
 
 def identity() -> str:
     """Return what distinguishes this machine, or container, from others."""
-    boot = _text("/proc/sys/kernel/random/boot_id").strip()
+    boot = linux.text("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename} {boot or uuid.getnode()}"
 
 
 def own_version() -> str:
     """Return ``__version__`` of this package, without importing it."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    found = re.search(r'^__version__ = "([^"]+)"', _text(os.path.join(package, "__init__.py")), re.MULTILINE)
+    text = linux.text(os.path.join(package, "__init__.py"))
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
     return found[1] if found else "unknown"
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def devices() -> list[str]:
     """Return the names of the GPUs, in the driver's order."""
-    texts = map(_text, sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")))
+    texts = map(linux.text, sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")))
     models = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
     return [model[1].strip() if model else "NVIDIA GPU" for model in models]
 
@@ -140,7 +156,7 @@ def networks() -> list[tuple[str, str, int]]:
                 continue
             if address[0] != 127:
                 found.append((name, socket.inet_ntoa(address), int.from_bytes(mask, "big").bit_count()))
-    for line in _text("/proc/net/if_inet6").splitlines():
+    for line in linux.text("/proc/net/if_inet6").splitlines():
         digits, _, bits, scope, _, name = line.split()
         if scope == "00":  # global, or unique local (fd00::/8)
             found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), int(bits, 16)))

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="horovodrun -np N [options] COMMAND [ARGUMENTS...]",
         description="Run a command as N processes of one job, by Ringdance.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=True,
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
