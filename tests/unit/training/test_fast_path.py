@@ -1,4 +1,4 @@
-"""Gradients of different steps on the fast path: all ranks raise the same error, and none does without reason."""
+"""Gradients of different steps on the fast path: all ranks raise one error, and none without reason."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.source import DENSE
 
 AVERAGE = ReduceOp.AVERAGE
+Average = Callable[[list[Array], Array], None]
 
 
 class Gradients:
@@ -47,7 +48,7 @@ class Gradients:
 class Job:
     """In place of a call: averages this rank's tag with the others'."""
 
-    def __init__(self, others: list[Array], average: Callable[[list[Array], Array], None]) -> None:
+    def __init__(self, others: list[Array], average: Average) -> None:
         self.others, self.average = others, average
 
     def submit(self, engine: Any, sent: tuple[Array, ...], outputs: tuple[Array, ...]) -> Job:
@@ -68,7 +69,7 @@ def reduced(how: Reduction, parts: list[Array], out: Array) -> None:
     how.deliver(out.copy(), out)
 
 
-def averages(dtype: str, size: int) -> list[Callable[[list[Array], Array], None]]:
+def averages(dtype: str, size: int) -> list[Average]:
     """On one host, with predivide, and as two hosts do."""
     found = [
         lambda parts, out, scale=scale: reduced(
@@ -96,7 +97,7 @@ def tag_of(dtype: str, step: int) -> Array:
     return FastPath(None, 0, Gradients(dtype), "", (1.0, 1.0))._tag(dtype_of(dtype), step)  # type: ignore[arg-type]
 
 
-def outcome(dtype: str, step: int, others: list[Array], average: Callable[[list[Array], Array], None]) -> bool:
+def outcome(dtype: str, step: int, others: list[Array], average: Average) -> bool:
     """Whether a rank in this step finds that others are in another."""
     path = FastPath(None, 0, Gradients(dtype), "", (1.0, 1.0))  # type: ignore[arg-type]
     path.update(bytes([DENSE]), True, True)
@@ -114,7 +115,7 @@ def outcome(dtype: str, step: int, others: list[Array], average: Callable[[list[
 @pytest.mark.parametrize("dtype", [*FLOATS, "int8"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 13, 100, 127, 129, 1000, 2049])
 def test_every_rank_sees_that_one_is_behind(dtype: str, size: int) -> None:
-    """Whoever has joined, adding zeros, and however the average is rounded."""
+    """However many have joined, adding zeros, and however the average is rounded."""
     nothing = np.zeros_like(tag_of(dtype, 0))
     for average in averages(nothing.dtype.name, size):
         for step in (0, 6, 7, STEPS - 1):

@@ -24,7 +24,7 @@ __all__ = ["DifferentStepsError", "FastPath"]
 
 Array = np.ndarray[Any, Any]
 
-# Steps are distinguished modulo this. A tag has one element for each: a one where the rank's step is, else zeros.
+# Steps are distinguished modulo this. A tag has an element for each: 1 for the rank's step, 0 for others.
 # The average is above zero for each step that some rank is in, in any floating dtype and for any number of
 # ranks. Those that have joined add zeros.
 _TAGS = 8
