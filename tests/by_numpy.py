@@ -12,7 +12,7 @@ import ringdance.numpy as hvd
 
 Array = np.ndarray[Any, Any]
 
-INTEGERS = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
 DTYPES = (*INTEGERS, *FLOATS, "bool")
@@ -50,11 +50,26 @@ def reduced(parts: Sequence[Array], operation: str, pre: float = 1.0, post: floa
         total = ufunc(total, part.astype(wide))
     if operation == "average":
         if dtype.kind in "iu" and post == 1.0:
-            return (np.sign(total) * (np.abs(total) // len(parts))).astype(dtype)
+            return integer_average(scaled)
         if post == 1.0:
             return (total / wide.type(len(parts))).astype(dtype)
         return scaled_by(total, post / len(parts), dtype)
     return total.astype(dtype) if post == 1.0 else scaled_by(total, post, dtype)
+
+
+def integer_average(parts: Sequence[Array]) -> Array:
+    """Of numbers of any size, by Python's integers; cut off toward zero."""
+    total = np.asarray(sum(part.astype(object) for part in parts), object)
+    return np.where(total < 0, -(-total // len(parts)), total // len(parts)).astype(parts[0].dtype)
+
+
+def any_integers(rank: int, dtype: str, shape: tuple[int, ...]) -> Array:
+    """Of the whole range of a type, its ends too."""
+    limit = np.iinfo(dtype)
+    made = np.random.default_rng([rank, 7]).integers(limit.min, limit.max, shape, dtype, endpoint=True)
+    ends = [limit.max, limit.min, limit.max - 1, limit.min + 1, (limit.min, limit.max)[rank % 2]]
+    made.reshape(-1)[: len(ends)] = ends[: made.size]
+    return np.asarray(made)
 
 
 def scaled_by(array: Array, factor: float, dtype: np.dtype[Any]) -> Array:

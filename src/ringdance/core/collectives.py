@@ -12,7 +12,7 @@ import numpy as np
 
 from ringdance.core.exchange import Exchange, Steps, aligned_empty
 from ringdance.core.exchange.adasum import adasum
-from ringdance.core.exchange.arithmetic import Reduction, dtype_named, reduction
+from ringdance.core.exchange.arithmetic import Reduction, dtype_named, neutral_element, reduction
 from ringdance.core.exchange.base import as_bytes
 from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
@@ -33,13 +33,15 @@ class AgreedRequest:
 
 
 def _request(item: AgreedRequest) -> Request:
-    """Return the item's request; a joined rank takes part with zeros."""
+    """Return the item's request; a joined rank takes part with what changes no result: zeros, if summed."""
     if item.work is not None:
         return item.work.request
     d = item.description
     pairs = zip(d.shapes, d.dtypes, strict=True)
-    zeros = tuple(np.zeros(shape, dtype_named(dtype)) for shape, dtype in pairs)
-    return Request(d, zeros, zeros)
+    views = tuple(
+        np.full(shape, neutral_element(dtype, d.operation), dtype_named(dtype)) for shape, dtype in pairs
+    )
+    return Request(d, views, views)
 
 
 def _outputs(request: Request) -> list[Array]:

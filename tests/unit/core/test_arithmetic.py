@@ -8,7 +8,18 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from by_numpy import FLOATS, HALVES, INTEGERS, OPERATIONS, all_values, dtype_of, reduced, same
+from by_numpy import (
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    OPERATIONS,
+    all_values,
+    any_integers,
+    dtype_of,
+    integer_average,
+    reduced,
+    same,
+)
 
 from ringdance.core.exchange.arithmetic import dtype_named, reduction
 from ringdance.core.request import ReduceOp
@@ -44,6 +55,18 @@ def test_averages_of_integers_are_exact(size: int, dtype: str) -> None:
     parts = [np.array(sums, dtype)] + [np.zeros(len(sums), dtype)] * (size - 1)
     want = [int(Fraction(n, size)) for n in sums]  # int() cuts off toward zero
     assert run(parts, ReduceOp.AVERAGE).tolist() == want
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 100, 127, 128, 129, 1000])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_averages_whose_sums_do_not_fit(size: int, dtype: str) -> None:
+    parts = [any_integers(rank, dtype, (200,)) for rank in range(size)]
+    same(run(parts, ReduceOp.AVERAGE), integer_average(parts))
+    for end in (np.iinfo(dtype).min, np.iinfo(dtype).max):
+        ends = [np.full((), end, dtype)] * size
+        same(run(ends, ReduceOp.AVERAGE), ends[0])
+        if dtype not in ("int64", "uint64"):  # computed in double
+            same(run(ends, ReduceOp.AVERAGE, post=0.5), np.trunc(ends[0] * 0.5).astype(dtype))
 
 
 def test_averages_of_large_integers_do_not_pass_through_double() -> None:

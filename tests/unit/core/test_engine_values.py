@@ -7,11 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_numpy import HALVES, all_values, dtype_of, reduced, rows_of, same
+from by_numpy import (
+    DTYPES,
+    HALVES,
+    INTEGERS,
+    OPERATIONS,
+    all_values,
+    any_integers,
+    dtype_of,
+    integer_average,
+    reduced,
+    rows_of,
+    same,
+)
 from loopback_job import job
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
+from ringdance.errors import MismatchError
 from ringdance.settings import Settings
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -21,6 +34,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hosts taken in turn": {"size": 4, "hosts": ("a", "b", "a", "b")},
     "three hosts": {"size": 3, "hosts": ("a", "b", "c")},
     "delays": {"size": 4, "hosts": ("a", "a", "b", "b"), "delay": 0.5, "seed": 3},
+}
+MORE_LAYOUTS = LAYOUTS | {
+    "five ranks": {"size": 5, "hosts": ("a", "b", "b", "a", "b")},
+    "eight ranks": {"size": 8},
 }
 SETTINGS = {
     "usual": Settings(),
@@ -80,6 +97,63 @@ def test_every_verb(layout: str, setting: str) -> None:
                 [np.full(3, 1.0 + (size - r) * 2.0**-8, dtype_of("bfloat16")) for r in range(size)], "average"
             ),
         )
+
+    job(size, program, SETTINGS[setting], **how)
+
+
+@pytest.mark.parametrize("layout", MORE_LAYOUTS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_averages_of_integers_are_exact(layout: str, setting: str) -> None:
+    """Also where no partial sum fits into the type, by any of the ways in which data move."""
+    how = dict(MORE_LAYOUTS[layout])
+    size = how.pop("size")
+
+    def program(engine: Engine) -> None:
+        for dtype in INTEGERS:
+            for shape in ((), (7, 3), (2001,)):
+                inputs = [any_integers(rank, dtype, shape) for rank in range(size)]
+                want, given = integer_average(inputs), inputs[engine.rank]
+                same(hvd.allreduce(given), want)
+                for got in hvd.allreduce([given, given]):
+                    same(got, want)
+                for _ in range(2):
+                    same(hvd.allreduce(given, name=f"{dtype} {shape}"), want)
+            same(hvd.reducescatter(given), want[rows_of(engine.rank, 2001, size)])
+
+    job(size, program, SETTINGS[setting], **how)
+
+
+@pytest.mark.parametrize("layout", MORE_LAYOUTS)
+@pytest.mark.parametrize("setting", ["tiny", "messages"])
+def test_a_joined_rank_changes_no_result(layout: str, setting: str) -> None:
+    """But averages, which are divided by the number of all ranks."""
+    how = dict(MORE_LAYOUTS[layout])
+    size = how.pop("size")
+
+    def program(engine: Engine) -> None:
+        if engine.rank != 1:
+            for dtype in DTYPES:
+                for shape in ((5, 3), (1001,)):
+                    inputs = all_values(size, dtype, shape, seed=len(shape))
+                    for name, op in OPERATIONS.items():
+                        if name == "average" and dtype == "bool":
+                            continue
+                        given = inputs.copy()
+                        if name in ("min", "max", "product"):
+                            del given[1]
+                        else:
+                            given[1] = np.zeros_like(given[1])
+                        key = f"{dtype} {shape} {name}" if op in (hvd.Min, hvd.Product) else None
+                        for _ in range(2):
+                            close(hvd.allreduce(inputs[engine.rank], op=op, name=key), reduced(given, name))
+            group = [all_values(size, dtype, (4,))[engine.rank] for dtype in DTYPES]
+            for got, dtype in zip(hvd.allreduce(group, op=hvd.Min), DTYPES, strict=True):
+                inputs = all_values(size, dtype, (4,))
+                same(got, reduced([inputs[0], *inputs[2:]], "min"))
+            for op in (hvd.Min, hvd.Max, hvd.Product):
+                with pytest.raises(MismatchError, match="while some ranks have joined"):
+                    hvd.allreduce(np.ones(2), op=op, prescale_factor=-0.5)
+        hvd.join()
 
     job(size, program, SETTINGS[setting], **how)
 

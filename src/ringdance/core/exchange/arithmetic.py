@@ -3,8 +3,9 @@
 - Sums are taken in rank order, so that the result does not depend on who computes it.
 - float16 and bfloat16 are widened to float32, scaled, reduced, scaled again, and rounded once. In two
   stages (inside hosts, across hosts) they are rounded once in each.
-- Averages of integers are exact and truncate toward zero; other scales of integers are
-  computed in double and truncated toward zero.
+- Averages of integers are exact and truncate toward zero, also where the sum does not fit into their type;
+  one rank reduces all parts of an element at once, since partial sums would not fit either. Sums and products
+  wrap, as in NumPy. Other scales of integers are computed in double and truncated toward zero.
 - An average of float32 or float64 is the sum divided by the number of ranks, as NumPy does.
 """
 
@@ -25,7 +26,7 @@ from ringdance.core.request import ReduceOp
 # come out of the engine, or break it under `python -W error`.
 warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r"ringdance\.core")
 
-__all__ = ["Reduction", "dtype_named", "reduction", "two_stages"]
+__all__ = ["Reduction", "dtype_named", "neutral_element", "reduction", "two_stages"]
 
 Array = np.ndarray[Any, Any]
 
@@ -45,6 +46,22 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
+@lru_cache(maxsize=64)
+def neutral_element(dtype: str, operation: ReduceOp) -> Any:
+    """Return what leaves the other operand as it is; 0 for Average, Sum and Adasum."""
+    if operation == ReduceOp.PRODUCT:
+        return 1
+    if operation not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    least = operation == ReduceOp.MIN
+    kind = dtype_named(dtype)
+    if kind == np.bool_:
+        return least
+    if np.issubdtype(kind, np.integer):
+        return np.iinfo(kind).max if least else np.iinfo(kind).min
+    return np.inf if least else -np.inf
+
+
 def _copy(source: Array, out: Array) -> None:
     out[...] = source
 
@@ -56,11 +73,26 @@ def _widen(part: Array, factor: np.float32 | None) -> Array:
     return widened
 
 
-def _truncating_divide(total: Array, divisor: int, out: Array) -> None:
-    quotient = total // divisor
-    if np.issubdtype(total.dtype, np.signedinteger):
-        quotient += (total < 0) & (quotient * divisor != total)
-    out[...] = quotient
+def _average_integers(parts: Sequence[Array], divisor: int, out: Array) -> None:
+    """Average exactly, toward zero, whether or not the sum fits into 64 bits."""
+    if out.itemsize < 8:
+        total = parts[0].astype(np.int64)
+        for part in parts[1:]:
+            total += part
+        total += (total >> 63) & (divisor - 1)  # negative ones round up
+        out[...] = total // divisor
+        return
+    quotient, total, rest = np.empty_like(out), np.zeros_like(out), np.zeros_like(out)
+    for part in parts:  # sums of quotients and of remainders fit, if not always in between
+        np.floor_divide(part, divisor, quotient)
+        total += quotient
+        quotient *= divisor
+        rest += part
+        rest -= quotient
+    np.floor_divide(rest, divisor, quotient)
+    total += quotient
+    quotient *= divisor
+    np.add(total, (total < 0) & (rest != quotient), out)
 
 
 def _scale_integers(source: Array, factor: float, out: Array) -> None:
@@ -81,8 +113,9 @@ class Reduction:
         simple: reducing two parts is one call of ``ufunc``.
         late: scaling happens while the result is copied out (float32, float64), else the one
             who reduces a block also scales it.
-        mpi_op: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, and
-            for Min and Max of floats, whose NaN MPI's comparisons drop.
+        one_stage: an element's parts must be reduced all at once: averages of integers.
+        mpi_op: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, for
+            averages of integers, and for Min and Max of floats, whose NaN MPI's comparisons drop.
     """
 
     def __init__(
@@ -103,10 +136,12 @@ class Reduction:
         self.identity = prescale == 1.0 or self.wide
         self.ufunc, mpi_op = _OPERATIONS[operation]
         drops_nan = dtype.kind == "f" and operation in (ReduceOp.MIN, ReduceOp.MAX)
-        self.mpi_op = None if self.wide or dtype == np.bool_ or drops_nan else mpi_op
         divisor = size if operation == ReduceOp.AVERAGE else 1
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)
+        self.one_stage = self._integer and divisor > 1
+        other = self.wide or self.one_stage or dtype == np.bool_ or drops_nan
+        self.mpi_op = None if other else mpi_op
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
         self.simple = self.identity and not self.wide and (self.late or self.plain)
@@ -118,8 +153,6 @@ class Reduction:
         self._finish: Callable[[Array, Array], Any]
         if self.plain:
             self._finish = _copy
-        elif self._integer and postscale == 1.0:
-            self._finish = lambda source, out: _truncating_divide(source, divisor, out)
         elif self._integer:
             self._finish = lambda source, out: _scale_integers(source, postscale / divisor, out)
         elif postscale == 1.0 and divisor & (divisor - 1):
@@ -148,6 +181,12 @@ class Reduction:
             if not self.plain:
                 self._finish(total, total)
             out[...] = total
+            return
+        if self.one_stage:
+            if self.postscale == 1.0:
+                _average_integers(parts, self.size, out)
+            else:
+                self._finish(np.sum(parts, axis=0, dtype=np.float64), out)
             return
         if len(parts) == 1:
             out[...] = parts[0]

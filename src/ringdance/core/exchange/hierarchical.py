@@ -18,7 +18,7 @@ __all__ = ["HierarchicalExchange"]
 
 
 class HierarchicalExchange(MpiExchange):
-    """As ``MpiExchange``, but large all-reduces are reduced inside each host first.
+    """As ``MpiExchange``, but large all-reduces are reduced inside each host first, if in two stages.
 
     Each block of a chunk has one owner on each host: as many blocks as the smallest host has members. Members
     beyond them own none: they take part in the intra-host reduce and all-gather.
@@ -50,7 +50,7 @@ class HierarchicalExchange(MpiExchange):
         self._across = ChunkPipeline(cross or transport, chunk if cross else 0, small_bytes, progress)
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
-        if sum(view.nbytes for view in inputs) <= self._small:
+        if how.one_stage or sum(view.nbytes for view in inputs) <= self._small:
             return super().allreduce(inputs, outputs, how)
         return self._large_allreduce(inputs, outputs, how)
 

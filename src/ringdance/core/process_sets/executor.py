@@ -172,6 +172,11 @@ class Executor:
                 f"'{item.name}': {d.kind.name.lower()} is not possible while some ranks have joined ({who}); "
                 "only allreduce is. Call join() after the last such operation."
             )
+        if joined and d.prescale != 1.0 and d.operation in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+            return MismatchError(
+                f"'{item.name}': {d.operation.name.title()} with prescale_factor={d.prescale:g} is not "
+                "possible while some ranks have joined. Scale the tensors themselves before the call."
+            )
         if d.operation == ReduceOp.ADASUM and size & (size - 1):
             return MismatchError(
                 f"'{item.name}': Adasum needs a power of two of ranks, and there are {size}."

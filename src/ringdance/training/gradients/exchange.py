@@ -56,8 +56,9 @@ __all__ = ["GradientExchange"]
 Array = np.ndarray[Any, Any]
 
 # Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros
-# that a joined rank contributes, and their maxima show whether all ranks are in one step.
-STEPS = 251
+# that a joined rank contributes, and their maxima show whether all ranks are in one step. A multiple of the
+# fast path's tags, so that neighbors differ there too when the count starts again.
+STEPS = 248
 # Number of exchanges with the same parameter names and ranks: makes their names unique.
 _seen: weakref.WeakKeyDictionary[Any, Counter[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
@@ -254,9 +255,9 @@ class GradientExchange:
             if not (self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step)):
                 self._exchange_by_mask()
                 return
-        except DifferentStepsError:
+        except DifferentStepsError as error:
             self._abandon()
-            raise self._different_steps("others are in another") from None
+            raise self._different_steps(str(error)) from None
         except BaseException:
             self._abandon()
             raise

@@ -1,7 +1,7 @@
 """The fast path of an exchange of gradients: without a mask, while all ranks compute the same gradients.
 
 When several exchanges in a row have found that all ranks compute the same gradients, all take the fast path:
-each rank that has exactly these sends them, with a *tag* that holds the number of the step. If the request
+each rank that has exactly these sends them, with a *tag* that shows the number of the step. If the request
 succeeds, all ranks had them. A rank that has others refuses the request, so it fails on all ranks, and all
 exchange by the mask. Each time that happens they wait longer before they try again.
 """
@@ -24,7 +24,10 @@ __all__ = ["DifferentStepsError", "FastPath"]
 
 Array = np.ndarray[Any, Any]
 
-_TAGS = 8  # steps are distinguished modulo this: small enough that a 16-bit float holds their squares exactly
+# Steps are distinguished modulo this. A tag has an element for each: 1 for the rank's step, 0 for others.
+# The average is above zero for each step that some rank is in, in any floating dtype and for any number of
+# ranks. Those that have joined add zeros.
+_TAGS = 8
 _FIRST_BACKOFF, _MOST_BACKOFF = 2, 256
 
 
@@ -81,7 +84,7 @@ class FastPath:
         """Average the expected gradients; return False, with nothing changed, if some rank has others.
 
         Raises:
-            DifferentStepsError: ranks are in different steps.
+            DifferentStepsError: ranks are in different steps; on all ranks alike.
         """
         views = self._views(computed)
         if views is None:
@@ -99,10 +102,9 @@ class FastPath:
             self._in_a_row = 0
             self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
             return False
-        # The ratio of the sums of squares and of numbers; ranks that have joined have added zeros to both.
-        number = step % _TAGS + 1
-        if abs(float(tag[1]) - number * float(tag[0])) > 0.25 * float(tag[0]):
-            raise DifferentStepsError
+        if np.count_nonzero(tag) != 1:
+            steps = ", ".join(map(str, np.flatnonzero(tag)))
+            raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")
         self._source.write_back(self._indices, self.expected_kinds)
         return True
 
@@ -123,10 +125,10 @@ class FastPath:
     def _tag(self, dtype: np.dtype[Any], step: int) -> Array:
         tag = self._tags.get(dtype)
         if tag is None:
-            tag = self._tags[dtype] = np.empty(2, dtype)
-        number = step % _TAGS + 1
-        tag[0] = number
-        tag[1] = number * number
+            kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # compressed gradients
+            tag = self._tags[dtype] = np.empty(_TAGS, kind)
+        tag.fill(0)
+        tag[step % _TAGS] = 1
         return tag
 
     def _refuse(self) -> None:

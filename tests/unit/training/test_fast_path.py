@@ -1,0 +1,169 @@
+"""Gradients of different steps on the fast path: all ranks raise one error, and none without reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from by_numpy import FLOATS, Array, dtype_of
+from loopback_job import job
+
+from ringdance.core.engine import Engine
+from ringdance.core.exchange.arithmetic import Reduction, reduction, two_stages
+from ringdance.core.request import ReduceOp
+from ringdance.errors import MismatchError
+from ringdance.training.collectives import join
+from ringdance.training.gradients.exchange import STEPS, GradientExchange
+from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
+from ringdance.training.gradients.source import DENSE
+
+AVERAGE = ReduceOp.AVERAGE
+Average = Callable[[list[Array], Array], None]
+
+
+class Gradients:
+    """A source whose parameters have one gradient each, of three elements."""
+
+    def __init__(self, dtype: str) -> None:
+        self.view = np.ones(3, dtype_of(dtype))
+
+    def kinds(self, computed: bytearray) -> bytearray:
+        return bytearray(DENSE * one for one in computed)
+
+    def gradient_views(self, indices: Sequence[int]) -> tuple[Array, ...]:
+        return (self.view,) * len(indices)
+
+    def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:
+        return (self.view,) * len(indices)
+
+    def write_back(self, indices: Sequence[int], union: bytes) -> None:
+        pass
+
+    def nbytes(self, index: int) -> int:
+        return self.view.nbytes
+
+
+class Job:
+    """In place of a call: averages this rank's tag with the others'."""
+
+    def __init__(self, others: list[Array], average: Average) -> None:
+        self.others, self.average = others, average
+
+    def submit(self, engine: Any, sent: tuple[Array, ...], outputs: tuple[Array, ...]) -> Job:
+        self.average([*self.others, sent[-1].copy()], outputs[-1])
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def reduced(how: Reduction, parts: list[Array], out: Array) -> None:
+    prepared = []
+    for part in parts:
+        scaled = np.empty_like(part)
+        how.prepare(part, scaled)
+        prepared.append(scaled)
+    how.combine(prepared, out)
+    how.deliver(out.copy(), out)
+
+
+def averages(dtype: str, size: int) -> list[Average]:
+    """On one host, with predivide, and as two hosts do."""
+    found = [
+        lambda parts, out, scale=scale: reduced(
+            reduction(dtype, AVERAGE, 1 / scale, scale, size), parts, out
+        )
+        for scale in (1.0, 3.0)
+    ]
+    sizes = (size // 3 + 1, size - size // 3 - 1)
+    if sizes[1]:
+
+        def by_hosts(parts: list[Array], out: Array) -> None:
+            how, means = reduction(dtype, AVERAGE, 1.0, 1.0, size), []
+            for members, some in zip(sizes, (parts[: sizes[0]], parts[sizes[0] :]), strict=True):
+                inside, across = two_stages(how, members, sizes)
+                means.append(np.empty_like(out))
+                inside.combine(some, means[-1])
+            across.combine(means, out)
+            across.deliver(out.copy(), out)
+
+        found.append(by_hosts)
+    return found
+
+
+def tag_of(dtype: str, step: int) -> Array:
+    return FastPath(None, 0, Gradients(dtype), "", (1.0, 1.0))._tag(dtype_of(dtype), step)  # type: ignore[arg-type]
+
+
+def outcome(dtype: str, step: int, others: list[Array], average: Average) -> bool:
+    """Whether a rank in this step finds that others are in another."""
+    path = FastPath(None, 0, Gradients(dtype), "", (1.0, 1.0))  # type: ignore[arg-type]
+    path.update(bytes([DENSE]), True, True)
+    path._call = Job(others, average)  # type: ignore[assignment]
+    path.update(bytes([DENSE]), True, True)
+    path.update(bytes([DENSE]), True, True)
+    assert path.open
+    try:
+        assert path.exchange(bytearray([1]), step)
+    except DifferentStepsError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "int8"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 13, 100, 127, 129, 1000, 2049])
+def test_every_rank_sees_that_one_is_behind(dtype: str, size: int) -> None:
+    """However many have joined, adding zeros, and however the average is rounded."""
+    nothing = np.zeros_like(tag_of(dtype, 0))
+    for average in averages(nothing.dtype.name, size):
+        for step in (0, 6, 7, STEPS - 1):
+            here, ahead = tag_of(dtype, step), tag_of(dtype, (step + 1) % STEPS)
+            for joined in {0, min(1, size - 2), size // 2 - 1, size - 2}:
+                rest = size - joined - 2  # of those ahead
+                zeros = [nothing] * joined
+                assert outcome(dtype, step, [*zeros, *[ahead] * (rest + 1)], average)
+                assert outcome(dtype, (step + 1) % STEPS, [*zeros, here, *[ahead] * rest], average)
+                assert not outcome(dtype, step, [*zeros, *[here] * (rest + 1)], average)
+            assert not outcome(dtype, step, [nothing] * (size - 1), average)
+
+
+@pytest.mark.parametrize("hosts", [None, "aabbb", "abababab"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_different_steps_raise_on_all_ranks(dtype: str, hosts: str | None) -> None:
+    size = len(hosts or "12345")
+
+    def program(engine: Engine) -> str:
+        exchange = GradientExchange(Gradients(dtype), ["weight"])
+        for _ in range(STEPS - 1):
+            exchange.on_gradient(0)
+            exchange.on_backward_end()
+            exchange.on_step_end()
+        assert exchange._fast_path.open
+        if engine.rank != size - 2:
+            exchange.on_step_end()
+        exchange.on_gradient(0)
+        with pytest.raises(MismatchError, match="different steps") as raised:
+            exchange.on_backward_end()
+        return str(raised.value).split("is in ")[1].split(". ")[0]
+
+    told = job(size, program, hosts=hosts)
+    assert set(told) == {"247, the ranks are in 0, 7 (modulo 8)", "0, the ranks are in 0, 7 (modulo 8)"}
+
+
+def test_ranks_that_have_joined_are_in_no_step() -> None:
+    def program(engine: Engine) -> None:
+        source = Gradients("float16")
+        exchange = GradientExchange(source, ["weight"])
+        for step in range(20):
+            if engine.rank == 4 and step == 10:
+                break
+            source.view[:] = 5.0
+            exchange.on_gradient(0)
+            exchange.on_backward_end()
+            assert source.view.tolist() == [5.0 if step < 10 else 4.0] * 3
+            exchange.on_step_end()
+        join(engine)
+
+    job(5, program)
