@@ -123,6 +123,15 @@ def full_shared_memory() -> None:
     np.frombuffer(memory.buf, np.uint8)[:] = 1  # full_shared_memory
 
 
+def data_cut_short() -> None:
+    path = HERE / "data"
+    path.write_bytes(bytes(1 << 20))
+    data = np.memmap(path, mode="r")
+    begin()
+    os.truncate(path, 4096)
+    data.copy()  # data_cut_short
+
+
 def out_of_memory() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))

@@ -91,8 +91,12 @@ CAUSES = {
         "file_lock",
     ),
     "full_shared_memory": Planted(
-        (FAILURE, "killed by SIGBUS", "/dev/shm is full", TRACE.replace(",", ",?")),
+        (FAILURE, "killed by SIGBUS", "/dev/shm (is|was) full", TRACE.replace(",", ",?")),
         "full_shared_memory", RUN, mount="/dev/shm",
+    ),
+    "data_cut_short": Planted(
+        (FAILURE, "killed by SIGBUS", "file that it had mapped was cut short", TRACE.replace(",", ",?")),
+        "data_cut_short", RUN,
     ),
     "out_of_memory": Planted((FAILURE, "MemoryError|Unable to allocate", TRACE), "out_of_memory", RUN),
     "killed_for_memory": Planted((FAILURE, "killed by SIGKILL", r"memory limit of its container"), ways=RUN),

@@ -247,6 +247,15 @@ def killed_for_memory() -> int:
     return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
 
 
+def shared_memory() -> int:
+    """Return the free bytes of /dev/shm, -1 if there is none."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return -1
+    return room.f_bavail * room.f_frsize
+
+
 def _quotas() -> Iterator[float]:
     """Yield the CPU quotas, in cores, of this process's cgroup and those above it."""
     for directory in cgroups("cpu"):

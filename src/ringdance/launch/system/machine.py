@@ -35,18 +35,9 @@ def facts() -> dict[str, Any]:
         "devices": devices(),
         "networks": networks(),
         "reached": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
-        "shared_memory": shared_memory(),
+        "shared_memory": linux.shared_memory(),
         "infiniband": bool(glob.glob("/sys/class/infiniband/*")),
     }
-
-
-def shared_memory() -> int:
-    """Return the free bytes of /dev/shm, -1 if there is none."""
-    try:
-        room = os.statvfs("/dev/shm")
-    except OSError:
-        return -1
-    return room.f_bavail * room.f_frsize
 
 
 def in_home(path: str) -> str:
