@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringdance.core.reports.activity import activity, cpu_seconds
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
+from ringdance.core.reports.procfs import activity, sample_cpu
+from ringdance.core.reports.stacks import place_of
 from ringdance.core.ring import RingReader, Word, steps_text
 from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
@@ -77,7 +78,7 @@ class _Rank:
     @property
     def place(self) -> str:
         """Where its main thread is."""
-        return f", at {self.frames[0]}" if self.frames else ""
+        return f", at {place_of(self.frames)}" if self.frames else ""
 
     @property
     def action(self) -> str:
@@ -199,10 +200,10 @@ def _parents(pid: int) -> list[int]:
 
 def _look(ranks: list[_Rank]) -> list[_Rank]:
     """Add what each rank, of this host, does now."""
-    samples = {rank.pid: (time.monotonic(), cpu_seconds(rank.pid, rank.pid)) for rank in ranks}
+    samples = {rank.pid: sample_cpu(rank.pid) for rank in ranks}
     time.sleep(_SAMPLE_S if ranks else 0.0)
     for rank in ranks:
-        rank.doing = activity(rank.pid, rank.pid, samples[rank.pid])
+        rank.doing = activity(rank.pid, before=samples[rank.pid])
         rank.stacks = stacks_of(rank.pid)
         if rank.stacks and not _WAITS.search(rank.stacks):
             rank.waits_for = ""
@@ -310,7 +311,7 @@ def _stalled(stall: dict[str, Any]) -> str:
             doing = rank.get("no_answer") or ""
             if thread:
                 verb = f"{thread['doing']}," if thread["doing"] else "is"
-                doing = f"its {thread['name']} {verb} at {thread['frames'][0]}"
+                doing = f"its {thread['name']} {verb} at {place_of(thread['frames'])}"
             parts.append(f"{_who(rank)}: {doing}")
     held = "; and ".join(parts) or "an exchange that made no progress"
     waited = f"At {_clock(stall['time'])} ranks had waited {stall['seconds']:.0f} s for '{stall['name']}'"

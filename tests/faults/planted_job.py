@@ -6,6 +6,7 @@ reported ends with ``# <cause>``.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
 import multiprocessing
@@ -122,6 +123,15 @@ def full_shared_memory() -> None:
     np.frombuffer(memory.buf, np.uint8)[:] = 1  # full_shared_memory
 
 
+def data_cut_short() -> None:
+    path = HERE / "data"
+    path.write_bytes(bytes(1 << 20))
+    data = np.memmap(path, mode="r")
+    begin()
+    os.truncate(path, 4096)
+    data.copy()  # data_cut_short
+
+
 def out_of_memory() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
@@ -157,6 +167,42 @@ def silent_server() -> None:
     (HERE / "port").write_text(str(server.getsockname()[1]))
     begin()
     client.recv(1)  # silent_server
+
+
+def no_client() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        begin()
+        server.accept()  # no_client
+
+
+def mpi_message() -> None:
+    from mpi4py import MPI
+
+    begin()
+    MPI.COMM_WORLD.recv(source=0, tag=77)  # mpi_message
+
+
+def slow_disk() -> None:
+    with open(HERE / "checkpoint", "wb") as file:
+        begin()
+        while True:
+            os.pwrite(file.fileno(), bytes(1 << 16), 0), os.fsync(file.fileno())  # slow_disk
+
+
+def model_from_fifo() -> None:
+    import torch
+
+    os.mkfifo(HERE / "model")
+    begin()
+    torch.load(HERE / "model")  # model_from_fifo
+
+
+def awaited() -> None:
+    async def fetch() -> None:
+        await asyncio.Event().wait()  # awaited
+
+    begin()
+    asyncio.run(fetch())
 
 
 def endless_child() -> None:

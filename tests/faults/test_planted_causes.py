@@ -85,14 +85,18 @@ CAUSES = {
     ),
     "killed": Planted((FAILURE, "killed by SIGKILL"), ways=RUN),
     "full_disk": Planted((FAILURE, "No space left on device", TRACE), "full_disk", RUN, mount="disk"),
-    "fifo": Planted((LATE, r"opens|reads", r"FIFO \S*/samples", AT), "fifo"),
+    "fifo": Planted((LATE, r"waits for data from the FIFO \S*/samples", AT), "fifo"),
     "file_lock": Planted(
         (LATE, r"waits for a lock on the file \S*cache\.lock", r"held by process \d+ \(.*sleep 600\)", AT),
         "file_lock",
     ),
     "full_shared_memory": Planted(
-        (FAILURE, "killed by SIGBUS", "/dev/shm is full", TRACE.replace(",", ",?")),
+        (FAILURE, "killed by SIGBUS", "/dev/shm (is|was) full", TRACE.replace(",", ",?")),
         "full_shared_memory", RUN, mount="/dev/shm",
+    ),
+    "data_cut_short": Planted(
+        (FAILURE, "killed by SIGBUS", "file that it had mapped was cut short", TRACE.replace(",", ",?")),
+        "data_cut_short", RUN,
     ),
     "out_of_memory": Planted((FAILURE, "MemoryError|Unable to allocate", TRACE), "out_of_memory", RUN),
     "killed_for_memory": Planted((FAILURE, "killed by SIGKILL", r"memory limit of its container"), ways=RUN),
@@ -103,6 +107,13 @@ CAUSES = {
     "batches": Planted((LATE, r"'barrier", AT, r"ran out of data"), "disturbed"),
     "forked_child": Planted((r"forked from rank 1", TRACE), "work"),
     "silent_server": Planted((LATE, r"waits for data from 127\.0\.0\.1:\d+", AT), "silent_server"),
+    "no_client": Planted((LATE, r"waits for a connection to 127\.0\.0\.1:\d+", AT), "no_client"),
+    "mpi_message": Planted((LATE, rf"waits in MPI's recv\(\), at {AT}"), "mpi_message"),
+    "slow_disk": Planted((LATE, rf"writes (a file|\S*/checkpoint)( in unint.*)?, at {AT}"), "slow_disk"),
+    "model_from_fifo": Planted(
+        (LATE, rf"waits for data from the FIFO \S*/model, at {AT}"), "model_from_fifo", limit=10.0
+    ),
+    "awaited": Planted((LATE, f"awaits, at {AT}"), "fetch"),
     "endless_child": Planted((LATE, r"waits for its child process \d+ \(sleep 600\)", AT), "endless_child"),
 }
 

@@ -22,7 +22,7 @@ from ringdance.core.recorder import Recorder, without_number
 from ringdance.core.reports.deadlock import deadlocked
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
-from ringdance.core.reports.stacks import thread_locations
+from ringdance.core.reports.stacks import place_of, thread_locations
 from ringdance.core.reports.stall_message import Stall, stall_message
 from ringdance.core.request import Work
 from ringdance.core.ring import Word
@@ -300,7 +300,7 @@ class StallWatch:
         text = describe_threads(pid, before) if here else ""  # before the signal that wakes it
         stacks = stacks_of(pid) if here else ""
         frames = own_lines(main_frames(stacks))
-        place = f", at {frames[0]}" if frames else ""
+        place = f", at {place_of(frames)}" if frames else ""
         if state == "gone":
             text = "its process is gone"
         elif state == "stopped":

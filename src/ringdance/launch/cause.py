@@ -23,10 +23,7 @@ _LOST_PEER = "MPI_ERR_PROC_FAILED"  # what mpi4py raises where a peer has died
 # Codes with which Open MPI ends a process whose peer has died: its MPI_ERR_UNKNOWN ("Socket closed") and
 # MPI_ERR_PROC_FAILED.
 _LOST_PEER_CODES = (14, 75, 76)
-_BY_SIGNAL: dict[int, str] = {
-    signal.SIGKILL: ": by hand, or by the kernel for want of memory (see dmesg)",
-    signal.SIGBUS: ": there was no room for memory that it mapped; usually /dev/shm is full (df -h /dev/shm)",
-}
+_KILLED = "by hand, or by the kernel for want of memory (see dmesg)"
 _LATE_S = 0.5  # peers may notice a rank's end before its wrapper does
 
 
@@ -85,7 +82,7 @@ class Ended:
         last_line: the last line on its stderr, or "".
         by_launcher: it ended after the launcher had begun to end the job.
         by_mpiexec: it ended after mpiexec had ended its wrapper.
-        oom: meanwhile the kernel killed a process of its cgroup for want of memory.
+        why: what its host shows of a signal's reason, or "".
     """
 
     rank: int
@@ -97,7 +94,7 @@ class Ended:
     by_launcher: bool = False
     by_mpiexec: bool = False
     last_line: str = ""
-    oom: bool = False
+    why: str = ""
 
     @property
     def failed(self) -> bool:
@@ -159,10 +156,8 @@ def of_end(ended: Ended) -> Cause | None:
         kind, message = "peer", f"exited with code {ended.code}, as by Open MPI where another rank has ended"
     elif ended.code < 0:
         kind, message = "signal", f"killed by {signal_name(-ended.code)} (signal {-ended.code})"
-        if ended.oom:
-            message += ": by the kernel, as the memory limit of its container (cgroup) was reached"
-        else:
-            message += _BY_SIGNAL.get(-ended.code, "")
+        if why := ended.why or (_KILLED if ended.code == -signal.SIGKILL else ""):
+            message += f": {why}"
         crashed = _CRASHED_THREAD.search(traceback)
         traceback = crashed[0] if crashed else traceback
     elif last:

@@ -282,9 +282,8 @@ class Job:
             name = signal_name(message["stopped"])
             self._err(f"ringdance: {who} was stopped by {name}: {hint}\n".encode())
         elif rank and "ended" in message:
-            self._on_rank_exit(
-                rank, message["ended"], message["time"], message["by_mpiexec"], message.get("oom", False)
-            )
+            end = message["ended"], message["time"], message["by_mpiexec"], message["why"]
+            self._on_rank_exit(rank, *end)
 
     def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
         """A rank has written to stdout (0) or stderr (1); no data: it has closed it."""
@@ -297,10 +296,10 @@ class Job:
             self._on_rank_exit(rank, None, time.time())
 
     def _on_rank_exit(
-        self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False, oom: bool = False
+        self, rank: Rank, code: int | None, when: float, by_mpiexec: bool = False, why: str = ""
     ) -> None:
         by_launcher = self._state in ENDING
-        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec, oom=oom)
+        rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec, why=why)
         self.on_note(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
             self._handle(Event.FAILURE, _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)

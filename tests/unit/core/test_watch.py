@@ -167,11 +167,13 @@ def test_the_line_that_differs_is_shown_where_a_helper_function_calls_us() -> No
     late = [thread(helper, "train.py:95 in evaluate", script)]
     said = message({0: answer(), 2: answer(threads=late), 3: answer(threads=late)}, status=own, others=[2, 3])
     assert f"(its main thread is at {helper}, called from train.py:80 in train)" in said
+    said_of_one_line = message({2: answer(threads=own["threads"])}, status=own, others=[2])
+    assert said_of_one_line.count(f"at {helper}, called from train.py:80 in train") == 2
     assert said.count(f"its main thread is at {helper}, called from train.py:95 in evaluate") == 2
     elsewhere = [thread("train.py:97 in evaluate", script)]
     said = message({2: answer(threads=elsewhere)}, status=own, others=[2])
     assert f"(its main thread is at {helper}, called from train.py:80 in train)" in said
-    assert "its main thread is at train.py:97 in evaluate. " in said
+    assert f"its main thread is at train.py:97 in evaluate, called from {script}. " in said
 
 
 def test_other_threads_are_shown_where_they_matter() -> None:

@@ -1,25 +1,81 @@
-"""Describe another process of this host from /proc. Linux only; elsewhere nothing is known."""
+"""Describe what threads of the processes of this host do, from /proc. Linux only; elsewhere nothing is known.
+
+Standard library only: `ringdance explain` needs it too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import socket
+import struct
 import time
+from typing import NamedTuple
 
-from ringdance.core.reports.activity import activity
+__all__ = ["CpuSample", "activity", "describe_threads", "sample_cpu"]
 
-__all__ = ["CpuSample", "describe_threads", "sample_cpu"]
-
-_COMPUTES = 0.5  # of a core
+_COMPUTES = 0.3  # of a core
 _IN_CALL = ", probably in a call that holds Python's lock"
+_LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
-CpuSample = tuple[float, float]  # seconds of time.monotonic, and seconds of CPU that a thread has used
+_OPEN, _READ, _WRITE, _FILE_LOCK, _CHILD, _CONNECT, _ACCEPT, _POLL, _LOCK, _SLEEP, _DEVICE = range(11)
+# Numbers of system calls: part of the kernel's stable interface, for x86-64 and for arm64 (and riscv64).
+_X86 = {
+    257: _OPEN, 2: _OPEN, 0: _READ, 17: _READ, 19: _READ, 45: _READ, 47: _READ, 1: _WRITE, 18: _WRITE,
+    20: _WRITE, 44: _WRITE, 46: _WRITE, 74: _WRITE, 75: _WRITE, 72: _FILE_LOCK, 73: _FILE_LOCK, 61: _CHILD,
+    247: _CHILD, 42: _CONNECT, 43: _ACCEPT, 288: _ACCEPT, 7: _POLL, 23: _POLL, 232: _POLL, 270: _POLL,
+    271: _POLL, 281: _POLL, 202: _LOCK, 35: _SLEEP, 230: _SLEEP, 16: _DEVICE,
+}  # fmt: skip
+_ARM = {
+    56: _OPEN, 63: _READ, 65: _READ, 67: _READ, 207: _READ, 212: _READ, 64: _WRITE, 66: _WRITE, 68: _WRITE,
+    206: _WRITE, 211: _WRITE, 82: _WRITE, 83: _WRITE, 25: _FILE_LOCK, 32: _FILE_LOCK, 260: _CHILD,
+    95: _CHILD, 203: _CONNECT, 202: _ACCEPT, 242: _ACCEPT, 22: _POLL, 72: _POLL, 73: _POLL, 98: _LOCK,
+    101: _SLEEP, 115: _SLEEP, 29: _DEVICE,
+}  # fmt: skip
+_CALLS = _X86 if platform.machine() == "x86_64" else _ARM
+_WITHOUT_FILE = {_SLEEP: "sleeps", _LOCK: _LOCKED, _POLL: "waits for a socket or a pipe"}
+_WITH_SOCKET = {_CONNECT: "connects to", _ACCEPT: "waits for a connection to", _WRITE: "sends data to"}
 
 
-def sample_cpu(pid: int) -> CpuSample | None:
-    """Read the CPU time of a process's main thread; None if that is not possible."""
-    found = _read_stat(pid, pid)
-    return None if found is None else (time.monotonic(), found[2])
+class CpuSample(NamedTuple):
+    """When a thread was looked at (seconds of time.monotonic), and the seconds of CPU it had used."""
+
+    time: float
+    used: float
+
+
+def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
+    """Read the CPU time of a thread; None if that is not possible.
+
+    Args:
+        pid: of a process of this host.
+        tid: the kernel's number of its thread; 0 for the main thread.
+    """
+    words = _read(f"/proc/{pid}/task/{tid or pid}/schedstat").split()
+    return CpuSample(time.monotonic(), int(words[0]) / 1e9) if words else None
+
+
+def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
+    """Return a clause as "sleeps" or "reads /data/x"; "" if nothing is known.
+
+    Args:
+        pid: of a process of this host.
+        tid: the kernel's number of its thread; 0 for the main thread.
+        before: an earlier sample.
+    """
+    _, letter = _stat(pid, tid)
+    if letter and letter in "Tt":
+        return "is stopped (SIGSTOP or a debugger)"
+    if letter == "R" or _share(before, sample_cpu(pid, tid)) > _COMPUTES:
+        return "computes"
+    where = _read(f"/proc/{pid}/task/{tid or pid}/wchan").removeprefix("0")
+    call = _read(f"/proc/{pid}/task/{tid or pid}/syscall").split()
+    text = _in_call(pid, call, "pipe" in where or "partner" in where)
+    if letter == "D":
+        return f"{text or 'waits'} in uninterruptible I/O ({where or 'state D'})"
+    # Where a process may not be traced, the kernel does not tell its system call.
+    return text or (_LOCKED if where.startswith("futex") else "")
 
 
 def describe_threads(pid: int, before: CpuSample | None) -> str:
@@ -30,30 +86,27 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
         before: an earlier sample of it.
 
     Returns:
-        A clause as "its main thread waits for a lock (state S, futex_do_wait)"; "" if nothing is known.
+        A clause as "its main thread waits for a lock, a queue or another thread"; "" if nothing is known.
     """
-    found = _read_stat(pid, pid)
-    if found is None:
+    _, letter = _stat(pid)
+    if not letter:
         return ""
-    _, letter, used = found
-    share = float(letter == "R")
-    if before is not None and time.monotonic() - before[0] > 0.1:
-        share = (used - before[1]) / (time.monotonic() - before[0])
-    where, doing = _read_wchan(pid, pid), activity(pid, pid)
-    if share >= _COMPUTES:
-        text = f"its main thread computes{_IN_CALL}"
-    elif letter == "R":
-        text = f"its main thread computes, but with {share:.0%} of a core: the cores of its host are busy"
-    elif where.startswith("futex"):
-        text = f"its main thread waits for a lock (state {letter}, {where})"
-    elif doing:
-        text = f"its main thread {doing}{'' if letter == 'D' else _IN_CALL}"
-    else:
-        state = f"{letter}, {where}" if where else letter
-        text = f"its main thread sleeps in the kernel (state {state}){_IN_CALL}"
+    share, doing = _share(before, sample_cpu(pid)), activity(pid, 0, before)
+    if doing == "computes" and before and share <= _COMPUTES:
+        doing += f", but with {share:.0%} of a core: the cores of its host are busy"
+    elif doing != _LOCKED and letter != "D":
+        doing = f"{doing or f'sleeps in the kernel (state {letter})'}{_IN_CALL}"
     others = _running_threads(pid)
     more = f" and {len(others) - _MOST_THREADS} more" if len(others) > _MOST_THREADS else ""
+    text = f"its main thread {doing}"
     return text + (f"; other threads that run: {', '.join(others[:_MOST_THREADS])}{more}" if others else "")
+
+
+def _share(before: CpuSample | None, now: CpuSample | None) -> float:
+    """Return how much of a core a thread has used between two samples; 0 if that is unknown."""
+    if before is None or now is None or now.time <= before.time:
+        return 0.0
+    return (now.used - before.used) / (now.time - before.time)
 
 
 def _running_threads(pid: int) -> list[str]:
@@ -61,28 +114,95 @@ def _running_threads(pid: int) -> list[str]:
     found = []
     with contextlib.suppress(OSError):
         for entry in os.listdir(f"/proc/{pid}/task"):
-            stat = _read_stat(pid, int(entry))
-            if stat is not None and stat[1] == "R" and int(entry) != pid:
-                found.append(f"'{stat[0]}' (thread id {entry})")
+            name, letter = _stat(pid, int(entry))
+            if letter == "R" and int(entry) != pid:
+                found.append(f"'{name}' (thread id {entry})")
     return found
 
 
-def _read_stat(pid: int, tid: int) -> tuple[str, str, float] | None:
-    """Return a thread's name, its state's letter and the seconds of CPU it has used."""
-    try:
-        with open(f"/proc/{pid}/task/{tid}/stat", errors="replace") as file:
-            head, _, tail = file.read().rpartition(")")
-        fields = tail.split()
-        ticks = int(fields[11]) + int(fields[12])  # in user and in kernel mode
-        return head.partition("(")[2], fields[0], ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return None
+def _stat(pid: int, tid: int = 0) -> tuple[str, str]:
+    """Return a thread's name and its state's letter, empty if there is no such thread."""
+    head, _, tail = _read(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
+    return head.partition("(")[2], tail.strip()[:1]
 
 
-def _read_wchan(pid: int, tid: int) -> str:
-    """Return the kernel's function in which a thread sleeps, or "" if unknown."""
+def _in_call(pid: int, call: list[str], pipe: bool) -> str:
+    if len(call) < 7:
+        return ""
+    kind = _CALLS.get(int(call[0]), -1)
+    first, second, third = (int(word, 16) for word in call[1:4])
+    if kind == _CHILD:
+        child = first if call[0] in ("61", "260") else second
+        return f"waits for its child process {_command(child)}".rstrip()
+    if kind == _OPEN:
+        at, flags = (first, second) if call[0] == "2" else (second, third)
+        path = _memory_at(pid, at)
+        # One end of a FIFO is opened when the other one is.
+        return _with_pipe(flags & os.O_ACCMODE == os.O_WRONLY, path) if pipe else f"opens {path or 'a file'}"
+    return _WITHOUT_FILE.get(kind, "") or ("" if kind < 0 else _with_file(pid, kind, first, pipe))
+
+
+def _with_file(pid: int, kind: int, descriptor: int, pipe: bool) -> str:
     try:
-        with open(f"/proc/{pid}/task/{tid}/wchan") as file:
-            return file.read().strip().removeprefix("0")
+        path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+    except OSError:
+        return ""
+    if path.startswith("socket:"):
+        address = _address(pid, path[8:-1], 1 if kind == _ACCEPT else 2)
+        return f"{_WITH_SOCKET.get(kind, 'waits for data from')} {address}"
+    if kind == _FILE_LOCK:
+        return f"waits for a lock on the file {path}{_holder(pid)}"
+    if kind == _DEVICE:
+        return "waits for the GPU" if "/nvidia" in path else ""
+    if pipe or path.startswith("pipe:"):  # not by stat(), which may hang itself
+        return _with_pipe(kind == _WRITE, path)
+    return f"{'reads' if kind == _READ else 'writes'} {path}"
+
+
+def _with_pipe(writes: bool, path: str) -> str:
+    name = "a pipe" if path.startswith("pipe:") else f"the FIFO {path}"
+    return f"waits until {name} is read" if writes else f"waits for data from {name}"
+
+
+def _holder(pid: int) -> str:
+    """Describe who holds the file lock that a process waits for."""
+    lines = [line.replace("->", " -> ").split() for line in _read("/proc/locks").splitlines()]
+    waits = {line[0] for line in lines if line[1] == "->" and line[5] == str(pid)}
+    for line in lines:
+        if line[0] in waits and line[1] != "->":
+            return f", held by process {_command(int(line[4]))}"
+    return ", which no process of this host is known to hold"
+
+
+def _command(pid: int) -> str:
+    """Return a process's number, and its command if it is known; "" for no number, as for any child."""
+    words = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:100]
+    return f"{pid} ({words})" if words else str(pid) if 0 < pid < 1 << 31 else ""
+
+
+def _memory_at(pid: int, address: int) -> str:
+    """Return the text at an address of a process."""
+    with contextlib.suppress(OSError, OverflowError), open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
+        file.seek(address)
+        return os.fsdecode(file.read(4096).partition(b"\0")[0])
+    return ""
+
+
+def _address(pid: int, inode: str, end: int) -> str:
+    """Return the address of this end (1) or the other (2) of a TCP connection."""
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in _read(f"/proc/{pid}/net/{name}").splitlines()[1:]:
+            fields = line.split()
+            if fields[9] == inode:
+                address, port = fields[end].split(":")
+                words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
+                return f"{socket.inet_ntop(family, struct.pack(f'={len(words)}I', *words))}:{int(port, 16)}"
+    return "a socket"
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read().strip("\0\n ")
     except OSError:
         return ""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import os
 import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import Any
 
-from ringdance.core.reports.activity import activity, cpu_seconds
+from ringdance.core.reports.procfs import activity, sample_cpu
 
-__all__ = ["all_stacks", "thread_locations", "user_frames"]
+__all__ = ["all_stacks", "place_of", "thread_locations", "user_frames"]
 
 _OWN = ("ringdance", "horovod")
 _PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
@@ -22,6 +24,7 @@ _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _MOST_FRAMES = 8
 _MOST_THREADS = 4
 _SAMPLE_S = 0.02
+_WRITE = ("flush", "fsync", "fdatasync", "pwrite", "write", "writelines")  # functions that do
 # What a thread does, by the modules that it is in.
 _BY_MODULE = (
     ("torch.cuda", "waits for the GPU"),
@@ -42,13 +45,14 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
         pending: identifiers of the threads that have submitted, or wait for, a pending request.
 
     Returns:
-        For each thread ``name``, ``pending``, ``frames`` as from ``user_frames``, and ``doing``: a clause, or
-        "" if it is pending or nothing is known; threads with pending requests first, others than the main
-        thread only where they run the user's code; at most 4.
+        For each thread, and each task of asyncio if a thread waits in its event loop, ``name``, ``pending``,
+        ``frames`` as from ``user_frames``, and ``doing``: a clause, or "" if it is pending or nothing is
+        known; threads with pending requests first, others than the main thread only where they run the
+        user's code; at most 4.
     """
     threads = {thread.ident: thread for thread in threading.enumerate() if thread.native_id}
-    pid, began = os.getpid(), time.monotonic()
-    before = {ident: cpu_seconds(pid, thread.native_id or 0) for ident, thread in threads.items()}
+    pid = os.getpid()
+    before = {ident: sample_cpu(pid, thread.native_id or 0) for ident, thread in threads.items()}
     if not set(threads).issubset(pending):
         time.sleep(_SAMPLE_S)
     frames = sys._current_frames()
@@ -57,26 +61,78 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
     names[main] = "main thread"
     found = []
     for ident in sorted(frames, key=lambda ident: (ident not in pending, ident != main)):
-        listed = user_frames(frames[ident], outermost=ident == main)
+        listed, doing, waits = user_frames(frames[ident], outermost=ident == main), "", ident in pending
         if listed and ident in names:
-            doing = ""
-            if ident not in pending:
-                native = threads[ident].native_id or 0
-                doing = _doing(frames[ident]) or activity(pid, native, (began, before[ident]))
-            thread = {"name": names[ident], "pending": ident in pending, "frames": listed, "doing": doing}
-            found.append(thread)
+            tasks = _tasks(frames[ident])
+            if tasks:
+                doing, listed = "awaits", tasks.pop(0)[1] + listed
+            elif not waits:
+                doing = _doing(frames[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
+            found.append({"name": names[ident], "pending": waits, "frames": listed, "doing": doing})
+            found += [{"name": n, "pending": False, "frames": f, "doing": "awaits"} for n, f in tasks]
     return found[:_MOST_THREADS]
 
 
-def _doing(frame: FrameType | None) -> str:
-    """Return what a thread does according to the library that it is in; "" if that is not known."""
-    while frame is not None:
+def _tasks(frame: FrameType | None) -> list[tuple[str, list[str]]]:
+    """List the tasks of the event loop in which a thread waits, with the user's frames that await."""
+    while frame is not None and not _is_users(frame):
+        if frame.f_globals.get("__name__") in ("asyncio.base_events", "asyncio.runners"):
+            import asyncio  # takes long where the user does not need it
+
+            runner = frame.f_locals.get("self")
+            loop = getattr(runner, "_loop", runner)
+            known = asyncio.all_tasks(loop) if isinstance(loop, asyncio.AbstractEventLoop) else ()
+            tasks = sorted(known, key=lambda task: (len(task.get_name()), task.get_name()))
+            found = [(f"task '{task.get_name()}'", _awaiting(task.get_coro())) for task in tasks]
+            return [(name, frames) for name, frames in found if frames]
+        frame = frame.f_back
+    return []
+
+
+def _awaiting(coroutine: Any) -> list[str]:
+    """List the user's frames of a coroutine and those that it awaits, innermost first."""
+    found: list[str] = []
+    while frame := getattr(coroutine, "cr_frame", None):
+        found[:0] = [_location(frame)] if _is_users(frame) else []
+        coroutine = coroutine.cr_await
+    return found
+
+
+def _doing(inner: FrameType, said: str) -> str:
+    """Return what a thread does, by the C function and the library that it is in, or as ``said``."""
+    owner, name = _called(inner)
+    if owner.startswith("mpi4py"):  # it polls: by its CPU time it computes
+        return f"waits in MPI's {name}()"
+    if name in _WRITE and said.startswith(("computes", "waits in")):  # between two waits for its disk
+        return "writes a file" + said.removeprefix("computes").removeprefix("waits")
+    frame: FrameType | None = inner
+    while frame is not None and not said.startswith("waits for data"):
         module = str(frame.f_globals.get("__name__", ""))
         for prefix, doing in _BY_MODULE:
             if module == prefix or module.startswith(prefix + "."):
                 return doing
         frame = frame.f_back
-    return ""
+    return said
+
+
+def _called(frame: FrameType) -> tuple[str, str]:
+    """Return the C function that a frame is in: the module of the object it is of, and its name."""
+    chains: dict[object, list[str]] = {}  # the names of each expression, by where it begins
+    start: object = None
+    for one in dis.get_instructions(frame.f_code):
+        start = one.positions and (one.positions.lineno, one.positions.col_offset)
+        if one.offset == frame.f_lasti:
+            break
+        if one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chains.setdefault(start, []).append(one.argval)
+        elif one.opname.startswith("LOAD_") and isinstance(one.argval, str):
+            chains[start] = [one.argval]
+    first, *names = chains.get(start, [""])
+    owner = frame.f_locals.get(first, frame.f_globals.get(first))
+    for name in names[:-1]:
+        owner = inspect.getattr_static(owner, name, None)  # runs no code of the user's
+    kind = owner if isinstance(owner, type) else type(owner)
+    return str(kind.__module__), [first, *names][-1]
 
 
 def all_stacks() -> str:
@@ -111,6 +167,17 @@ def user_frames(frame: FrameType | None, outermost: bool = True) -> list[str]:
         shown = script or inner
         return [_location(shown)] if shown is not None else ["unknown location"]
     return found
+
+
+def place_of(frames: Sequence[str], others: Collection[str] = ()) -> str:
+    """Return where a thread is: its line, and the one that it was called from.
+
+    Args:
+        frames: innermost first.
+        others: of another rank; of the callers the first that is not among them is named.
+    """
+    inner, *outer = frames
+    return ", called from ".join([inner, *[*(frame for frame in outer if frame not in others), *outer][:1]])
 
 
 def _location(frame: FrameType) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringdance.core.reports.stacks import place_of
 from ringdance.errors import OUT_OF_DATA
 from ringdance.transport.base import Identity
 
@@ -199,17 +200,14 @@ def _frames(status: dict[str, Any]) -> set[str]:
 
 
 def _locations(status: dict[str, Any], others: Collection[str], only_pending: bool = False) -> str:
-    """Describe where a rank's threads are: the innermost frame, and the next that the other rank is not in.
+    """Describe where a rank's threads are: their lines, and the callers'.
 
-    Where a helper function makes the call on both ranks, it is the line it was called from that differs.
+    Where a helper function makes the call on both ranks, the first caller that the other rank is not in.
     """
     shown = []
     for thread in status["threads"][:_MOST_THREADS]:
         if only_pending and not thread["pending"] and thread["name"] != "main thread":
             continue
-        inner, *outer = thread["frames"]
-        caller = next((frame for frame in outer if frame not in others), None)
         doing = f"{thread['doing']}," if thread.get("doing") else "is"
-        place = inner + (f", called from {caller}" if caller else "")
-        shown.append(f"its {thread['name']} {doing} at {place}")
+        shown.append(f"its {thread['name']} {doing} at {place_of(thread['frames'], others)}")
     return "; ".join(shown)

@@ -9,7 +9,7 @@ import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
-from ringdance.launch.system import machine
+from ringdance.launch.system import linux, machine
 
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "glusterfs", "ceph", "9p", "fuse.sshfs")
 
@@ -30,7 +30,7 @@ def directory(path: str) -> dict[str, Any]:
     nearest = machine.nearest(wanted)
     found = {"exists": nearest == wanted, "nearest": nearest, "error": files.write_error(nearest)}
     try:
-        room, flags = machine.room(nearest), os.statvfs(nearest).f_flag
+        room, flags = linux.room(nearest), os.statvfs(nearest).f_flag
     except OSError:
         return found
     noexec = bool(flags & getattr(os, "ST_NOEXEC", 0))

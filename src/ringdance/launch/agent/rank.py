@@ -7,8 +7,7 @@ ends are sent over that socket, so output has a rank under every MPI library. St
 
 Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, then
 ``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
-seconds since the epoch, "by_mpiexec": did mpiexec end it,
-"oom": was a process of its cgroup killed for want of memory meanwhile}``.
+seconds since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
 reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
 ends the rank at once.
@@ -36,6 +35,7 @@ _VARIABLES = (
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
+_FULL = 1 << 20  # bytes free
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
 
@@ -96,6 +96,27 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
+def reason_of(code: int, out_of_memory: bool) -> str:
+    """Return a clause about why a signal has just ended the rank, "" if its host shows no reason.
+
+    Args:
+        code: exit code or -signal.
+        out_of_memory: whether the kernel killed a process of its cgroup for want of memory.
+    """
+    if code == -signal.SIGKILL and out_of_memory:
+        return "by the kernel, as the memory limit of its container (cgroup) was reached"
+    if code != -signal.SIGBUS:
+        return ""
+    free = linux.shared_memory()
+    if 0 <= free < _FULL:
+        return f"/dev/shm is full ({free >> 10} KiB free): there was no room for memory that it mapped"
+    # Room in /dev/shm may have become free by its end.
+    return (
+        "a file that it had mapped was cut short, or could not be read or written; or /dev/shm was full, "
+        f"which has {max(0, free) >> 20} MiB free now"
+    )
+
+
 class _Supervisor:
     """Parent of the rank, out of mpiexec's reach.
 
@@ -134,8 +155,8 @@ class _Supervisor:
         if code is None:
             return 1
         by_mpiexec = self._front_gone or (self._told_to_end and code == -signal.SIGTERM)
-        oom = code == -signal.SIGKILL and linux.killed_for_memory() > killed
-        self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec, "oom": oom})
+        why = reason_of(code, linux.killed_for_memory() > killed)
+        self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec, "why": why})
         if not self._front_gone:
             # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
             # code: give them a moment to report what they saw.

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LINUX = sys.platform.startswith("linux")
 MARKER = "RINGDANCE_JOB"
@@ -274,6 +274,31 @@ def killed_for_memory() -> int:
     names = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
     text = b"".join(_read(f"{place}/{name}") for place in cgroups("memory") for name in names)
     return max(map(int, re.findall(rb"^oom_kill (\d+)", text, re.MULTILINE)), default=0)
+
+
+def room(path: str) -> dict[str, Any]:
+    """Return ``total`` and ``free`` bytes, ``inodes`` and ``inodes_free`` of a path's file system.
+
+    Where the file system has no fixed number of inodes, ``inodes`` is 0 and ``inodes_free`` None.
+
+    Raises:
+        OSError: there is no such path.
+    """
+    found = os.statvfs(path)
+    return {
+        "total": found.f_frsize * found.f_blocks,
+        "free": found.f_frsize * found.f_bavail,
+        "inodes": found.f_files,
+        "inodes_free": found.f_favail if found.f_files else None,
+    }
+
+
+def shared_memory() -> int:
+    """Return the free bytes of /dev/shm, -1 if there is none."""
+    try:
+        return int(room("/dev/shm")["free"])
+    except OSError:
+        return -1
 
 
 def _quotas() -> Iterator[float]:

@@ -35,17 +35,9 @@ def facts() -> dict[str, Any]:
         "devices": devices(),
         "networks": networks(),
         "reached": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
-        "shared_memory": shared_memory(),
+        "shared_memory": linux.shared_memory(),
         "infiniband": bool(glob.glob("/sys/class/infiniband/*")),
     }
-
-
-def shared_memory() -> int:
-    """Return the free bytes of /dev/shm, -1 if there is none."""
-    try:
-        return int(room("/dev/shm")["free"])
-    except OSError:
-        return -1
 
 
 def nearest(path: str) -> str:
@@ -53,23 +45,6 @@ def nearest(path: str) -> str:
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
-
-
-def room(path: str) -> dict[str, Any]:
-    """Return ``total`` and ``free`` bytes, ``inodes`` and ``inodes_free`` of a path's file system.
-
-    Where the file system has no fixed number of inodes, ``inodes`` is 0 and ``inodes_free`` None.
-
-    Raises:
-        OSError: there is no such path.
-    """
-    found = os.statvfs(path)
-    return {
-        "total": found.f_frsize * found.f_blocks,
-        "free": found.f_frsize * found.f_bavail,
-        "inodes": found.f_files,
-        "inodes_free": found.f_favail if found.f_files else None,
-    }
 
 
 def in_home(path: str) -> str:

@@ -1,0 +1,168 @@
+"""What is said of a late rank's threads, by the system calls and the libraries that they are in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringdance.core.reports import procfs, stacks
+from ringdance.core.reports.procfs import activity
+from ringdance.core.reports.stacks import place_of, thread_locations
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@contextmanager
+def running(work: Callable[[], object]) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """Run ``work`` in a thread; give a function that returns its entries once the first does as a pattern."""
+    thread = threading.Thread(target=work, name="late")
+    thread.start()
+
+    def entries(pattern: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            found = [one for one in thread_locations() if one["name"] != "main thread"]
+            if found and re.fullmatch(pattern, found[0]["doing"]):
+                return found
+        raise AssertionError(found)
+
+    yield entries
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_server_waits_for_a_connection_at_its_own_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, running(server.accept):
+        address = server.getsockname()
+        native = next(one.native_id for one in threading.enumerate() if one.name == "late")
+        words = f"waits for a connection to 127.0.0.1:{address[1]}"
+        until = time.monotonic() + 10
+        while (doing := activity(os.getpid(), native or 0)) != words and time.monotonic() < until:
+            time.sleep(0.01)
+        socket.create_connection(address).close()
+    assert doing == words
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_library_that_reads_a_fifo_waits_for_its_writer(tmp_path: Path, opened: bool) -> None:
+    """As torch.load of a FIFO: that a model is loaded is not what takes time."""
+    path = tmp_path / "model"
+    os.mkfifo(path)
+    space: dict[str, Any] = {"__name__": "torch.serialization"}
+    exec(compile("def load(path):\n    open(path).read()", "/x/site-packages/torch/s.py", "exec"), space)
+    with running(lambda: space["load"](path)) as entries:
+        if opened:
+            with open(path, "wb"):
+                (found,) = entries(f"waits for data from the FIFO {path}")
+        else:
+            (found,) = entries(f"waits for data from the FIFO {path}")
+            path.open("wb").close()
+    assert found["frames"][0].startswith(f"{__file__}:")
+
+
+def test_a_library_that_reads_a_file_is_named() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    space: dict[str, Any] = {"__name__": "torch.serialization"}
+    exec(compile("def save(lock):\n    lock.acquire()", "/x/site-packages/torch/s.py", "exec"), space)
+    with running(lambda: space["save"](lock)) as entries:
+        entries("saves or loads a model")
+        lock.release()
+
+
+def test_tasks_of_asyncio_are_at_the_lines_that_await() -> None:
+    def run() -> None:
+        asyncio.run(main())
+
+    async def main() -> None:
+        loops.append((asyncio.get_running_loop(), asyncio.Event()))
+        await asyncio.gather(asyncio.create_task(fetch(), name="fetch it"), loops[0][1].wait())
+
+    async def fetch() -> None:
+        await loops[0][1].wait()
+
+    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    with running(run) as entries:
+        while len(found := entries("awaits")) < 2:
+            pass
+        loop, event = loops[0]
+        loop.call_soon_threadsafe(event.set)
+    own, task = found[:2]
+    assert [frame.rpartition(" in ")[2] for frame in own["frames"][:2]] == ["main", "run"]
+    assert (own["name"], task["name"], task["doing"]) == ("thread 'late'", "task 'fetch it'", "awaits")
+    line = fetch.__code__.co_firstlineno + 1
+    assert task["frames"] == [f"{__file__}:{line} in {fetch.__code__.co_name}"]
+
+
+class Comm:
+    """Like mpi4py's, whose methods have no frames and poll: by CPU time they compute."""
+
+    __module__ = "mpi4py.MPI"
+
+    def __init__(self, recv: Callable[..., object]) -> None:
+        self.recv = recv
+
+
+class Trainer:
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def receive(self, number: int) -> None:
+        print(end=""), self.comm.recv(bool(number))
+
+
+def test_a_call_of_mpi4py_waits() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    trainer = Trainer(Comm(lock.acquire))
+    with running(lambda: trainer.receive(1)) as entries:
+        (found,) = entries(r"waits in MPI's recv\(\)")
+        lock.release()
+    assert found["frames"][0].endswith(" in receive")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("computes", "writes a file"),
+        ("waits in uninterruptible I/O (state D)", "writes a file in uninterruptible I/O (state D)"),
+    ],
+)
+def test_who_writes_a_file_does_not_compute(said: str, words: str) -> None:
+    """Between waits for its disk a thread runs, and what it does then is not known to the kernel."""
+
+    class File:
+        def __init__(self, write: Callable[[], object]) -> None:
+            self.write = write
+
+    def save(file: File) -> None:
+        file.write()
+
+    lock = threading.Lock()
+    lock.acquire()
+    with running(lambda: save(File(lock.acquire))) as entries:
+        entries(procfs._LOCKED)
+        frame = sys._current_frames()[next(t.ident or 0 for t in threading.enumerate() if t.name == "late")]
+        found = [stacks._doing(frame, text) for text in (said, "writes /x")]
+        lock.release()
+    assert found == [words, "writes /x"]
+
+
+def test_the_caller_is_always_named() -> None:
+    assert place_of(["a:1 in one"]) == "a:1 in one"
+    assert place_of(["a:1 in one", "a:9 in two", "a:20 in f"]) == "a:1 in one, called from a:9 in two"
+    other = ["a:1 in one", "a:9 in two"]
+    assert place_of(["a:1 in one", "a:9 in two", "a:20 in f"], other).endswith("called from a:20 in f")
+    assert place_of(["a:1 in one", "a:9 in two"], other) == "a:1 in one, called from a:9 in two"
