@@ -9,6 +9,7 @@ seconds and the slowest test functions of each job. The last line counts all tes
 from __future__ import annotations
 
 import argparse
+import getpass
 import hashlib
 import importlib.util
 import itertools
@@ -165,7 +166,8 @@ def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], ob
         lines.append(line)
         show(line)
 
-    with tempfile.TemporaryDirectory(prefix="ringdance-tests-") as directory:
+    with tempfile.TemporaryDirectory(prefix="ringdance-tests-", ignore_cleanup_errors=True) as directory:
+        job = replace(job, environ=own_temporary(Path(directory, "tmp")) | job.environ)
         run = run_command if job.command else run_ranks if job.ranks else run_plain
         problems = run(job, Path(directory), options, limit, keep)
         counts, slowest = read_report(Path(directory, "rank-0.xml"))
@@ -173,6 +175,21 @@ def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], ob
         counts["passed"] += not problems
     seconds = time.monotonic() - start
     return Outcome(job, counts, problems, round(seconds, 1), slowest, "\n".join(lines))
+
+
+def own_temporary(directory: Path) -> dict[str, str]:
+    """Make a directory for temporary files; return the environment with which a job uses it.
+
+    The flight records and stacks of ranks that fail, as tests want them to, go with it. What is worth keeping
+    from one run to the next stays where it was: compiled kernels, and pytest's directories of the last runs.
+    """
+    directory.mkdir()
+    usual = tempfile.gettempdir()
+    kept = {
+        "PYTEST_DEBUG_TEMPROOT": usual,
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(usual, f"torchinductor_{getpass.getuser()}")),
+    }
+    return {"TMPDIR": str(directory)} | {name: os.environ.get(name, path) for name, path in kept.items()}
 
 
 Runner = Callable[[Job, Path, list[str], float, Callable[[str], object]], list[str]]

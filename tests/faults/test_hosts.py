@@ -192,7 +192,7 @@ def interrupt(marker: str) -> str:
 
 def directories(names: list[str]) -> list[Path]:
     """Jobs' directories of such hosts."""
-    return [path for name in names for path in Path("/tmp").glob(f"ringdance-*-{name}")]
+    return [path for name in names for path in Path(tempfile.gettempdir()).glob(f"ringdance-*-{name}")]
 
 
 @pytest.mark.parametrize("harm", [kill_host, silence_host, kill_daemon, kill_launcher, interrupt])

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from ringdance import session
 from ringdance.core.request import Work
 from ringdance.errors import ArgumentError
 
@@ -45,7 +46,10 @@ def poll(handle: int) -> bool:
     """
     if not known(handle):
         raise _unknown(handle)
-    return _pending[handle][0].done()
+    done = _pending[handle][0].done()
+    if not done:  # who polls may wait in this way, which the summary cannot see
+        session.engine().summary.polled = True
+    return done
 
 
 def synchronize(handle: int) -> Any:

@@ -54,9 +54,39 @@ def test_what_is_before_the_first_step_and_after_the_last_does_not_count() -> No
     words[Word.STEPS], words[Word.FIRST_STEP], words[Word.LAST_STEP] = 101, 50 * second, 60 * second
     words[Word.FIRST_WAITED], words[Word.LAST_WAITED] = 40 * second, 42 * second
     words[Word.WAITED] = 99 * second
-    assert summary.figures() == (100, 10, 2)
+    assert summary.figures() == (100, 10, 2, True)
     assert summary.lines(RANKS[:1])[0].endswith("101 steps, 10 steps/s (100 ms each)")
     assert RunSummary(words, 0, 1).lines(RANKS[:1]) == []
+
+
+def test_waiting_that_cannot_be_seen_is_not_said_to_be_none() -> None:
+    known = figures(0.01, 0.01, 0.01)
+    lines = summary_lines(RANKS, {**known, 3: known[2]._replace(known=False)}, 60)
+    assert lines[1:] == [
+        "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
+        "for one; where else it waits cannot be seen"
+    ]
+
+
+def test_who_polls_or_never_waits_has_no_figures() -> None:
+    def program(engine: Engine) -> list[bool]:
+        known = [engine.summary.figures().known]
+        engine.recorder.words[Word.BATCHES] = 1  # as if all results had come by themselves
+        known.append(engine.summary.figures().known)
+        hvd.allreduce(np.ones(3), name="x")
+        engine.recorder.publish()
+        known.append(engine.summary.figures().known)
+        if engine.rank:
+            hvd.allreduce(np.ones(3), name="y")
+        handle = hvd.allreduce(np.ones(3), name="late", wait=False)
+        if not engine.rank:
+            assert not hvd.poll(handle)  # the other rank still waits for "y"
+            hvd.allreduce(np.ones(3), name="y")
+        hvd.synchronize(handle)
+        known.append(engine.summary.figures().known)
+        return known
+
+    assert job(2, program) == [[True, False, True, False], [True, False, True, True]]
 
 
 def test_the_figures_of_all_ranks_are_at_rank_0_when_they_have_stopped() -> None:

@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+from ringdance.core.reports.procfs import thread_state
 from ringdance.core.ring import memories
 
 __all__ = ["enable", "main_frames", "own_lines", "stack_of", "stacks_of"]
@@ -60,7 +61,7 @@ def stacks_of(pid: int) -> str:
     with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
         main = file.readline()
         begin = file.seek(0, os.SEEK_END)
-        if _is_stopped(pid):
+        if thread_state(pid)[1] in ("T", "t"):
             return _by_py_spy(pid)
         os.kill(pid, _SIGNAL)
         text, until = b"", time.monotonic() + _WRITE_S
@@ -97,12 +98,6 @@ def _handles(pid: int) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
         return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
-    return False
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] in "Tt"
     return False
 
 

@@ -13,7 +13,7 @@ import struct
 import time
 from typing import NamedTuple
 
-__all__ = ["CpuSample", "activity", "describe_threads", "sample_cpu"]
+__all__ = ["CpuSample", "activity", "describe_threads", "sample_cpu", "thread_state"]
 
 _COMPUTES = 0.3  # of a core
 _IN_CALL = ", probably in a call that holds Python's lock"
@@ -56,6 +56,12 @@ def sample_cpu(pid: int, tid: int = 0) -> CpuSample | None:
     return CpuSample(time.monotonic(), int(words[0]) / 1e9) if words else None
 
 
+def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
+    """Return a thread's name and its state's letter, empty if there is no such thread."""
+    head, _, tail = _read(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
+    return head.partition("(")[2], tail.strip()[:1]
+
+
 def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
     """Return a clause as "sleeps" or "reads /data/x"; "" if nothing is known.
 
@@ -64,8 +70,8 @@ def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
         tid: the kernel's number of its thread; 0 for the main thread.
         before: an earlier sample.
     """
-    _, letter = _stat(pid, tid)
-    if letter and letter in "Tt":
+    _, letter = thread_state(pid, tid)
+    if letter in ("T", "t"):
         return "is stopped (SIGSTOP or a debugger)"
     if letter == "R" or _share(before, sample_cpu(pid, tid)) > _COMPUTES:
         return "computes"
@@ -88,7 +94,7 @@ def describe_threads(pid: int, before: CpuSample | None) -> str:
     Returns:
         A clause as "its main thread waits for a lock, a queue or another thread"; "" if nothing is known.
     """
-    _, letter = _stat(pid)
+    _, letter = thread_state(pid)
     if not letter:
         return ""
     share, doing = _share(before, sample_cpu(pid)), activity(pid, 0, before)
@@ -114,16 +120,10 @@ def _running_threads(pid: int) -> list[str]:
     found = []
     with contextlib.suppress(OSError):
         for entry in os.listdir(f"/proc/{pid}/task"):
-            name, letter = _stat(pid, int(entry))
+            name, letter = thread_state(pid, int(entry))
             if letter == "R" and int(entry) != pid:
                 found.append(f"'{name}' (thread id {entry})")
     return found
-
-
-def _stat(pid: int, tid: int = 0) -> tuple[str, str]:
-    """Return a thread's name and its state's letter, empty if there is no such thread."""
-    head, _, tail = _read(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
-    return head.partition("(")[2], tail.strip()[:1]
 
 
 def _in_call(pid: int, call: list[str], pipe: bool) -> str:

@@ -57,25 +57,26 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
         time.sleep(_SAMPLE_S)
     frames = sys._current_frames()
     main = threading.main_thread().ident or 0
-    names = {ident: f"thread '{thread.name}'" for ident, thread in threads.items()}
-    names[main] = "main thread"
     found = []
     for ident in sorted(frames, key=lambda ident: (ident not in pending, ident != main)):
         listed, doing, waits = user_frames(frames[ident], outermost=ident == main), "", ident in pending
-        if listed and ident in names:
+        if listed and ident in threads:
+            name = "main thread" if ident == main else f"thread '{threads[ident].name}'"
             tasks = _tasks(frames[ident])
             if tasks:
                 doing, listed = "awaits", tasks.pop(0)[1] + listed
             elif not waits:
                 doing = _doing(frames[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
-            found.append({"name": names[ident], "pending": waits, "frames": listed, "doing": doing})
+            found.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
             found += [{"name": n, "pending": False, "frames": f, "doing": "awaits"} for n, f in tasks]
     return found[:_MOST_THREADS]
 
 
-def _tasks(frame: FrameType | None) -> list[tuple[str, list[str]]]:
+def _tasks(inner: FrameType) -> list[tuple[str, list[str]]]:
     """List the tasks of the event loop in which a thread waits, with the user's frames that await."""
-    while frame is not None and not _is_users(frame):
+    for frame, _ in traceback.walk_stack(inner):
+        if _is_users(frame):
+            break
         if frame.f_globals.get("__name__") in ("asyncio.base_events", "asyncio.runners"):
             import asyncio  # takes long where the user does not need it
 
@@ -85,7 +86,6 @@ def _tasks(frame: FrameType | None) -> list[tuple[str, list[str]]]:
             tasks = sorted(known, key=lambda task: (len(task.get_name()), task.get_name()))
             found = [(f"task '{task.get_name()}'", _awaiting(task.get_coro())) for task in tasks]
             return [(name, frames) for name, frames in found if frames]
-        frame = frame.f_back
     return []
 
 
@@ -105,14 +105,10 @@ def _doing(inner: FrameType, said: str) -> str:
         return f"waits in MPI's {name}()"
     if name in _WRITE and said.startswith(("computes", "waits in")):  # between two waits for its disk
         return "writes a file" + said.removeprefix("computes").removeprefix("waits")
-    frame: FrameType | None = inner
-    while frame is not None and not said.startswith("waits for data"):
-        module = str(frame.f_globals.get("__name__", ""))
-        for prefix, doing in _BY_MODULE:
-            if module == prefix or module.startswith(prefix + "."):
-                return doing
-        frame = frame.f_back
-    return said
+    modules = [f"{frame.f_globals.get('__name__')}." for frame, _ in traceback.walk_stack(inner)]
+    known = [doing for module in modules for prefix, doing in _BY_MODULE if module.startswith(prefix + ".")]
+    # That it waits for another process says more.
+    return known[0] if known and not said.startswith("waits for data") else said
 
 
 def _called(frame: FrameType) -> tuple[str, str]:
@@ -146,27 +142,19 @@ def all_stacks() -> str:
     return "\n".join([*lines, ""])
 
 
-def user_frames(frame: FrameType | None, outermost: bool = True) -> list[str]:
+def user_frames(innermost: FrameType, outermost: bool = True) -> list[str]:
     """List file, line and function of the user's frames, innermost first, at most 8.
 
     The user's own line is more useful than that of a library which it calls.
 
     Args:
-        frame: the innermost frame of a thread.
+        innermost: frame of a thread.
         outermost: whether to name another frame, the script's if there is one, where none is the user's.
     """
-    found: list[str] = []
-    inner = script = frame
-    while frame is not None and len(found) < _MOST_FRAMES:
-        if _is_users(frame):
-            found.append(_location(frame))
-        if frame.f_globals.get("__name__") == "__main__":
-            script = frame
-        frame = frame.f_back
-    if not found and outermost:
-        shown = script or inner
-        return [_location(shown)] if shown is not None else ["unknown location"]
-    return found
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+    script = [frame for frame in frames if frame.f_globals.get("__name__") == "__main__"][-1:] or frames[:1]
+    shown = list(filter(_is_users, frames)) or (script if outermost else [])
+    return list(map(_location, shown[:_MOST_FRAMES]))
 
 
 def place_of(frames: Sequence[str], others: Collection[str] = ()) -> str:

@@ -12,6 +12,10 @@ from ringdance.transport.base import Identity
 
 __all__ = ["Figures", "RunSummary", "summary_lines"]
 
+_UNKNOWN = (
+    "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
+    "for one; where else it waits cannot be seen"
+)
 _SLOW = 0.05  # slower by less is called even
 
 
@@ -22,11 +26,13 @@ class Figures(NamedTuple):
         steps: how many; of a whole run 0 if they were not counted.
         seconds: of time.
         waited: seconds of them in which training waited for results.
+        known: whether these are all: not if it polled, or got all results without a wait that was seen.
     """
 
     steps: int
     seconds: float
     waited: float
+    known: bool = True
 
     @property
     def busy(self) -> float:
@@ -51,11 +57,15 @@ class RunSummary:
         words: of this rank's ring.
         after: seconds that a run must have lasted for a summary; 0: none.
         size: number of ranks.
+
+    Attributes:
+        polled: the script has asked for a result that was not complete: it may wait in that way.
     """
 
     def __init__(self, words: Sequence[int], after: float, size: int) -> None:
         self._words, self._after, self._size = words, after, size
         self._began, self._waited = time.monotonic_ns(), words[Word.WAITED]
+        self.polled = False
         self._shown: Figures | None = None
         self._others: dict[int, Figures] = {}
 
@@ -73,12 +83,13 @@ class RunSummary:
 
         Without steps they are those of the whole run.
         """
-        words = self._words
+        words, steps, seconds = self._words, 0, self.seconds
+        waited = words[Word.WAITED] - self._waited
         if words[Word.STEPS] > 1:
-            seconds = words[Word.LAST_STEP] - words[Word.FIRST_STEP]
+            steps, seconds = words[Word.STEPS] - 1, (words[Word.LAST_STEP] - words[Word.FIRST_STEP]) / 1e9
             waited = words[Word.LAST_WAITED] - words[Word.FIRST_WAITED]
-            return Figures(words[Word.STEPS] - 1, seconds / 1e9, waited / 1e9)
-        return Figures(0, self.seconds, (words[Word.WAITED] - self._waited) / 1e9)
+        known = not self.polled and (waited > 0 or not words[Word.BATCHES])
+        return Figures(steps, seconds, waited / 1e9, known)
 
     def metrics(self) -> dict[str, Any]:
         """Return this rank's figures for people; the recent ones since the last call."""
@@ -137,6 +148,8 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
     if size == 1:
         return lines
     ranks = {rank: one for rank, one in ranks.items() if bool(one.steps) == bool(own.steps)}
+    if not all(one.known for one in ranks.values()):
+        return [*lines, _UNKNOWN]
     share = statistics.mean(one.share for one in ranks.values())
     text = f"exposed communication: {share:.1%} of the time"
     if own.steps:

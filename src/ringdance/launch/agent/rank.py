@@ -105,16 +105,12 @@ def reason_of(code: int, out_of_memory: bool) -> str:
     """
     if code == -signal.SIGKILL and out_of_memory:
         return "by the kernel, as the memory limit of its container (cgroup) was reached"
-    if code != -signal.SIGBUS:
-        return ""
     free = linux.shared_memory()
-    if 0 <= free < _FULL:
+    if code == -signal.SIGBUS and 0 <= free < _FULL:
         return f"/dev/shm is full ({free >> 10} KiB free): there was no room for memory that it mapped"
     # Room in /dev/shm may have become free by its end.
-    return (
-        "a file that it had mapped was cut short, or could not be read or written; or /dev/shm was full, "
-        f"which has {max(0, free) >> 20} MiB free now"
-    )
+    reason = "a file that it had mapped was cut short, or has an I/O error; or /dev/shm was full, which has"
+    return f"{reason} {max(0, free) >> 20} MiB free now" if code == -signal.SIGBUS else ""
 
 
 class _Supervisor:
