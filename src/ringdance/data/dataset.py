@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,14 @@ ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label",
 
 Rows = np.ndarray[Any, np.dtype[np.void]]
 VERSION = 1
+
+
+def joined(files: Iterable[Rows]) -> Rows:
+    """Return the rows of all files, each with the number of its file."""
+    found = [np.zeros(0, ROW), *files]
+    for number, rows in enumerate(found[1:]):
+        rows["file"] = number
+    return np.concatenate(found)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ringdance.data import tfrecord, webdataset
-from ringdance.data.dataset import ROW, Dataset, Rows, ShardFile
+from ringdance.data.dataset import ROW, Dataset, Rows, ShardFile, joined
 from ringdance.data.files import ShardWriter, needed
 from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
@@ -89,12 +89,10 @@ def write(
             raise ArgumentError(f"sample {number} is no JPEG: {error}") from None
         return Sample(image, label, classes[label], f"{number:08}.jpg", height, width)
 
-    files, all_rows = [], [np.zeros(0, ROW)]
+    files = []
     for number, chosen in enumerate(np.array_split(np.arange(len(pairs)), shards)):
         target = directory / shard_name(split, number, shards, format)
-        file, rows = write_shard(target, format, map(sample, chosen))
-        rows["file"] = number
-        files.append(file)
-        all_rows.append(rows)
-    Dataset(directory, split, format, classes, files, np.concatenate(all_rows)).write()
+        files.append(write_shard(target, format, map(sample, chosen)))
+    rows = joined(rows for _, rows in files)
+    Dataset(directory, split, format, classes, [file for file, _ in files], rows).write()
     return Dataset.open(directory, split)

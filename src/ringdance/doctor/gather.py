@@ -21,7 +21,7 @@ from ringdance.doctor.probe import MARK
 from ringdance.doctor.rows import several
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import LOCAL_NAMES
-from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 
 _SPARE_S = 30.0  # for ssh and for starting Python, beyond the limit of the probes
 _LINK_S = 15.0
@@ -31,15 +31,7 @@ _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
 )  # fmt: skip
 _ADVICE = (
-    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE"),
-    (
-        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED", "its key is not the known one",
-        "if the host was installed anew: ssh-keygen -R HOST",
-    ),
-    (
-        "Could not resolve|Name or service not known", "its name does not resolve",
-        "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",
-    ),
+    *SSH_ADVICE,
     (
         "No module named '?ringdance", f"{sys.executable} has no ringdance there",
         f"ssh HOST {sys.executable} -m pip install ringdance",
@@ -47,10 +39,6 @@ _ADVICE = (
     (
         "No such file or directory|not found", f"there is no {sys.executable}",
         "install the same environment under the same path there, or give its interpreter: --python PATH",
-    ),
-    (
-        "Connection refused", "no sshd answers",
-        "start it there (sudo systemctl start ssh), or give its port: -p PORT",
     ),
     ("", "not reached", "see what ssh reports: ssh -v -o BatchMode=yes HOST true"),
 )  # fmt: skip

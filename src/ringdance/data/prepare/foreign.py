@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ringdance.data import tfrecord
-from ringdance.data.dataset import ROW, Dataset, ShardFile
+from ringdance.data.dataset import ROW, Dataset, ShardFile, joined
 from ringdance.data.files import file_crc32c
 from ringdance.errors import ArgumentError
 from ringdance.launch.system.linux import usable_cores
@@ -147,12 +147,11 @@ def _write(
     directory: Path, split: str, kind: str, files: Sequence[_Scanned], first: int, classes: Sequence[str]
 ) -> None:
     parts, shards = [], []
-    for number, one in enumerate(files):
+    for one in files:
         rows = np.array(one.rows, ROW)
-        rows["file"] = number
         rows["label"] -= first
         parts.append(rows)
         size = one.path.stat().st_size
         shards.append(ShardFile(one.path.name, len(rows), size, file_crc32c(one.path)))
-    Dataset(directory, split, kind, classes, shards, np.concatenate(parts)).write()
+    Dataset(directory, split, kind, classes, shards, joined(parts)).write()
     print(f"{split}: {sum(map(len, parts))} samples in {len(files)} files ({kind})")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.dataset import Dataset, Rows, ShardFile
+from ringdance.data.dataset import Dataset, Rows, ShardFile, joined
 from ringdance.data.files import write_whole
 from ringdance.data.prepare.sources import Source
 from ringdance.data.writing import shard_name
@@ -99,13 +99,10 @@ class Plan:
         reports = [self.finished(destination, shard) for shard in range(self.shards)]
         if None in reports:
             raise ArgumentError(f"{self.name(reports.index(None))} disappeared from {destination}")
-        parts = []
-        for shard in range(self.shards):
-            rows = np.load(state(destination) / f"{self.name(shard)}.rows.npy")
-            rows["file"] = shard
-            parts.append(rows)
+        names = map(self.name, range(self.shards))
+        rows = joined(np.load(state(destination) / f"{name}.rows.npy") for name in names)
         files = [ShardFile(**report["file"]) for report in reports if report]
-        Dataset(destination, self.split, self.format, self.classes, files, np.concatenate(parts)).write()
+        Dataset(destination, self.split, self.format, self.classes, files, rows).write()
         self.remove_state(destination, keep=f"{self.split}.json")
         return Dataset.open(destination, self.split)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command, module_line, package_directory
 from ringdance.launch.hosts import HostFacts, facts_from
 from ringdance.launch.messages import AGENT_SPEAKS, Frames
-from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 from ringdance.launch.system import machine
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
@@ -291,21 +292,13 @@ def _why(remote: Remote, program: str, python: str) -> _Problem:
         where = "" if python else f" in {package_directory()}"
         return _Problem(f"{here} there has no ringdance{where}. Install it as it is installed here")
     if program == "ssh" and code == 255:
-        advice = next((advice for sign, advice in _ADVICE if sign in error), "try: ssh HOST true")
+        known = (f"{problem}: {fix}" for pattern, problem, fix in SSH_ADVICE if re.search(pattern, error))
+        advice = next(known, "try: ssh HOST true")
         return _Problem(
             f"ssh cannot connect: {error or 'no message'} ({advice.replace('HOST', remote.host)})",
             temporary="Permission denied" not in error and "verification failed" not in error,
         )
     return _Problem(f"{program} ended with exit code {code}: {error}", temporary=True)
-
-
-_ADVICE = (
-    ("Permission denied", "it must accept you without a password: ssh-copy-id HOST"),
-    ("verification failed", "its key has changed or is unknown: ssh-keygen -R HOST, if that is right"),
-    ("Could not resolve", "check the name; this machine has no address for it"),
-    ("Connection refused", "no sshd listens there; another port? -p PORT"),
-    ("timed out", "is it up, and is its ssh port open?"),
-)
 
 
 def _unfit(remotes: Iterable[Remote]) -> dict[str, str]:

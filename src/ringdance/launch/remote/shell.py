@@ -17,6 +17,28 @@ from ringdance.errors import LaunchError
 _SSH = ("BatchMode=yes", "StrictHostKeyChecking=accept-new", "ConnectTimeout=10", "LogLevel=ERROR")
 
 
+SSH_ADVICE = (
+    ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE"),
+    (
+        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED", "its key is not the known one",
+        "if the host was installed anew: ssh-keygen -R HOST",
+    ),
+    (
+        "Could not resolve|Name or service not known", "its name does not resolve",
+        "correct the name, or add it to /etc/hosts here (or to ~/.ssh/config)",
+    ),
+    (
+        "Connection refused", "no sshd answers",
+        "start it there (sudo systemctl start ssh), or give its port: -p PORT",
+    ),
+    (
+        "timed out", "it does not answer",
+        "see whether it is up, and what ssh reports: ssh -v -o BatchMode=yes HOST true",
+    ),
+)  # fmt: skip
+"""For messages of ssh: a pattern, the problem, its fix. The first that fits counts."""
+
+
 @dataclass(frozen=True)
 class RemoteShell:
     """How to reach other hosts.

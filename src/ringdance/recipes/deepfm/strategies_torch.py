@@ -1,8 +1,8 @@
 """DeepFM by PyTorch: one process, DistributedDataParallel on gloo, and Ringdance.
 
-One model for all of them, with the optimizers of PyTorch: Adagrad on the rows of the table that a batch has,
-Adam on the rest. A batch's ids are made unique first, so that rows are looked up, and their gradients summed,
-once.
+One model for all of them, that of train_torch.py, with the optimizers of PyTorch: Adagrad on the rows of the
+table that a batch has, Adam on the rest. A batch's ids are made unique first, so that rows are looked up, and
+their gradients summed, once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import train_torch  # type: ignore[import-not-found]  # beside this file, as the next
 from strategies import (  # type: ignore[import-not-found]
     Array,
     Place,
@@ -48,39 +49,36 @@ class RowAdagrad(torch.optim.Optimizer):
 
 
 class Model(nn.Module):
-    """DeepFM with the first values that all strategies share; logits, (n,)."""
+    """The recipe's layers with a table of PyTorch, and the first values of all strategies; logits, (n,)."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        first = {name: torch.from_numpy(value) for name, value in sizes.first_values().items()}
-        self.table = nn.Embedding(sizes.table_size, sizes.dim + 1, _weight=first["table"], sparse=True)
-        self.bias = nn.Parameter(first["bias"])
-        layers: list[nn.Module] = []
-        for number in range(len(sizes.hidden) + 1):
-            weight, bias = first[f"w{number}"], first[f"b{number}"]
-            layer = nn.Linear(*weight.shape)
-            layer.weight.data, layer.bias.data = weight.t().contiguous(), bias
-            layers += [layer, nn.ReLU(inplace=True)]
-        self.deep = nn.Sequential(*layers[:-1])
+        first = sizes.first_values()
+        table = torch.from_numpy(first["table"])
+        self.table = nn.Embedding(sizes.table_size, sizes.dim + 1, _weight=table, sparse=True)
+        self.layers = train_torch.Layers(sizes.fields, sizes.dim, list(sizes.hidden))
+        fill(self.layers, first)
 
     def forward(self, ids: Tensor, values: Tensor) -> Tensor:
         """Return logits of ids and factors, both (n, fields)."""
         unique, where = torch.unique(ids, return_inverse=True)
-        rows, where = self.table(unique), where.flatten()
-        linear = rows[:, 0].index_select(0, where).view_as(values) * values
-        factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
-        pairs = factors.sum(1).square() - factors.square().sum(1)
-        deep = self.deep(factors.flatten(1))
-        logits: Tensor = self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep[:, 0]
+        logits: Tensor = self.layers(self.table(unique), where, values)
         return logits
 
     def optimizers(self, sizes: Sizes) -> list[torch.optim.Optimizer]:
         """Return Adam, whose gradients come first, and Adagrad of the table's rows."""
-        rest = [one for name, one in self.named_parameters() if not name.startswith("table.")]
         return [
-            torch.optim.Adam(rest, sizes.rate, fused=True),
+            torch.optim.Adam(self.layers.parameters(), sizes.rate, fused=True),
             RowAdagrad(self.table.parameters(), sizes.table_rate, sizes.accumulator),
         ]
+
+
+def fill(layers: Any, first: dict[str, Array]) -> None:
+    """Give the layers of the recipe their first values."""
+    linear = [one for one in layers.deep if isinstance(one, nn.Linear)]
+    for number, layer in enumerate(linear):
+        layer.weight.data.copy_(torch.from_numpy(first[f"w{number}"].T))
+        layer.bias.data.copy_(torch.from_numpy(first[f"b{number}"]))
 
 
 class Steps(Strategy):  # type: ignore[misc]
@@ -154,14 +152,9 @@ def ddp(place: Place) -> None:
 
 def ringdance(place: Place) -> None:
     """Ranks that average gradients by all-reduce, those of the table as rows: the step of train_torch.py."""
-    import train_torch  # type: ignore[import-not-found]  # beside this file
-
     torch.set_num_threads(place.cores)
     steps = RecipeSteps(place, train_torch.Model)
-    linear = [one for one in steps.model.layers.deep if isinstance(one, nn.Linear)]
-    for number, layer in enumerate(linear):
-        layer.weight.data.copy_(torch.from_numpy(steps.first[f"w{number}"].T))
-        layer.bias.data.copy_(torch.from_numpy(steps.first[f"b{number}"]))
+    fill(steps.model.layers, steps.first)
     train(steps, place)
 
 
