@@ -32,13 +32,19 @@ def _shape(planned: Planned, tensor: int, place: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)  # in one process all ranks ask for the same
 def _values(planned: Planned, tensor: int, place: int) -> Array:
-    """Small whole numbers, different at each place; sums of four fit any dtype exactly. Not to be written."""
+    """Whole numbers, different at each place. Not to be written.
+
+    Integers that are not scaled are of the type's whole range, others small: sums of eight fit any dtype.
+    """
     shape = _shape(planned, tensor, place)
     dtype = dtype_of(planned.dtypes[tensor])
     numbers = (
         np.arange(math.prod(shape), dtype=np.int64) * 7 + planned.number * 13 + place * 5 + tensor * 3
     )
-    if planned.operation == ReduceOp.PRODUCT:
+    if dtype.kind in "iu" and planned.prescale == planned.postscale == 1.0:
+        numbers *= 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number whose multiples are spread over all bits
+        numbers >>= 64 - 8 * dtype.itemsize
+    elif planned.operation == ReduceOp.PRODUCT:
         numbers = numbers % 3 + 1
     elif dtype == np.bool_:
         numbers = (numbers // 3) % 2
@@ -57,13 +63,12 @@ def brought(planned: Planned, place: int) -> list[Array]:
 
 
 def _parts(planned: Planned, tensor: int, members: int) -> list[Array]:
-    who = planned.contributors
-    return [
-        _values(planned, tensor, place)
-        if who is None or place in who
-        else np.zeros(_shape(planned, tensor, place), dtype_of(planned.dtypes[tensor]))
-        for place in range(members)
-    ]
+    """Return what the members bring; those that have joined zeros, or nothing where zeros count."""
+    who = planned.contributors or tuple(range(members))
+    if planned.operation in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        return [_values(planned, tensor, place) for place in who]
+    zeros = np.zeros(_shape(planned, tensor, 0), dtype_of(planned.dtypes[tensor]))
+    return [_values(planned, tensor, place) if place in who else zeros for place in range(members)]
 
 
 def _adasum(parts: list[Array]) -> Array:
@@ -82,7 +87,7 @@ def _adasum_pair(a: Array, b: Array) -> Array:
 
 @lru_cache(maxsize=4096)
 def _reduced(planned: Planned, tensor: int, members: int) -> Array:
-    """Computed in double or with whole numbers, then rounded or truncated once."""
+    """Computed in double or with Python's integers, then rounded or truncated once."""
     parts = _parts(planned, tensor, members)
     dtype = parts[0].dtype
     operation = planned.operation
@@ -91,19 +96,21 @@ def _reduced(planned: Planned, tensor: int, members: int) -> Array:
     if dtype == np.bool_:
         together = np.stack(parts)
         return together.any(0) if operation in (ReduceOp.SUM, ReduceOp.MAX) else together.all(0)
-    wide = np.int64 if dtype.kind in "iu" else np.float64
-    scaled = [part.astype(np.float64) * planned.prescale for part in parts]
-    stacked = np.stack(scaled).astype(wide)  # whole numbers are truncated here
+    integer = dtype.kind in "iu"
+    if planned.prescale != 1.0:
+        parts = [part.astype(np.float64) * planned.prescale for part in parts]
+        parts = [part.astype(dtype) for part in parts] if integer else parts  # truncated here
+    stacked = np.stack([part.astype(object if integer else np.float64) for part in parts])
     by = {ReduceOp.MIN: np.min, ReduceOp.MAX: np.max, ReduceOp.PRODUCT: np.prod}.get(operation, np.sum)
     total = np.asarray(by(stacked, axis=0))
     divisor = members if operation == ReduceOp.AVERAGE else 1
-    if divisor == 1 and planned.postscale == 1.0:
-        return total.astype(dtype)
-    if wide is np.int64 and planned.postscale == 1.0:
-        return (np.sign(total) * (np.abs(total) // divisor)).astype(dtype)
-    if wide is np.int64:
-        return np.trunc(total * (planned.postscale / divisor)).astype(dtype)
-    return (total * planned.postscale / divisor).astype(dtype)
+    if not integer:
+        return (total * planned.postscale / divisor).astype(dtype)
+    if planned.postscale != 1.0:
+        return np.trunc(total.astype(np.float64) * (planned.postscale / divisor)).astype(dtype)
+    exact = [n // divisor if n >= 0 else -(-n // divisor) for n in total.reshape(-1).tolist()]
+    wrapped = [n % (1 << 8 * dtype.itemsize) for n in exact]  # sums and products may not fit
+    return np.array(wrapped, f"u{dtype.itemsize}").view(dtype).reshape(total.shape)
 
 
 def expected(planned: Planned, place: int, members: int, root: int) -> tuple[list[Array], list[list[int]]]:

@@ -15,7 +15,8 @@ from ringdance.core.request import Collective, ReduceOp
 __all__ = ["AddSet", "Join", "Operations", "Options", "Planned", "Program", "RemoveSet", "Step", "make"]
 
 REDUCIBLE = (
-    "float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8", "int16", "uint16", "bool",
+    "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32",
+    "int64", "uint64", "bool",
 )  # fmt: skip
 FLOATS = ("float32", "float64")
 C = Collective
@@ -162,8 +163,8 @@ class _Maker:
         hosts: list[tuple[str, ...] | None] = [None, None]
         if self.size > 2:
             hosts += [("a",) * (self.size - 1) + ("b",)]
-        if self.size == 4:
-            hosts += [("a", "a", "b", "b"), ("a", "b", "a", "b")]
+        if self.size > 3:
+            hosts += [("a",) * 2 + ("b",) * (self.size - 2), tuple("abababab")[: self.size]]
         if self.size == 2:
             hosts += [("a", "b")]
         return Options(
@@ -238,7 +239,10 @@ class _Maker:
             planned = self._planned(key, where, kind)
             who = tuple(place for place in range(members) if counts[place] > i)
             if len(who) < members and self.random.random() < 0.1:
-                planned = replace(self._planned(f"forbidden{i}", where, Collective.ALLGATHER), fault="joined")
+                kind = self.random.choice((Collective.ALLGATHER, Collective.ALLREDUCE))
+                planned = replace(self._planned(f"forbidden{i}", where, kind), fault="joined")
+                if kind == Collective.ALLREDUCE:
+                    planned = replace(planned, operation=ReduceOp.MIN, prescale=0.5)
             operations.append(replace(planned, contributors=who, wake=True))
         self.out.steps.append(Join(where, tuple(operations), counts))
 

@@ -186,7 +186,7 @@ class Reduction:
             if self.postscale == 1.0:
                 _average_integers(parts, self.size, out)
             else:
-                self._finish(np.sum(parts, axis=0, dtype=np.float64), out)
+                self._finish(np.add.reduce(parts, dtype=np.float64), out)
             return
         if len(parts) == 1:
             out[...] = parts[0]
