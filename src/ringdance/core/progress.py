@@ -124,19 +124,17 @@ class ProgressEngine:
             if self._try_step():
                 spin_until = 0.0
                 continue
-            if work.done():
-                break
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, backoff = now + self._spin, _FIRST_BACKOFF
-            if deadline is not None and now > deadline:
+            if deadline is not None and now > deadline and not work.done():
                 raise _timeout(work)
             if now < spin_until:
                 yield_core()
             elif self._engine.closed:  # a Work that is not done then never will be
                 if _alone(self._stepping, self._engine.abandon, work) is None:
                     time.sleep(1e-3)
-            else:
+            elif not work.done():  # by a step of another thread
                 backoff = self._sleep(now, backoff)
         recorder, waited = self._engine.recorder, time.monotonic() - began
         recorder.waited += waited
