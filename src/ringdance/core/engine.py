@@ -214,7 +214,7 @@ class Engine:
                 callers.pop(me, None)
             finally:
                 waiting.pop(me, None)
-            if callers or progress_engine.asleep:
+            if callers or (progress_engine.asleep and self.sets.next_due() is not None):
                 progress_engine.caller_left()
 
     def add_process_set(self, ranks: Iterable[int]) -> int:

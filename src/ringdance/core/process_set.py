@@ -103,7 +103,7 @@ class ProcessSetState:
     def next_due(self) -> float | None:
         """Return the time (monotonic) at which a round becomes due by itself, or None."""
         pending = self.pending
-        if not pending.has_work():
+        if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), in half its time
             return None
         if self._progress.callers or self.urgent:
             return pending.not_before
