@@ -127,17 +127,20 @@ class ProcessSetState:
                 continue
             self.in_round = True
             achieved = yield from self._round()
-            with self._lock:
-                self.in_round = False
-                if pending.held:
-                    pending.release_held()
-                if achieved and pending.eager_since is not None:
-                    pending.eager_since = time.monotonic() if pending.has_work() else None
+            self.in_round = False
+            if pending.held or pending.eager_since is not None:
+                with self._lock:
+                    if pending.held:
+                        pending.release_held()
+                    if achieved and pending.eager_since is not None:
+                        pending.eager_since = time.monotonic() if pending.has_work() else None
             if achieved:
                 pending.backoff = 0.0
             else:
                 pending.backoff = min(max(2 * pending.backoff, 5e-5), _MAX_BACKOFF)
                 pending.not_before = time.monotonic() + pending.backoff
+            if not self.stopped:
+                yield  # not asking what is due: after a lone operation nothing is
 
     def _compose(self) -> int:
         """Return this rank's vector. The lock is held."""
