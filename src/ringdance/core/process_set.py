@@ -78,7 +78,7 @@ class ProcessSetState:
         self._last_joined = -1
         self._window = transport.window if transport.one_host else None
         self._piggyback: (
-            tuple[int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]], BatchRecord] | None
+            tuple[int, int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]], BatchRecord] | None
         ) = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
@@ -183,20 +183,19 @@ class ProcessSetState:
         pending = self.pending
         slot = (pending.ready & -pending.ready).bit_length() - 1
         entry = pending.cache.entries[slot]
-        assert entry is not None
-        if entry.piggyback is None or slot >= PIGGYBACK_ENTRIES:
+        if entry is None or entry.piggyback is None:
             return 0
-        how, buffers, record = entry.piggyback
+        field, how, buffers, record = entry.piggyback
         parts = buffers[window.vector_parity ^ 1]
         work = pending.named[entry.name]
         how.prepare(work.request.inputs[0], parts[window.index])
-        self._piggyback = (slot, entry, work, how, parts, record)
-        return self._layout.piggyback(slot)
+        self._piggyback = (field, slot, entry, work, how, parts, record)
+        return field
 
     def _complete_piggyback(self) -> int:
         """Reduce the piggybacked data; return the entry's bit."""
         assert self._piggyback is not None
-        slot, entry, work, how, parts, record = self._piggyback
+        _, slot, entry, work, how, parts, record = self._piggyback
         outputs = work.request.outputs
         target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
         how.combine(parts, target)
@@ -211,13 +210,13 @@ class ProcessSetState:
         work.finish([target])
         return 1 << slot
 
-    def _piggyback_of(self, name: str, d: Description) -> Piggyback | None:
-        """Return how a request's data are piggybacked; None if they do not fit."""
+    def _piggyback_of(self, slot: int, name: str, d: Description) -> Piggyback | None:
+        """Return how the data of a cached request are piggybacked; None if they do not fit."""
         window = self._window
         if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
             return None
         nbytes = description_bytes(d)
-        if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES:
+        if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:
             return None
         how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
         shape = d.shapes[0]
@@ -225,7 +224,8 @@ class ProcessSetState:
             [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
         ]
         label = self._recorder.label(name)
-        return how, buffers, self._recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        record = self._recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        return self._layout.piggyback(slot), how, buffers, record
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
@@ -269,7 +269,7 @@ class ProcessSetState:
         ready = agreed >> layout.ready_at
         if agreed & layout.plain_mask == layout.plain and not pending.joined:  # fast path: only cache hits
             achieved = ready != 0
-            if self._piggyback is not None and layout.same_piggyback(agreed):
+            if self._piggyback is not None and agreed & self._piggyback[0] == self._piggyback[0]:
                 ready ^= self._complete_piggyback()
             if ready:
                 yield from self._executor.run_ready(ready, self.rounds)
@@ -318,9 +318,9 @@ class ProcessSetState:
         with self._lock:
             for number, (name, description) in enumerate(items):
                 mismatched = not agreed >> 2 * number & 1
-                piggyback = None if mismatched else self._piggyback_of(name, description)
-                entry = CacheEntry(name, description, self.rounds, mismatched, piggyback)
+                entry = CacheEntry(name, description, self.rounds, mismatched)
                 slot = pending.cache.install(entry)
+                entry.piggyback = None if mismatched else self._piggyback_of(slot, name, description)
                 if agreed >> 2 * number & 2:
                     installed.append((slot, entry))
             self._executor.plans.clear()
