@@ -68,6 +68,7 @@ class VectorLayout:
         self.plain = CONTINUE | self.everyone << self.misses_at | self.everyone << self.joined_at
         self.plain_mask = self.plain | HAS_UNNAMED
         self.neutral = (1 << self.piggyback_at) - 1  # every field before the piggybacked entry
+        self.waiting = self.neutral ^ NO_WAITER
 
     def width(self, entries: int) -> int:
         """Return the bytes of a vector for a cache of ``entries``."""

@@ -148,13 +148,15 @@ class ProcessSetState:
         vector = layout.neutral
         for work in tuple(self.waiting.values()):
             if not work.done():  # else its thread has not run since
-                vector ^= NO_WAITER
+                vector = layout.waiting
                 break
         self._piggyback = None
         if not (pending.unnamed or pending.misses or self.stopping or pending.join is not None):  # fast path
-            if pending.ready and self._window is not None:
-                vector |= self._load_piggyback(self._window)
-            return (vector ^ HAS_UNNAMED) | pending.ready << layout.ready_at
+            ready = pending.ready
+            vector ^= ready << layout.ready_at | HAS_UNNAMED
+            if ready and self._window is not None:
+                vector |= self._load_piggyback(self._window, ready)
+            return vector
         rank = self.transport.rank
         if self.stopping:
             vector ^= CONTINUE
@@ -175,13 +177,13 @@ class ProcessSetState:
             vector ^= 1 << (layout.misses_at + rank)
         return vector | pending.ready << layout.ready_at
 
-    def _load_piggyback(self, window: Window) -> int:
+    def _load_piggyback(self, window: Window, ready: int) -> int:
         """Piggyback the first ready request's data on the vector if they fit; return the vector's field.
 
         If all members choose the same entry, the round is its exchange too: one synchronization, not two.
         """
         pending = self.pending
-        slot = (pending.ready & -pending.ready).bit_length() - 1
+        slot = (ready & -ready).bit_length() - 1
         entry = pending.cache.entries[slot]
         if entry is None or entry.piggyback is None:
             return 0
