@@ -239,8 +239,9 @@ class ProcessSetState:
             mine, others = self._views[window.vector_parity]
             mine[:] = vector.to_bytes(width, "little")
             window.signal()
-            while not window.reached():
-                yield
+            if not window.reached():  # a peer is often just behind: ask twice before a longer way round
+                while not window.reached():
+                    yield
             for raw in others:
                 vector &= int.from_bytes(raw, "little")
         else:
