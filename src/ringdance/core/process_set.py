@@ -147,7 +147,7 @@ class ProcessSetState:
         layout, pending = self._layout, self.pending
         vector = layout.neutral
         for work in tuple(self.waiting.values()):
-            if not work.done():  # else its thread has not run since
+            if not work.complete:  # else its thread has not run since
                 vector = layout.waiting
                 break
         self._piggyback = None

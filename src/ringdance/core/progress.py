@@ -94,7 +94,7 @@ class ProgressEngine:
         """Block until ``work`` is done, driving the engine. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         me, leading = object(), self._leading
-        while not work.done():
+        while not work.complete:
             try:
                 if leading.setdefault(0, me) is me:
                     self._lead(work, deadline)
@@ -111,7 +111,7 @@ class ProgressEngine:
         """Let another caller lead, or the engine thread step, since a caller has left."""
         if callers := self._engine.callers:
             for work in list(callers.values()):
-                if not work.done():
+                if not work.complete:
                     work.waiter().set()
                     return
         if self.asleep and self._engine.sets.next_due() is not None:
@@ -120,21 +120,21 @@ class ProgressEngine:
     def _lead(self, work: Work, deadline: float | None) -> None:
         began = time.monotonic()
         spin_until, backoff = began + self._spin, _FIRST_BACKOFF
-        while not work.done():
+        while not work.complete:
             if self._try_step():
                 spin_until = 0.0
                 continue
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, backoff = now + self._spin, _FIRST_BACKOFF
-            if deadline is not None and now > deadline and not work.done():
+            if deadline is not None and now > deadline and not work.complete:
                 raise _timeout(work)
             if now < spin_until:
                 yield_core()
             elif self._engine.closed:  # a Work that is not done then never will be
                 if _alone(self._stepping, self._engine.abandon, work) is None:
                     time.sleep(1e-3)
-            elif not work.done():  # by a step of another thread
+            elif not work.complete:  # by a step of another thread
                 backoff = self._sleep(now, backoff)
         recorder, waited = self._engine.recorder, time.monotonic() - began
         recorder.waited += waited
@@ -148,7 +148,7 @@ class ProgressEngine:
             raise _timeout(work)
         event = work.waiter()
         event.wait(min(_FOLLOWER_POLL, seconds))
-        if not work.done():
+        if not work.complete:
             event.clear()
 
     # -- both ----------------------------------------------------------------------------------
