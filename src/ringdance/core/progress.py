@@ -92,12 +92,14 @@ class ProgressEngine:
 
     def wait(self, work: Work, timeout: float | None) -> None:
         """Block until ``work`` is done, driving the engine. Raises TimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        work.waited_since = work.waited_since or began
+        deadline = None if timeout is None else began + timeout
         me, leading = object(), self._leading
         while not work.complete:
             try:
                 if leading.setdefault(0, me) is me:
-                    self._lead(work, deadline)
+                    self._lead(work, began, deadline)
                     return
             finally:
                 try:
@@ -106,6 +108,7 @@ class ProgressEngine:
                 except KeyError:
                     pass
             self._follow(work, deadline)
+            began = time.monotonic()
 
     def caller_left(self) -> None:
         """Let another caller lead, or the engine thread step, since a caller has left."""
@@ -117,8 +120,7 @@ class ProgressEngine:
         if self.asleep and self._engine.sets.next_due() is not None:
             self.wake()
 
-    def _lead(self, work: Work, deadline: float | None) -> None:
-        began = time.monotonic()
+    def _lead(self, work: Work, began: float, deadline: float | None) -> None:
         spin_until, backoff = began + self._spin, _FIRST_BACKOFF
         while not work.complete:
             if self._try_step():

@@ -150,8 +150,6 @@ class Work:
         """
         if not self.complete:
             self.thread = get_ident()
-            if not self.waited_since:
-                self.waited_since = monotonic()
             self.wait_on(self, timeout)
         if self.error is not None:
             raise self.error
