@@ -216,7 +216,7 @@ class Engine:
             progress_engine.wait(work, timeout)
         finally:
             waiting.pop(me, None)
-            if waiting or progress_engine.asleep:
+            if waiting or (progress_engine.asleep and self.sets.next_due() is not None):
                 progress_engine.caller_left()
 
     def add_process_set(self, ranks: Iterable[int]) -> int:

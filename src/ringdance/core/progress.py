@@ -116,12 +116,14 @@ class ProgressEngine:
 
     def wait(self, work: Work, timeout: float | None) -> None:
         """Block until ``work`` is done, driving the engine. Raises TimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        work.waited_since = work.waited_since or began
+        deadline = None if timeout is None else began + timeout
         me, leading = object(), self._leading
-        while not work.done():
+        while not work.complete:
             try:
                 if leading.setdefault(0, me) is me:
-                    self._lead(work, deadline)
+                    self._lead(work, began, deadline)
                     return
             finally:
                 try:
@@ -130,37 +132,35 @@ class ProgressEngine:
                 except KeyError:
                     pass
             self._follow(work, deadline)
+            began = time.monotonic()
 
     def caller_left(self) -> None:
         """Let another caller lead, or the engine thread step, since a caller has left."""
         if waiting := self._engine.callers.waiting:
             for work in list(waiting.values()):
-                if not work.done():
+                if not work.complete:
                     work.waiter().set()
                     return
         if self.asleep and self._engine.sets.next_due() is not None:
             self.wake()
 
-    def _lead(self, work: Work, deadline: float | None) -> None:
-        began = time.monotonic()
+    def _lead(self, work: Work, began: float, deadline: float | None) -> None:
         spin_until, backoff = began + self._spin, _FIRST_BACKOFF
-        while not work.done():
+        while not work.complete:
             if self._try_step():
                 spin_until = 0.0
                 continue
-            if work.done():
-                break
             now = time.monotonic()
             if spin_until == 0.0:
                 spin_until, backoff = now + self._spin, _FIRST_BACKOFF
-            if deadline is not None and now > deadline:
+            if deadline is not None and now > deadline and not work.complete:
                 raise _timeout(work)
             if now < spin_until:
                 yield_core()
             elif self._engine.closed:  # a Work that is not done then never will be
                 if _alone(self._stepping, self._engine.abandon, work) is None:
                     time.sleep(1e-3)
-            else:
+            elif not work.complete:  # by a step of another thread
                 backoff = self._sleep(now, backoff)
         recorder, waited = self._engine.recorder, time.monotonic() - began
         recorder.waited += waited
@@ -174,7 +174,7 @@ class ProgressEngine:
             raise _timeout(work)
         event = work.waiter()
         event.wait(min(_FOLLOWER_POLL, seconds))
-        if not work.done():
+        if not work.complete:
             event.clear()
 
     # -- both ----------------------------------------------------------------------------------

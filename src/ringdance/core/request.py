@@ -105,6 +105,7 @@ class Work:
             set collectives: an int.
         received_splits: alltoall only, rows received from each member, int64.
         error: the exception that ``wait`` raises, if it failed.
+        complete: what ``done()`` returns, without a call.
         order: number of an unnamed request in its process set, else -1.
         refusal: why this rank's own call was refused, if it was (``Engine.refuse``).
         announced: the round in which it was sent to the other members as a cache miss, else 0.
@@ -116,7 +117,7 @@ class Work:
     # Slots, not an instance dictionary with defaults on the class: filled in by several threads in varying
     # order, such dictionaries crashed CPython 3.11.7 (dictresize of a key-sharing table).
     __slots__ = (
-        "_done", "_waiter", "announced", "error", "name", "order", "received_splits", "refusal", "request",
+        "_waiter", "announced", "complete", "error", "name", "order", "received_splits", "refusal", "request",
         "result", "submitted", "thread", "wait_on", "waited_since",
     )  # fmt: skip
 
@@ -133,12 +134,12 @@ class Work:
         self.received_splits: list[np.ndarray[Any, Any]] | None = None
         self.error: BaseException | None = None
         self.refusal: str | None = None
-        self._done = False
+        self.complete = False
         self._waiter: threading.Event | None = None
 
     def done(self) -> bool:
         """Return whether the request is complete or has failed. Never blocks."""
-        return self._done
+        return self.complete
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until done and return ``result``.
@@ -147,10 +148,8 @@ class Work:
             CollectiveError: the collective failed (its subclass says how).
             TimeoutError: ``timeout`` seconds passed; the request goes on.
         """
-        if not self._done:
+        if not self.complete:
             self.thread = get_ident()
-            if not self.waited_since:
-                self.waited_since = monotonic()
             self.wait_on(self, timeout)
         if self.error is not None:
             raise self.error
@@ -160,7 +159,7 @@ class Work:
         """Mark as done (engine only)."""
         self.result = result
         self.error = error
-        self._done = True
+        self.complete = True
         if self._waiter is not None:
             self._waiter.set()
 
@@ -168,6 +167,6 @@ class Work:
         """Return an event that is set when done (engine only)."""
         if self._waiter is None:
             self._waiter = threading.Event()
-        if self._done:
+        if self.complete:
             self._waiter.set()
         return self._waiter

@@ -3,7 +3,7 @@
 Layout, for m members::
 
     m control lines   64 bytes: signalled (int64), event counter (int32), waiting (int32)
-    m x 2 vectors     what is agreed upon; behind each 256 bytes for piggybacked data
+    m x 2 vectors     what is agreed upon; behind each 4096 bytes for piggybacked data
     m x 2 buffers     data
 
 A member publishes what it wrote by incrementing its ``signalled`` (``signal``) and may read what the others
@@ -25,7 +25,7 @@ from ringdance.transport.eventcount import NEEDS_FENCE, EventCount
 
 __all__ = ["PIGGYBACK_BYTES", "Window", "window_size"]
 
-PIGGYBACK_BYTES = 256
+PIGGYBACK_BYTES = 4096
 
 _LINE = 64
 _PAGE = 4096

@@ -191,10 +191,11 @@ class Reduction:
         if len(parts) == 1:
             out[...] = parts[0]
         else:
-            self.ufunc(parts[0], parts[1], out=out)
+            self.ufunc(parts[0], parts[1], out)  # without keyword: a lone small tensor is worth it
             for part in parts[2:]:
-                self.ufunc(out, part, out=out)
-        self.complete(out)
+                self.ufunc(out, part, out)
+        if not self.late and not self.plain:
+            self._finish(out, out)
 
     def complete(self, total: Array) -> None:
         """Scale a sum in place as ``combine`` does."""

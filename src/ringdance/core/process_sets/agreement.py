@@ -34,9 +34,9 @@ __all__ = ["PIGGYBACK_ENTRIES", "UNNAMED", "CacheEntry", "ResponseCache", "Vecto
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
 UNNAMED = 8  # unnamed requests that a round can match
 PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the number of an entry
-# For data that fit into the vectors' part of the window: how they are reduced, each member's buffer there,
-# for both parities, and the record.
-Piggyback = tuple[Reduction, list[list[np.ndarray[Any, Any]]], BatchRecord]
+# For data that fit into the vectors' part of the window: the vector's field, how they are reduced, each
+# member's buffer there, for both parities, and the record.
+Piggyback = tuple[int, Reduction, list[list[np.ndarray[Any, Any]]], BatchRecord]
 _M16 = (1 << 16) - 1
 _M32 = (1 << 32) - 1
 _DIGESTS = 32 * UNNAMED
@@ -68,6 +68,7 @@ class VectorLayout:
         self.plain = CONTINUE | self.everyone << self.misses_at | self.everyone << self.joined_at
         self.plain_mask = self.plain | HAS_UNNAMED
         self.neutral = (1 << self.piggyback_at) - 1  # every field before the piggybacked entry
+        self.waiting = self.neutral ^ NO_WAITER
 
     def width(self, entries: int) -> int:
         """Return the bytes of a vector for a cache of ``entries``."""
@@ -87,13 +88,11 @@ class VectorLayout:
         return ((different & -different).bit_length() - 1) // 32 if different else UNNAMED
 
     def piggyback(self, slot: int) -> int:
-        """Return the field that names the entry whose data are piggybacked. See Note [Complements]."""
-        return (slot | (slot ^ _M16) << 16) << self.piggyback_at
+        """Return the field that names the entry whose data are piggybacked. See Note [Complements].
 
-    def same_piggyback(self, agreed: int) -> bool:
-        """Return whether all members' data are of the same entry."""
-        field = agreed >> self.piggyback_at
-        return (field ^ field >> 16) & _M16 == _M16
+        After the AND it is as before exactly if all members sent the same.
+        """
+        return (slot | (slot ^ _M16) << 16) << self.piggyback_at
 
 
 @dataclass(slots=True)

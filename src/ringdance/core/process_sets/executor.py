@@ -27,7 +27,7 @@ from ringdance.transport.base import Transport
 __all__ = ["Executor"]
 
 _MAX_PLANS = 256
-Plan = list[tuple[list[CacheEntry], tuple[str, ...], Reduction, BatchRecord]]
+Plan = list[tuple[int, list[CacheEntry], tuple[str, ...], Reduction, BatchRecord]]
 
 
 @dataclass(kw_only=True)
@@ -70,9 +70,7 @@ class Executor:
             yield from self.run_slots(set_bits(ready), round_number)
             return
         named = pending.named
-        with self.lock:
-            pending.ready &= ~ready
-        for entries, names, how, record in plan:
+        for bits, entries, names, how, record in plan:
             began = time.monotonic_ns()
             works = [named[name] for name in names]
             for entry in entries:
@@ -80,6 +78,7 @@ class Executor:
             outputs = yield from allreduce_flat(self.exchange, [work.request for work in works], how)
             self.recorder.batch(record, round_number, began, len(names))
             with self.lock:
+                pending.ready &= ~bits
                 for name in names:
                     del named[name]
             for work, output in zip(works, outputs, strict=True):
@@ -103,7 +102,8 @@ class Executor:
             nbytes = sum(description_bytes(entry.description) for entry in batch)
             label = self.recorder.label(names)
             record = self.recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
-            plan.append((batch, names, how, record))
+            bits = sum(1 << self.pending.cache.slots[name] for name in names)
+            plan.append((bits, batch, names, how, record))
         return plan
 
     def run_unnamed(self, count: int, round_number: int) -> Steps:

@@ -77,7 +77,7 @@ class ProcessSetState:
         self._last_joined = -1
         self._window = transport.window if transport.one_host else None
         self._piggyback: (
-            tuple[int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]], BatchRecord] | None
+            tuple[int, int, CacheEntry, Work, Reduction, list[np.ndarray[Any, Any]], BatchRecord] | None
         ) = None
         self._width = -1
         self._views: list[tuple[memoryview, list[memoryview]]] = []
@@ -107,7 +107,7 @@ class ProcessSetState:
     def next_due(self) -> float | None:
         """Return the time (monotonic) at which a round becomes due by itself, or None."""
         pending = self.pending
-        if not pending.has_work():
+        if not (pending.named or pending.unnamed or pending.join is not None):  # has_work(), in half its time
             return None
         if self._callers.waiting or self.urgent:
             return pending.not_before
@@ -131,31 +131,36 @@ class ProcessSetState:
                 continue
             self.in_round = True
             achieved = yield from self._round()
-            with self._lock:
-                self.in_round = False
-                if pending.held:
-                    pending.release_held()
-                if achieved and pending.eager_since is not None:
-                    pending.eager_since = time.monotonic() if pending.has_work() else None
+            self.in_round = False
+            if pending.held or pending.eager_since is not None:
+                with self._lock:
+                    if pending.held:
+                        pending.release_held()
+                    if achieved and pending.eager_since is not None:
+                        pending.eager_since = time.monotonic() if pending.has_work() else None
             if achieved:
                 pending.backoff = 0.0
             else:
                 pending.backoff = min(max(2 * pending.backoff, 5e-5), _MAX_BACKOFF)
                 pending.not_before = time.monotonic() + pending.backoff
+            if not self.stopped:
+                yield  # not asking what is due: after a lone operation nothing is
 
     def _compose(self) -> int:
         """Return this rank's vector. The lock is held."""
         layout, pending = self._layout, self.pending
         vector = layout.neutral
         for work in tuple(self._callers.waiting.values()):
-            if work.request.set_id == self.set_id and not work.done():  # else its thread is about to go on
-                vector ^= NO_WAITER
+            if not work.complete and work.request.set_id == self.set_id:  # else its thread is about to go on
+                vector = layout.waiting
                 break
         self._piggyback = None
         if not (pending.unnamed or pending.misses or self.stopping or pending.join is not None):  # fast path
-            if pending.ready and self._window is not None:
-                vector |= self._load_piggyback(self._window)
-            return (vector ^ HAS_UNNAMED) | pending.ready << layout.ready_at
+            ready = pending.ready
+            vector ^= ready << layout.ready_at | HAS_UNNAMED
+            if ready and self._window is not None:
+                vector |= self._load_piggyback(self._window, ready)
+            return vector
         rank = self.transport.rank
         if self.stopping:
             vector ^= CONTINUE
@@ -176,28 +181,27 @@ class ProcessSetState:
             vector ^= 1 << (layout.misses_at + rank)
         return vector | pending.ready << layout.ready_at
 
-    def _load_piggyback(self, window: Window) -> int:
+    def _load_piggyback(self, window: Window, ready: int) -> int:
         """Piggyback the first ready request's data on the vector if they fit; return the vector's field.
 
         If all members choose the same entry, the round is its exchange too: one synchronization, not two.
         """
         pending = self.pending
-        slot = (pending.ready & -pending.ready).bit_length() - 1
+        slot = (ready & -ready).bit_length() - 1
         entry = pending.cache.entries[slot]
-        assert entry is not None
-        if entry.piggyback is None or slot >= PIGGYBACK_ENTRIES:
+        if entry is None or entry.piggyback is None:
             return 0
-        how, buffers, record = entry.piggyback
+        field, how, buffers, record = entry.piggyback
         parts = buffers[window.vector_parity ^ 1]
         work = pending.named[entry.name]
         how.prepare(work.request.inputs[0], parts[window.index])
-        self._piggyback = (slot, entry, work, how, parts, record)
-        return self._layout.piggyback(slot)
+        self._piggyback = (field, slot, entry, work, how, parts, record)
+        return field
 
     def _complete_piggyback(self) -> int:
         """Reduce the piggybacked data; return the entry's bit."""
         assert self._piggyback is not None
-        slot, entry, work, how, parts, record = self._piggyback
+        _, slot, entry, work, how, parts, record = self._piggyback
         outputs = work.request.outputs
         target = aligned_empty(parts[0].shape, how.dtype) if outputs is None else outputs[0]
         how.combine(parts, target)
@@ -212,13 +216,13 @@ class ProcessSetState:
         work.finish([target])
         return 1 << slot
 
-    def _piggyback_of(self, name: str, d: Description) -> Piggyback | None:
-        """Return how a request's data are piggybacked; None if they do not fit."""
+    def _piggyback_of(self, slot: int, name: str, d: Description) -> Piggyback | None:
+        """Return how the data of a cached request are piggybacked; None if they do not fit."""
         window = self._window
         if window is None or d.kind != Collective.ALLREDUCE or d.operation == ReduceOp.ADASUM or d.detail:
             return None
         nbytes = description_bytes(d)
-        if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES:
+        if len(d.shapes) != 1 or nbytes > PIGGYBACK_BYTES or slot >= PIGGYBACK_ENTRIES:
             return None
         how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
         shape = d.shapes[0]
@@ -226,7 +230,8 @@ class ProcessSetState:
             [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
         ]
         label = self._recorder.label(name)
-        return how, buffers, self._recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        record = self._recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
+        return self._layout.piggyback(slot), how, buffers, record
 
     def _agree(self, vector: int, width: int) -> Steps:
         """AND ``vector`` (``width`` bytes) over all members."""
@@ -238,8 +243,9 @@ class ProcessSetState:
             mine, others = self._views[window.vector_parity]
             mine[:] = vector.to_bytes(width, "little")
             window.signal()
-            while not window.reached():
-                yield
+            if not window.reached():  # a peer is often just behind: ask twice before a longer way round
+                while not window.reached():
+                    yield
             for raw in others:
                 vector &= int.from_bytes(raw, "little")
         else:
@@ -270,7 +276,7 @@ class ProcessSetState:
         ready = agreed >> layout.ready_at
         if agreed & layout.plain_mask == layout.plain and not pending.joined:  # fast path: only cache hits
             achieved = ready != 0
-            if self._piggyback is not None and layout.same_piggyback(agreed):
+            if self._piggyback is not None and agreed & self._piggyback[0] == self._piggyback[0]:
                 ready ^= self._complete_piggyback()
             if ready:
                 yield from self._executor.run_ready(ready, self.rounds)
@@ -319,9 +325,9 @@ class ProcessSetState:
         with self._lock:
             for number, (name, description) in enumerate(items):
                 mismatched = not agreed >> 2 * number & 1
-                piggyback = None if mismatched else self._piggyback_of(name, description)
-                entry = CacheEntry(name, description, self.rounds, mismatched, piggyback)
+                entry = CacheEntry(name, description, self.rounds, mismatched)
                 slot = pending.cache.install(entry)
+                entry.piggyback = None if mismatched else self._piggyback_of(slot, name, description)
                 if agreed >> 2 * number & 2:
                     installed.append((slot, entry))
             self._executor.plans.clear()
