@@ -9,6 +9,7 @@ from typing import Any
 from ringdance import subcommands
 from ringdance.errors import LaunchError
 from ringdance.submit.options import pairs
+from ringdance.submit.sagemaker import aws
 
 _EXAMPLES = """\
 examples:
@@ -51,29 +52,26 @@ def hosts(
     Raises:
         LaunchError: boto3 is missing, AWS refuses, or there is no such instance.
     """
-    try:
-        import boto3
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError:
-        raise LaunchError("EC2 needs boto3: pip install 'ringdance[sagemaker]'") from None
     filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in tags.items()]
     filters.append({"Name": "instance-state-name", "Values": ["running"]})
-    try:
-        client = boto3.client("ec2", region_name=region)
-        pages = client.get_paginator("describe_instances").paginate(Filters=filters)
-        found = [item for page in pages for group in page["Reservations"] for item in group["Instances"]]
-        if not found:
-            wanted = ", ".join(f"{key}={value}" for key, value in tags.items())
-            raise LaunchError(f"no running instance in {client.meta.region_name} has the tag {wanted}")
-        kinds = sorted({item["InstanceType"] for item in found})
-        pages = client.get_paginator("describe_instance_types").paginate(InstanceTypes=kinds)
-        slots = {
-            kind["InstanceType"]: _slots(kind, count) for page in pages for kind in page["InstanceTypes"]
-        }
-    except (BotoCoreError, ClientError) as error:
-        raise LaunchError(f"AWS: {error}") from None
+    client = aws.call(aws.boto3().client, service_name="ec2", region_name=region)
+    reservations = _all(client, "describe_instances", "Reservations", Filters=filters)
+    found = [item for group in reservations for item in group["Instances"]]
+    if not found:
+        wanted = ", ".join(f"{key}={value}" for key, value in tags.items())
+        raise LaunchError(f"no running instance in {client.meta.region_name} has the tag {wanted}")
+    kinds = sorted({item["InstanceType"] for item in found})
+    types = _all(client, "describe_instance_types", "InstanceTypes", InstanceTypes=kinds)
+    slots = {kind["InstanceType"]: _slots(kind, count) for kind in types}
     found.sort(key=lambda item: (item["LaunchTime"], item.get("AmiLaunchIndex", 0), item["InstanceId"]))
     return [(item["PrivateIpAddress"], slots[item["InstanceType"]], item["InstanceType"]) for item in found]
+
+
+def _all(client: Any, method: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Return what is below `key` of all pages of an answer."""
+    pages = aws.call(client.get_paginator(method).paginate(**arguments).build_full_result)
+    found: list[dict[str, Any]] = pages[key]
+    return found
 
 
 def _slots(kind: dict[str, Any], count: str | None) -> int:

@@ -9,6 +9,7 @@ import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
+from ringdance.launch.directories import bases
 from ringdance.launch.system import linux, machine
 
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "glusterfs", "ceph", "9p", "fuse.sshfs")
@@ -16,7 +17,7 @@ NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "glusterfs
 
 def collect(usage: Usage) -> dict[str, Any]:
     """Each directory of the usage, and the one for temporary files."""
-    temporary = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
+    temporary = bases(os.environ)[0]
     return {
         "directories": {path: directory(path) for path in usage.directories},
         "temporary": {"path": temporary, **directory(temporary)},

@@ -12,10 +12,9 @@ import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.launch.system import linux
+from ringdance.launch.system.cleanup import OF_MPI
 
-_SHARED = re.compile(
-    r"mpich_|Intel_MPI|impi_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma|ompi_|ucx_shm_|torch_"
-)
+_SHARED = re.compile(rf"{OF_MPI}|torch_")
 _NEW_S = 60.0
 
 

@@ -32,6 +32,19 @@ def pack(files: str) -> bytes:
     return buffer.getvalue()
 
 
+def boto3() -> Any:
+    """Import AWS's library.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    try:
+        import boto3
+    except ImportError:
+        raise LaunchError("AWS needs boto3: pip install 'ringdance[sagemaker]'") from None
+    return boto3
+
+
 def call(function: Any, **arguments: Any) -> Any:
     """Call a client's method.
 

@@ -270,11 +270,7 @@ class Estimator:
 
     def _session(self) -> Any:
         if self.boto_session is None:
-            try:
-                import boto3
-            except ImportError:
-                raise LaunchError("SageMaker needs boto3: pip install 'ringdance[sagemaker]'") from None
-            self.boto_session = boto3.Session(region_name=self.region)
+            self.boto_session = aws.boto3().Session(region_name=self.region)
         return self.boto_session
 
     def fit(
