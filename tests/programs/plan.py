@@ -164,7 +164,7 @@ class _Maker:
         if self.size > 2:
             hosts += [("a",) * (self.size - 1) + ("b",)]
         if self.size > 3:
-            hosts += [("a",) * 2 + ("b",) * (self.size - 2), tuple("abababab")[: self.size]]
+            hosts += [("a",) * 2 + ("b",) * (self.size - 2), tuple("ab" * self.size)[: self.size]]
         if self.size == 2:
             hosts += [("a", "b")]
         return Options(

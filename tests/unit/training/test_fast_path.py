@@ -113,7 +113,7 @@ def outcome(dtype: str, step: int, others: list[Array], average: Average) -> boo
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "int8"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 13, 100, 127, 129, 1000, 2049])
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 13, 129, 1000])
 def test_every_rank_sees_that_one_is_behind(dtype: str, size: int) -> None:
     """However many have joined, adding zeros, and however the average is rounded."""
     nothing = np.zeros_like(tag_of(dtype, 0))

@@ -49,17 +49,12 @@ def dtype_named(name: str) -> np.dtype[Any]:
 @lru_cache(maxsize=64)
 def neutral_element(dtype: str, operation: ReduceOp) -> Any:
     """Return what leaves the other operand as it is; 0 for Average, Sum and Adasum."""
-    if operation == ReduceOp.PRODUCT:
-        return 1
     if operation not in (ReduceOp.MIN, ReduceOp.MAX):
-        return 0
-    least = operation == ReduceOp.MIN
-    kind = dtype_named(dtype)
-    if kind == np.bool_:
-        return least
+        return int(operation == ReduceOp.PRODUCT)
+    kind, least = dtype_named(dtype), operation == ReduceOp.MIN
     if np.issubdtype(kind, np.integer):
         return np.iinfo(kind).max if least else np.iinfo(kind).min
-    return np.inf if least else -np.inf
+    return np.inf if least else -np.inf if kind != np.bool_ else False
 
 
 def _copy(source: Array, out: Array) -> None:
@@ -140,8 +135,8 @@ class Reduction:
         self.plain = divisor == 1 and postscale == 1.0
         self._integer = np.issubdtype(dtype, np.integer)
         self.one_stage = self._integer and divisor > 1
-        other = self.wide or self.one_stage or dtype == np.bool_ or drops_nan
-        self.mpi_op = None if other else mpi_op
+        self._sums_wide = self.wide or self.one_stage
+        self.mpi_op = None if self._sums_wide or dtype == np.bool_ or drops_nan else mpi_op
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
         self.simple = self.identity and not self.wide and (self.late or self.plain)
@@ -173,7 +168,13 @@ class Reduction:
 
     def combine(self, parts: Sequence[Array], out: Array) -> None:
         """Reduce ``parts`` (in rank order) into ``out``; scaled too, unless ``late``."""
-        if self.wide:
+        if self._sums_wide:
+            if self.one_stage:
+                if self.postscale == 1.0:
+                    _average_integers(parts, self.size, out)
+                else:
+                    self._finish(np.add.reduce(parts, dtype=np.float64), out)
+                return
             widened = map(_widen, parts, self._factors)
             total = next(widened)
             for part in widened:
@@ -181,12 +182,6 @@ class Reduction:
             if not self.plain:
                 self._finish(total, total)
             out[...] = total
-            return
-        if self.one_stage:
-            if self.postscale == 1.0:
-                _average_integers(parts, self.size, out)
-            else:
-                self._finish(np.add.reduce(parts, dtype=np.float64), out)
             return
         if len(parts) == 1:
             out[...] = parts[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,8 @@ __all__ = ["description_bytes", "plan_batches"]
 
 def description_bytes(description: Description) -> int:
     """Return the bytes of a request whose description has full shapes."""
-    total = 0
-    for dtype, shape in zip(description.dtypes, description.shapes, strict=True):
-        count = 1
-        for length in shape:
-            count *= length
-        total += count * dtype_named(dtype).itemsize
-    return total
+    pairs = zip(description.dtypes, description.shapes, strict=True)
+    return sum([math.prod(shape) * dtype_named(dtype).itemsize for dtype, shape in pairs])
 
 
 def _batch_key(description: Description) -> tuple[Any, ...] | None:

@@ -61,7 +61,7 @@ class FastPath:
         )
         self._indices: tuple[int, ...] = ()
         self._computed = b""
-        self._tags: dict[np.dtype[Any], Array] = {}
+        self._tags: dict[np.dtype[Any], list[Array]] = {}  # of each step, and the one that is sent
         self._in_a_row = 0
         self._backoff = _FIRST_BACKOFF
 
@@ -102,7 +102,7 @@ class FastPath:
             self._in_a_row = 0
             self._backoff = min(2 * self._backoff, _MOST_BACKOFF)
             return False
-        if np.count_nonzero(tag) != 1:
+        if tag.tolist().count(0) != _TAGS - 1:
             steps = ", ".join(map(str, np.flatnonzero(tag)))
             raise DifferentStepsError(f"the ranks are in {steps} (modulo {_TAGS})")
         self._source.write_back(self._indices, self.expected_kinds)
@@ -123,13 +123,12 @@ class FastPath:
         return views
 
     def _tag(self, dtype: np.dtype[Any], step: int) -> Array:
-        tag = self._tags.get(dtype)
-        if tag is None:
+        if dtype not in self._tags:
             kind = np.dtype(np.float32) if np.issubdtype(dtype, np.integer) else dtype  # compressed gradients
-            tag = self._tags[dtype] = np.empty(_TAGS, kind)
-        tag.fill(0)
-        tag[step % _TAGS] = 1
-        return tag
+            self._tags[dtype] = [*np.eye(_TAGS, dtype=kind), np.empty(_TAGS, kind)]
+        tags = self._tags[dtype]
+        tags[-1][:] = tags[step % _TAGS]
+        return tags[-1]
 
     def _refuse(self) -> None:
         message = "it computed other gradients than before; all ranks exchange masks now."
