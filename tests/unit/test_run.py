@@ -45,6 +45,18 @@ def test_jobs_run_side_by_side_except_those_that_are_alone(
     assert beside[-1] == ("c", 0)
 
 
+def test_what_a_test_leaves_in_the_temporary_directory_goes_with_its_job(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(
+        "import pathlib, tempfile\n"
+        "def test_one():\n"
+        "    (pathlib.Path(tempfile.gettempdir()) / 'ringdance-flight-rank0-1.json').touch()\n"
+        f"    pathlib.Path({str(tmp_path / 'place')!r}).write_text(tempfile.gettempdir())\n"
+    )
+    outcome = run.run_job(run.Job("unit", "one", options=(f"{tmp_path}",)), [], 60.0, lambda line: None)
+    assert outcome.counts == {"passed": 1}
+    assert not Path((tmp_path / "place").read_text()).exists()
+
+
 def test_durations_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pytest with a test that passes, one that fails and one that is skipped."""
     (tmp_path / "test_three.py").write_text(
