@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside 
 
 import ringdance.numpy as hvd
 from ringdance.data import Batch, Dataset, Synthetic
-from ringdance.recipes.log import TrainingLog, clock
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
 _POSITIVE = ("epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width")
@@ -71,8 +72,8 @@ def opened(given: argparse.Namespace) -> tuple[Any, Any]:
     return data, Dataset.open(given.data, "validation") if found else data
 
 
-class Log(TrainingLog):
-    """The table of the steps, and the files that say which images were used.
+class Log:
+    """The table on rank 0, with time and money so far, TensorBoard's files, and which images were used.
 
     Args:
         given: the options.
@@ -86,9 +87,14 @@ class Log(TrainingLog):
         self, given: argparse.Namespace, images: int, epochs: float, step: int, epoch: int, done: int,
         seconds: float,
     ) -> None:  # fmt: skip
-        super().__init__(given, seconds)
-        self.epoch, self.total = images, images * epochs
-        self.file = Path(given.sample_log) / f"rank-{hvd.rank()}.jsonl" if given.sample_log else None
+        self.began = time.perf_counter() - seconds
+        self.price, self.epoch, self.total, self.board = given.price_per_hour, images, images * epochs, None
+        self.samples = Path(given.sample_log) / f"rank-{hvd.rank()}.jsonl" if given.sample_log else None
+        self.clear()
+        if hvd.rank() == 0 and given.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self.board = SummaryWriter(given.tensorboard)
         if step:
             self.print(f"going on after step {step}: epoch {epoch}, {done} of its images are done")
         self.print(
@@ -96,23 +102,50 @@ class Log(TrainingLog):
             f"{'time':>9} {'left':>9}{'cost':>10}"
         )
 
+    def clear(self) -> None:
+        """Begin to count."""
+        self.mark, self.images, self.waited = time.perf_counter(), 0, 0.0
+
+    def print(self, text: str) -> None:
+        """Print on rank 0."""
+        if hvd.rank() == 0:
+            print(text, flush=True)
+
+    def seconds(self) -> float:
+        """Return the time so far, with that of the runs before."""
+        return time.perf_counter() - self.began
+
+    def timed(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches, and add up how long the training waits for them."""
+        batches = iter(loader)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - began
+            if batch is None:
+                return
+            self.images += batch.count
+            yield batch
+
     def used(self, step: int, epoch: int, batch: Batch) -> None:
         """Note which images this rank has used in a step."""
-        if self.file:
+        if self.samples:
             used = batch.indices[batch.indices >= 0].tolist()
-            with self.file.open("a") as file:
+            with self.samples.open("a") as file:
                 print(json.dumps({"step": step, "epoch": epoch, "samples": used}), file=file)
 
     def line(self, step: int, done: int, rate: float, loss: float) -> None:
         """Print a line on the steps since the last one; ``done``: images of all epochs. Collective."""
         mean = float(hvd.allreduce(np.float32(loss), name="loss"))
-        speed, waiting = self.rates()
+        passed = time.perf_counter() - self.mark
+        speed, waiting = self.images / passed, self.waited / passed
         left = clock((self.total - done) / speed)
         self.print(
             f"{done / self.epoch:8.2f} {step:8} {rate:9.4g} {mean:8.4f} {speed:9,.1f} "
             f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9}{self.cost():>10}"
         )
         self.scalars(step, loss=mean, rate=rate, images_per_second=speed, waiting_for_input=waiting)
+        self.clear()
 
     def evaluation(self, step: int, epoch: int, found: dict[str, float]) -> None:
         """Print what an evaluation has found, whose time is not that of steps."""
@@ -121,3 +154,26 @@ class Log(TrainingLog):
             f"{found['count']} images"
         )
         self.scalars(step, top1=found["top1"], top5=found["top5"])
+        self.clear()
+
+    def cost(self) -> str:
+        """Return the cost so far."""
+        return f"{self.price * self.seconds() / 3600:.2f}" if self.price is not None else "-"
+
+    def scalars(self, step: int, **values: float) -> None:
+        """Write values for TensorBoard."""
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Print the time and the cost of all; complete TensorBoard's files."""
+        cost = f", cost {self.cost()}" if self.price is not None else ""
+        self.print(f"done in {clock(self.seconds())}{cost}")
+        if self.board is not None:
+            self.board.close()
+
+
+def clock(seconds: float) -> str:
+    """Return hours, minutes and seconds."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
