@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ringdance.data.files import npy, write_whole
 from ringdance.errors import ArgumentError
 
 ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label", "<i4")])
@@ -95,13 +96,8 @@ class Dataset:
         """Write the index; a process that opens it meanwhile finds the old one or none."""
         about = {"version": VERSION, "format": self.format, "samples": len(self.rows)}
         about |= {"classes": list(self.classes), "files": [asdict(one) for one in self.files]}
-        with open(self.path / f".{self.split}.npy", "wb") as file:
-            np.save(file, self.rows)
-            file.flush()
-            os.fsync(file.fileno())
-        (self.path / f".{self.split}.json").write_text(json.dumps(about, indent=1) + "\n")
-        for end in ("npy", "json"):
-            os.replace(self.path / f".{self.split}.{end}", self.path / f"{self.split}.{end}")
+        for end, data in (("npy", npy(self.rows)), ("json", f"{json.dumps(about, indent=1)}\n".encode())):
+            write_whole(self.path / f"{self.split}.{end}", data)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import numpy as np
 
 from ringdance.errors import ArgumentError
 
@@ -84,7 +88,7 @@ class ShardWriter:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 os.replace(self._temporary, self._path)
-                sync_directory(self._path.parent)
+                sync_path(self._path.parent)
         except OSError as failure:
             error = failure
             raise
@@ -96,13 +100,20 @@ class ShardWriter:
                 error.filename = str(self._path)
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until a directory's names are on disk."""
+def sync_path(path: Path) -> None:
+    """Wait until a file, or a directory's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    """Return the bytes of a ``.npy`` file."""
+    memory = io.BytesIO()
+    np.save(memory, array)
+    return memory.getvalue()
 
 
 def write_whole(path: Path, data: bytes) -> None:

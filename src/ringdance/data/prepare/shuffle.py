@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.files import write_whole
+from ringdance.data.files import npy, write_whole
 from ringdance.data.prepare.chunks import SourceFile, parse
 from ringdance.data.prepare.plan import finished, state
 from ringdance.data.prepare.work import Report, run_process, taken
 from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows
-from ringdance.data.tables.table import TableFile, npy
+from ringdance.data.tables.table import TableFile
 from ringdance.data.tables.writing import TableWriter, Written
 
 _WRITTEN = 1 << 14  # rows that are encoded at once

@@ -7,7 +7,6 @@ has begun is free in the next run. What is done goes to stdout, as lines for :mo
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import sys
@@ -17,9 +16,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
-from ringdance.data.files import write_whole
+from ringdance.data.files import npy, write_whole
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.prepare.plan import Plan, state
 from ringdance.data.sample import Sample
@@ -63,10 +60,8 @@ def _write(plan: Plan, destination: Path, shard: int, report: Report) -> None:
     problems: list[tuple[str, str, str]] = []
     samples = _samples(plan, destination, shard, problems, report)
     file, rows = write_shard(destination / plan.name(shard), plan.format, samples)
-    buffer = io.BytesIO()
-    np.save(buffer, rows)
     own = state(destination) / plan.name(shard)
-    write_whole(own.with_name(f"{own.name}.rows.npy"), buffer.getvalue())
+    write_whole(own.with_name(f"{own.name}.rows.npy"), npy(rows))
     about = {"file": asdict(file), "problems": problems}
     write_whole(own.with_name(f"{own.name}.json"), json.dumps(about).encode())
 

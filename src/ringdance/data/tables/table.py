@@ -8,7 +8,6 @@ are scanned for it once, when they are opened.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.files import write_whole
+from ringdance.data.files import npy, write_whole
 from ringdance.data.order import Indices
 from ringdance.data.tables.formats import FORMATS, format_of, scan
 from ringdance.data.tables.lines import NEWLINE
@@ -232,10 +231,3 @@ class Table:
 def _offsets(file: TableFile) -> int:
     """Return the number of offsets of a file: see Note [The index of a table]."""
     return -(-file.rows // BLOCK) + 1
-
-
-def npy(array: Array) -> bytes:
-    """Return the bytes of a ``.npy`` file."""
-    memory = io.BytesIO()
-    np.save(memory, array)
-    return memory.getvalue()
