@@ -63,3 +63,33 @@ def test_rank_zero_writes_and_all_read(tmp_path: Path) -> None:
     saved.close()
     with pytest.raises(hvd.CheckpointError, match="Not a directory"):
         hvd.Checkpoints(f"{own}/checkpoint-00000003/below")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_errors_with_a_table_are_on_all_ranks(sharded: bool, tmp_path: Path) -> None:
+    directory = Path(hvd.broadcast_object(str(tmp_path)))
+    saved = hvd.Checkpoints(directory)
+    table = hvd.EmbeddingTable(7, 2, sharded=sharded)
+    table.values[:] = 3
+    saved.save(3, lambda path: path.write_text("three"), table)
+    with pytest.raises(ArgumentError, match=r"shape \(7, 2\), not \(8, 2\)"):
+        saved.read(table=hvd.EmbeddingTable(8, 2))
+    table.values[:] = 0
+    assert saved.read(table=table) == (3, b"three")
+    assert (table.values == 3).all()
+    saved.save(2, lambda path: path.write_text("two"))
+    with pytest.raises(hvd.CheckpointError, match="checkpoint 2 has no table"):
+        saved.read(table=table)
+    hvd.barrier()
+    if RANK == 0:
+        (directory / "checkpoint-00000003.npy").write_bytes(b"")
+    with pytest.raises(ArgumentError, match=r"checkpoint-00000003\.npy: "):
+        saved.read(3, table)
+    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 5 that is whole\. Whole: 3, 2"):
+        saved.read(5)
+    if RANK == 0:
+        directory.rename(directory.with_suffix(".moved"))
+    with pytest.raises(hvd.CheckpointError, match="No such file or directory"):  # noqa: PT012
+        saved.save(4, lambda path: path.write_text("four"), table)  # a sharded table is written here
+        saved.wait()
+    saved.close()

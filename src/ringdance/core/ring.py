@@ -19,6 +19,7 @@ import itertools
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -179,7 +180,7 @@ class Ring:
         self.slots = view[_START:]
         self.numbers: Iterator[int] = itertools.count()  # atomic: threads of this process need no lock
         self.labels: dict[Label, int] = {}
-        self._ends = _HEADER
+        self._adding = threading.Lock()
         self.words[Word.EPOCH_OFFSET] = time.time_ns() - time.monotonic_ns()
         self.words[Word.PID] = os.getpid()
         self.label("")  # number 0: also for what has no room any more
@@ -204,7 +205,10 @@ class Ring:
         self.words[_WRITTEN] = number + 1
 
     def label(self, names: Label) -> int:
-        """Return the number of a name or of a list of names; 0 if there is no room for a new one."""
+        """Return the number of a name or of a list of names; 0 if there is no room for a new one.
+
+        Any thread may call it; only the first sight of a name takes a lock.
+        """
         known = self.labels.get(names)
         if known is not None:
             return known
@@ -215,12 +219,14 @@ class Ring:
             numbers = [self.label(name) for name in names]
             data = struct.pack(f"<{len(numbers)}I", *numbers)
             length = -len(data)
-        if self._ends + 4 + len(data) > _START:
-            return 0
-        self.view[self._ends : self._ends + 4 + len(data)] = _LENGTH.pack(length) + data
-        self._ends += 4 + len(data)
-        number = self.labels[names] = len(self.labels)
-        self.words[Word.LABELS] = self._ends - _HEADER
+        with self._adding:
+            start = _HEADER + self.words[Word.LABELS]
+            end = start + 4 + len(data)
+            if names in self.labels or end > _START:  # another thread has added it meanwhile
+                return self.labels.get(names, 0)
+            self.view[start:end] = _LENGTH.pack(length) + data
+            self.words[Word.LABELS] = end - _HEADER
+            self.labels[names] = number = len(self.labels)  # last: a reader can look up what is returned
         return number
 
 

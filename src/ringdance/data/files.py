@@ -88,7 +88,7 @@ class ShardWriter:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 os.replace(self._temporary, self._path)
-                sync_directory(self._path.parent)
+                sync_path(self._path.parent)
         except OSError as failure:
             error = failure
             raise
@@ -100,8 +100,8 @@ class ShardWriter:
                 error.filename = str(self._path)
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until a directory's names are on disk."""
+def sync_path(path: Path) -> None:
+    """Wait until a file, or a directory's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -172,5 +172,6 @@ def snapshot(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: snapshot(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)([snapshot(value) for value in state])
+        values = [snapshot(value) for value in state]
+        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)  # namedtuple
     return state

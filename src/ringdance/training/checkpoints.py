@@ -1,23 +1,40 @@
-"""Checkpoints: written by rank 0 in the background, found again by all ranks."""
+"""Checkpoints: written by rank 0 in the background, found again by all ranks.
+
+Note [Manifests]: a checkpoint counts from the moment in which its manifest, ``.<file>.json``, gets its name.
+Until then its files have names that no other save uses, with a token that is in the manifest; afterwards
+they get their own. A reader takes a file by its first name if there is one, so a checkpoint is complete even
+if its writer was killed between the two, and a table is always that of its model. Checkpoints of earlier
+versions have no manifest.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
+import logging
+import operator
 import os
 import re
+import threading
+import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from ringdance import session
+from ringdance.data.files import sync_path
 from ringdance.errors import ArgumentError, RingdanceError
 from ringdance.training.embedding import EmbeddingTable
 from ringdance.training.objects import broadcast_object
 
 __all__ = ["CheckpointError", "Checkpoints"]
 
-_TABLE = ".npy"  # ending of the file with a checkpoint's table
+_log = logging.getLogger("ringdance")
+_TABLE = ".npy"  # appended to a checkpoint's name: its table
+_tokens: set[str] = set()  # of the saves of this process, see Note [Manifests]
+_naming = threading.Lock()  # two of this process's writers may have the same directory and name
 
 
 class CheckpointError(RingdanceError):
@@ -25,20 +42,20 @@ class CheckpointError(RingdanceError):
 
 
 class Checkpoints:
-    """Numbered checkpoints in a directory, of which the last ones are kept.
+    """Numbered checkpoints in a directory, of which those saved last are kept.
 
-    All ranks make the calls; rank 0 alone touches the directory, so no other host needs to see it. A file is
-    written under another name, synchronized with the disk, then renamed: one with its final name is whole,
-    and a killed run loses at most the one that it was writing.
+    All ranks make the calls; rank 0 alone touches the directory, so no other host needs to see it. A
+    checkpoint counts when all of it is on the disk: a killed run loses at most the one that it was writing.
+    Others can be in the same directory, if their name or suffix differs.
 
     Args:
         directory: is made if needed.
         keep: number of checkpoints that stay.
-        name: the files are ``<name>-<number>``, and end with ``suffix``.
-        suffix: such as ".pt"; not ".npy", which is that of tables.
+        name: the files are ``<name>-<number><suffix>``, and tables the same with ``.npy`` at the end.
+        suffix: such as ".pt"; it cannot end with ".npy".
 
     Raises:
-        ArgumentError: ``keep`` is less than 1.
+        ArgumentError: ``keep`` is less than 1, or files cannot have such names.
         CheckpointError: rank 0 cannot make the directory; raised on all ranks, here and by the methods.
     """
 
@@ -47,12 +64,14 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ArgumentError(f"keep={keep}: give 1 or more.")
-        self.directory, self._keep = Path(directory), keep
-        self._name, self._suffix = name, suffix
+        if "/" in name + suffix or suffix.endswith(_TABLE):
+            raise ArgumentError(f"name={name!r}, suffix={suffix!r}: no '/', and not {_TABLE} at the end.")
+        self.directory = Path(directory)
+        self._files = _Files(self.directory, keep, name, suffix)
         self._is_writer = session.engine().rank == 0
         self._executor = ThreadPoolExecutor(1, "ringdance-checkpoint") if self._is_writer else None
         self._writing: Future[None] | None = None
-        self._on_rank_zero(self._prepare)
+        self._on_rank_zero(lambda: self.directory.mkdir(parents=True, exist_ok=True))
 
     def save(
         self, number: int, write: Callable[[Path], Any], table: EmbeddingTable | None = None
@@ -60,34 +79,45 @@ class Checkpoints:
         """Write a checkpoint in the background; wait for the one before it if that is not complete yet.
 
         Args:
-            number: such as the step; the latest has the highest.
+            number: such as the step; 0 or more. One that there is already is replaced.
             write: called on rank 0 in a thread with the path of a file to write. What it saves must not
                 change meanwhile: give it copies.
             table: saved with it as it is now, in a file of its own beside it.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the one before could not be written, or a sharded table, which is written now.
         """
+        if (number := operator.index(number)) < 0:
+            raise ArgumentError(f"Checkpoints.save({number}): give a number of 0 or more.")
         self.wait()
-        path = self._path(number).with_suffix(_TABLE)
-        write_table = table.snapshot(path) if table is not None else None
-
-        def write_all() -> None:
-            if write_table is not None:  # first: a checkpoint with its final name has its table
-                write_table()
-            self._write(number, write)
-
+        token = uuid.uuid4().hex
+        _tokens.add(token)
+        partial = _partial(_table(self._files.path(number)), token)
+        try:
+            write_table = None if table is None else table.snapshot(partial)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # only rank 0 has it
+                partial.unlink()
+            raise self._error(error) from None
         if self._executor is not None:
-            self._writing = self._executor.submit(write_all)
+            self._writing = self._executor.submit(self._files.write, number, token, write, write_table)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk."""
-        writing, self._writing = self._writing, None
-        self._on_rank_zero(lambda: writing.result() if writing else None)
+
+        def result() -> None:
+            if (writing := self._writing) is not None:
+                wait([writing])  # after Ctrl-C here, the next call waits for it again
+                self._writing = None
+                writing.result()
+
+        self._on_rank_zero(result)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the complete checkpoints, in order."""
-        found: list[int] = self._on_rank_zero(self._numbers)
+        """Return the numbers of the complete checkpoints in the order in which they were saved."""
+        found: list[int] = self._on_rank_zero(
+            lambda: [one.number for one in self._files.scan() if not one.problem]
+        )
         return found
 
     def read(
@@ -96,22 +126,31 @@ class Checkpoints:
         """Return a checkpoint's number and content on all ranks.
 
         Args:
-            number: which; None: the latest, and the result is None if there is none.
+            number: which; None: the one that was saved last, and the result is None if there is none. One
+                that is damaged is left out, with a warning.
             table: filled with the values that were saved with it.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or none with a table, or all are damaged.
+            ArgumentError: its table has another shape; on all ranks.
         """
 
-        def find() -> tuple[int, bytes] | None:
-            numbers = self._numbers()
-            if number is None and not numbers:
+        def find() -> tuple[_Saved, bytes, Path | None] | None:
+            if (saved := self._files.find(number)) is None:
                 return None
-            wanted = numbers[-1] if number is None else number
-            return wanted, self._path(wanted).read_bytes()
+            content = _present(self._files.path(saved.number), saved.token).read_bytes()
+            return saved, content, None if table is None else self._files.table(saved)
 
         self.wait()
-        found: tuple[int, bytes] | None = self._on_rank_zero(find)
-        if found is not None and table is not None:
-            table.load(self._path(found[0]).with_suffix(_TABLE))
-        return found
+        found: tuple[_Saved, bytes, Path | None] | None = self._on_rank_zero(find)
+        if found is None:
+            return None
+        saved, content, path = found
+        if table is not None and path is not None:
+            table.load(path)
+            if self._on_rank_zero(lambda: self._files.look(saved.number)) != saved:
+                raise self._error(f"{saved.number} was replaced while it was read: read again")
+        return saved.number, content
 
     def close(self) -> None:
         """Wait for the last checkpoint, and end the thread."""
@@ -120,60 +159,217 @@ class Checkpoints:
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
+            self._files.close()
 
     def _on_rank_zero(self, action: Callable[[], Any]) -> Any:
         """Return the action's result on all ranks, or raise its error on all."""
-        result, problem = None, ""
+        result, problem = None, None
         if self._is_writer:
             try:
                 result = action()
-            except OSError as error:
-                problem = f"{error.strerror or error}: {error.filename or self.directory}"
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem = self._error(error)
         result, problem = broadcast_object((result, problem), name="checkpoints")
         if problem:
-            raise CheckpointError(
-                f"rank 0 on {session.engine().hosts[0]}, checkpoints in {self.directory}: {problem}"
-            )
+            raise problem
         return result
 
-    def _prepare(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for left in self.directory.glob(f".{self._name}-*.partial"):  # by a run that was killed
-            left.unlink(missing_ok=True)
+    def _error(self, problem: Exception | str) -> CheckpointError:
+        if isinstance(problem, OSError):
+            problem = f"{problem.strerror or problem}: {problem.filename or self.directory}"
+        elif not isinstance(problem, (str, CheckpointError)):
+            problem = f"{type(problem).__name__}: {problem}"
+        host = session.engine().hosts[0]
+        return CheckpointError(f"rank 0 on {host}, checkpoints in {self.directory}: {problem}")
 
-    def _numbers(self) -> list[int]:
-        pattern = re.compile(rf"{re.escape(self._name)}-(\d+){re.escape(self._suffix)}")
-        matches = (pattern.fullmatch(path.name) for path in self.directory.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
 
-    def _path(self, number: int) -> Path:
-        return self.directory / f"{self._name}-{number:08d}{self._suffix}"
+class _Saved(NamedTuple):
+    """A checkpoint that is in the directory.
 
-    def _write(self, number: int, write: Callable[[Path], Any]) -> None:
-        path = self._path(number)
-        partial = path.with_name(f".{path.name}.partial")
+    Attributes:
+        number: of the checkpoint.
+        serial: counts what was saved there, from 1; 0 without a manifest.
+        token: in the first names of its files, see Note [Manifests]; "" without one.
+        table: whether it has one; False without a manifest.
+        problem: why it is no whole checkpoint, or "".
+    """
+
+    number: int
+    serial: int = 0
+    token: str = ""
+    table: bool = False
+    problem: str = ""
+
+
+class _Files:
+    """The files of checkpoints, on rank 0; one thread writes. See Note [Manifests]."""
+
+    def __init__(self, directory: Path, keep: int, name: str, suffix: str) -> None:
+        self._directory, self._keep, self._name, self._suffix = directory, keep, name, suffix
+        stem = rf"{re.escape(name)}-(\d{{8}}|[1-9]\d{{8,}}){re.escape(suffix)}"
+        self._names = re.compile(rf"{stem}|\.{stem}\.json")
+        self._partials = re.compile(rf"\.partial-([0-9a-f]+)-(?:{stem}(?:\{_TABLE})?|\.{stem}\.json)")
+        self._lock: IO[bytes] | None = None
+
+    def path(self, number: int) -> Path:
+        """Return the path of a checkpoint."""
+        return self._directory / f"{self._name}-{number:08d}{self._suffix}"
+
+    def scan(self) -> list[_Saved]:
+        """Return the checkpoints: damaged ones, those without a manifest, then in the order of saving."""
+        found = [one for number in self._numbers() if (one := self.look(number))]
+        return sorted(found, key=lambda one: (not one.problem, one.serial, one.number))
+
+    def _numbers(self) -> set[int]:
+        """Return the numbers in the names of files and manifests."""
+        found = [self._names.fullmatch(name) for name in os.listdir(self._directory)]
+        return {int(one[1] or one[2]) for one in found if one}
+
+    def look(self, number: int) -> _Saved | None:
+        """Return what there is of a number; None: its own file is not there."""
+        path = self.path(number)
+        saved = _Saved(number)
         try:
-            write(partial)
-            _synchronize(partial)
-            os.replace(partial, path)
-            _synchronize(self.directory)
+            about = json.loads(_manifest(path).read_bytes())
+            saved = _Saved(number, int(about["serial"]), about["token"], about["table"])
+        except FileNotFoundError:
+            pass
+        except (ValueError, LookupError, TypeError):
+            saved = _Saved(number, problem=f"{_manifest(path)} is damaged")
+        # In this order: another process may rename them meanwhile.
+        there = [_partial(one, saved.token).exists() or one.exists() for one in (path, _table(path))]
+        if saved.table and not there[1]:
+            saved = saved._replace(problem=f"{_table(path)} is missing")
+        return saved if there[0] else None
+
+    def find(self, number: int | None) -> _Saved | None:
+        """Return a checkpoint, or the one that was saved last; None: there are no checkpoints.
+
+        Raises:
+            CheckpointError: it is not there, or damaged.
+        """
+        every = self.scan()
+        whole = [one for one in every if not one.problem]
+        damaged = ", ".join(f"{one.number} ({one.problem})" for one in every if one.problem)
+        found = [one for one in whole if number in (None, one.number)]
+        if found or (number is None and not damaged):
+            if damaged and number is None:
+                _log.warning("ringdance: %d is read; damaged checkpoints: %s.", found[-1].number, damaged)
+            return found[-1] if found else None
+        others = ", ".join(str(one.number) for one in whole) or "none"
+        raise CheckpointError(
+            f"no checkpoint{'' if number is None else f' {number}'} that is whole. Whole: {others}; "
+            f"damaged: {damaged or 'none'}. Read another one, or remove the files of the damaged ones"
+        )
+
+    def table(self, saved: _Saved) -> Path:
+        """Return where the table of a checkpoint is.
+
+        Raises:
+            CheckpointError: it was saved without one.
+        """
+        path, former = self.path(saved.number), self._former_table(saved.number)
+        if saved.table:
+            return _present(_table(path), saved.token)
+        shared = former == self._former_table(saved.number + 1)  # that of the checkpoint which was saved last
+        candidates = [_table(path)] if shared and self.scan()[-1] != saved else [_table(path), former]
+        found = [one for one in candidates if not saved.serial and one.exists()]
+        if not found:
+            raise CheckpointError(f"checkpoint {saved.number} has no table: it was saved without one")
+        return found[0]
+
+    def _former_table(self, number: int) -> Path:
+        """Return where earlier versions wrote a table: one for all numbers, if only the name has a dot."""
+        return self.path(number).with_suffix(_TABLE)
+
+    def write(
+        self, number: int, token: str, write: Callable[[Path], Any], write_table: Callable[[], None] | None
+    ) -> None:
+        """Write a checkpoint, see Note [Manifests], and remove those that are too many."""
+        if self._lock is None:
+            self._claim()
+        path = self.path(number)
+        files = [path, _manifest(path), *([_table(path)] if write_table is not None else [])]
+        partials = [_partial(one, token) for one in files]
+        try:
+            if write_table is not None:
+                write_table()
+            write(partials[0])
+            serial = 1 + max((one.serial for one in self.scan()), default=0)
+            saved = _Saved(number, serial, token, write_table is not None)
+            partials[1].write_text(json.dumps({"serial": serial, "token": token, "table": saved.table}))
+            for one in (*partials, self._directory):
+                sync_path(one)
         except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            for one in partials:
+                with contextlib.suppress(OSError):
+                    one.unlink(missing_ok=True)
             raise
-        for old in self._numbers()[: -self._keep]:
-            self._path(old).unlink(missing_ok=True)
-        kept = {self._path(one).with_suffix(_TABLE) for one in self._numbers()}
-        for table in set(self.directory.glob(f"{self._name}-*{_TABLE}")) - kept:  # a killed run's too
-            table.unlink(missing_ok=True)
+        with _naming:
+            os.replace(partials[1], files[1])
+            sync_path(self._directory)
+            self._finish(saved)
+            for old in self._numbers() - {one.number for one in self.scan()[-self._keep :]}:
+                self._remove(old)
+
+    def close(self) -> None:
+        """Let other processes write."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _claim(self) -> None:
+        """Complete what killed writers have left, and remove what cannot be completed."""
+        self._lock = open(self._directory / f".{self._name}-N{self._suffix}.lock", "ab")  # noqa: SIM115
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            _log.warning(
+                "ringdance: another process, also of another host, writes the checkpoints %s in %s. Each job "
+                "needs a directory or a name of its own: they remove each other's older checkpoints.",
+                self.path(0).name.replace("0" * 8, "*"), self._directory,
+            )  # fmt: skip
+            return
+        except OSError:  # a file system without locks: it is assumed to be the only writer
+            pass
+        for one in self.scan():
+            self._finish(one)
+        for path in self._directory.iterdir():
+            found = self._partials.fullmatch(path.name)
+            if found and found[1] not in _tokens:
+                path.unlink(missing_ok=True)
+
+    def _finish(self, saved: _Saved) -> None:
+        """Give the files of a checkpoint their names."""
+        path = self.path(saved.number)
+        for one in (path, _table(path)):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(_partial(one, saved.token), one)
+        if saved.serial and not saved.table:  # that of the checkpoint which was replaced
+            _table(path).unlink(missing_ok=True)
+
+    def _remove(self, number: int) -> None:
+        """Remove a checkpoint; first its own file, without which it is none."""
+        path, former = self.path(number), self._former_table(number)
+        shared = former == self._former_table(number + 1) or former.with_suffix("").exists()
+        if not (shared or _manifest(path).exists()):
+            former.unlink(missing_ok=True)
+        for one in (path, _table(path), _manifest(path)):
+            one.unlink(missing_ok=True)
 
 
-def _synchronize(path: Path) -> None:
-    """Wait until a file or a directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _table(path: Path) -> Path:
+    return path.with_name(f"{path.name}{_TABLE}")
+
+
+def _manifest(path: Path) -> Path:
+    return path.with_name(f".{path.name}.json")
+
+
+def _partial(path: Path, token: str) -> Path:
+    return path.with_name(f".partial-{token}-{path.name}")
+
+
+def _present(path: Path, token: str) -> Path:
+    """Return where a file of a checkpoint is; see Note [Manifests]."""
+    return partial if (partial := _partial(path, token)).exists() else path
+

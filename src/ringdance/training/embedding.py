@@ -184,27 +184,20 @@ class EmbeddingTable:
         """Return a function that writes the table as it is now, for ``Checkpoints.save``; a collective call.
 
         A replicated table is copied, so that the function can write it in the background. A sharded one,
-        of which no rank can hold all rows, is written at once by rank 0 to a file beside `path`, and the
-        function renames that.
+        of which no rank can hold all rows, is written at once by rank 0, and the function does nothing.
 
         Args:
-            path: of the file; only rank 0 uses it.
+            path: of the file, in which nothing else is written meanwhile; only rank 0 uses it.
+
+        Raises:
+            OSError: rank 0 could not write a sharded table; on all ranks.
         """
-        path = Path(path)
-        is_writer = session.engine().rank == 0
-        partial = path.with_name(f".{path.name}.partial")  # another one for each of several Checkpoints
-        state: list[tuple[Array, Array]] = []
         if self.sharded:
-            self.save(partial)
-        elif is_writer:
-            state.append((self.values.copy(), self.accumulators.copy()))
-
-        def write() -> None:
-            if state:
-                _write(partial, self.rows, self.columns, iter(state))
-            os.replace(partial, path)  # a checkpoint of the same number is replaced at once
-
-        return write if is_writer else (lambda: None)
+            self.save(path)
+        if self.sharded or session.engine().rank != 0:
+            return lambda: None
+        state = self.values.copy(), self.accumulators.copy()
+        return lambda: _write(Path(path), self.rows, self.columns, iter([state]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the whole table, with its accumulators; a collective call, rank 0 writes.
@@ -230,7 +223,7 @@ class EmbeddingTable:
         """Read what ``save`` has written, with any number of ranks; a collective call, rank 0 reads.
 
         Raises:
-            ArgumentError: the file has a table of another shape; on all ranks.
+            ArgumentError: the file has a table of another shape, or is damaged; on all ranks.
             OSError: rank 0 could not read it; on all ranks.
         """
         saved: Array = np.empty(0)
@@ -244,7 +237,7 @@ class EmbeddingTable:
                     )
             except OSError as error:
                 problem = error
-            except ValueError as error:
+            except (ValueError, EOFError) as error:  # EOFError: it is empty
                 problem = ArgumentError(f"{path}: {error}")
         if problem := broadcast_object(problem, name=f"{self.name}.loaded"):
             raise problem

@@ -46,14 +46,20 @@ class TopK:
 
         Args:
             scores: shape (n, classes): an array, or a tensor in the host's memory.
-            labels: shape (n,), integers.
+            labels: shape (n,), integers; samples with a negative one are left out of all counts.
+
+        Raises:
+            ArgumentError: shapes do not fit, or a label is no integer or not that of a class.
         """
         scores, labels = np.asarray(scores), np.asarray(labels)
-        if scores.ndim != 2 or labels.shape != scores.shape[:1]:
+        if scores.ndim != 2 or labels.shape != scores.shape[:1] or labels.dtype.kind not in "iu":
             raise ArgumentError(
-                f"TopK.add: scores of shape (n, classes) and labels of shape (n,) are needed, not "
-                f"{scores.shape} and {labels.shape}."
+                f"TopK.add: scores of shape (n, classes) and integer labels of shape (n,) are needed, not "
+                f"{scores.shape} and {labels.shape} ({labels.dtype})."
             )
+        scores, labels = scores[labels >= 0], labels[labels >= 0]
+        if labels.size and labels.max() >= scores.shape[1]:
+            raise ArgumentError(f"TopK.add: label {labels.max()} with scores of {scores.shape[1]} classes.")
         right = scores[np.arange(len(labels)), labels]
         better = np.count_nonzero(~(scores < right[:, None]), axis=1) - 1  # itself is not less
         self.count += len(labels)

@@ -64,6 +64,30 @@ def test_a_label_is_written_once_and_never_beyond_its_room() -> None:
     assert RingReader(ring.memory).name(0) == ""
 
 
+def test_threads_add_labels_one_after_the_other() -> None:
+    """While one writes a label, another adds the same one, and one more."""
+    ring, found = Ring(), {}
+    reader = RingReader(ring.memory)
+
+    def work() -> None:
+        found.update({name: ring.label(name) for name in ("same", ("same", "other"), "other")})
+
+    class Paused:
+        def __setitem__(self, place: slice, data: bytes) -> None:
+            ring.view = view
+            other.start()
+            other.join(0.2)  # it waits for this one
+            view[place] = data
+
+    other, view = threading.Thread(target=work), ring.view
+    ring.view = Paused()  # type: ignore[assignment]
+    same = ring.label("same")
+    other.join()
+    assert same == found["same"]
+    assert {reader.name(number): number for number in found.values()} == found
+    assert reader.labels == ["", "same", "other", ("same", "other")]
+
+
 def test_a_slow_reader_knows_how_much_it_has_lost() -> None:
     ring = Ring()
     reader = RingReader(ring.memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import resource
 import shutil
 import tarfile
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringdance.data import Dataset
+from ringdance.data import Dataset, write
 from ringdance.data.prepare.cli import main
 
 PIL = pytest.importorskip("PIL.Image")
@@ -233,6 +234,43 @@ def test_a_changed_option_or_source_is_refused(tmp_path, capfd, change, words, m
     assert run("verify", tmp_path / "dst") == 0
     listed = {file.name for file in Dataset.open(tmp_path / "dst").files}
     assert {path.name for path in (tmp_path / "dst").glob("train-*")} == listed
+
+
+def test_an_image_that_changed_at_equal_size_is_noticed(tmp_path, capfd):
+    """A data set of two states of the source is refused; for a complete one it is said."""
+    images = class_directories(tmp_path / "src")
+    changed = tmp_path / "src" / CLASSES[1] / f"{CLASSES[1]}_1.JPEG"
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
+    changed.write_bytes(changed.read_bytes()[:-3] + b"x" + changed.read_bytes()[-2:])
+    os.utime(changed, (1, 1))
+    capfd.readouterr()
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
+    said = capfd.readouterr().err
+    assert "train: files of its images were changed or copied anew since\ntrain: complete since" in said
+    (tmp_path / "dst/train.json").unlink()  # as if it had been interrupted
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 2
+    assert "begun otherwise. Now: files of its images were changed or copied" in capfd.readouterr().err
+    plan = tmp_path / "dst/.prepare/train.json"
+    about = json.loads(plan.read_text())
+    del about["changed"]  # by an earlier version
+    plan.write_text(json.dumps(about))
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 3) == 0
+    assert len(Dataset.open(tmp_path / "dst")) == len(images)
+
+
+def test_an_index_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    calls = []
+    replace, fsync = os.replace, os.fsync
+    monkeypatch.setattr(os, "replace", lambda *paths: calls.append(Path(paths[1]).name) or replace(*paths))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: calls.append(Path(os.readlink(f"/proc/self/fd/{file}"))) or fsync(file)
+    )
+    data = write(tmp_path, [(image(1), 0)])
+    for name in ("train.npy", "train.json"):
+        before, after = calls[calls.index(name) - 1 : calls.index(name) + 2 : 2]
+        assert before.name.startswith(f".{name}.")
+        assert after == tmp_path
+    assert data.files[0].name in calls
 
 
 def test_errors_say_what_to_do(tmp_path, capfd, monkeypatch):

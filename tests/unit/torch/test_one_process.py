@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
@@ -34,6 +35,22 @@ def test_verbs_are_the_identity() -> None:
     assert hvd.join() == 0
     assert (hvd.rank(), hvd.size()) == (0, 1)
     hvd.barrier()
+
+
+def test_a_snapshot_is_of_the_same_types_and_does_not_change() -> None:
+    class Pair(NamedTuple):
+        tensor: torch.Tensor
+        step: int
+
+    tensor = torch.ones(2)
+    pair, made = Pair(tensor, 3), torch.sort(tensor)
+    state = {"a": [tensor, 1], "b": (tensor,), "c": pair, "d": tensor.shape, "e": made}
+    copied = hvd.snapshot(state)
+    tensor.zero_()
+    assert [type(value) for value in copied.values()] == [type(value) for value in state.values()]
+    assert (copied["c"].step, copied["d"], copied["a"][1]) == (3, (2,), 1)
+    for found in (copied["a"][0], copied["b"][0], copied["c"].tensor, copied["e"].values):
+        assert found.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Adasum])

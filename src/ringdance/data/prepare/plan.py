@@ -40,6 +40,7 @@ class Plan:
         root, classes, texts, tars: as of the source.
         first: number of the first image of each file, and of all images.
         names_at: where its names begin in the file of names, and the size of that.
+        changed: as of the source; "" in a plan of an earlier version.
     """
 
     split: str
@@ -55,6 +56,7 @@ class Plan:
     tars: Sequence[str]
     first: Sequence[int]
     names_at: Sequence[int]
+    changed: str = ""
 
     @classmethod
     def read(cls, destination: Path, split: str) -> Plan | None:
@@ -140,7 +142,7 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, n
     first = [0, *np.cumsum([len(part) for part in np.array_split(order, shards)]).tolist()]
     plan = Plan(
         source.split, format, shards, resize, source.fingerprint, images, source.size, source.root,
-        source.classes, source.texts, source.tars, first, (),
+        source.classes, source.texts, source.tars, first, (), source.changed,
     )  # fmt: skip
     return plan, order
 

@@ -147,14 +147,22 @@ def _remove(destination: Path, plan: Plan) -> None:
 
 def _check_same(destination: Path, plan: Plan) -> None:
     """Raise an ArgumentError if a split was begun in another way, or not by this command."""
-    former = Plan.read(destination, plan.split)
+    former, complete = Plan.read(destination, plan.split), (destination / f"{plan.split}.json").exists()
     if former is None:
-        if (destination / f"{plan.split}.json").exists():
+        if complete:
             raise ArgumentError(
                 f"{destination} has an index of {plan.split} that this command did not write. Choose another "
                 "DST, or begin anew with --overwrite"
             )
-    elif differences := plan.differences(former):
+        return
+    differences = plan.differences(former)
+    if not differences and former.changed not in ("", plan.changed):
+        changed = "files of its images were changed or copied anew since"
+        if complete:
+            say(f"{plan.split}: {changed}")
+        else:  # each of its files would have another state of the source
+            differences = [changed]
+    if differences:
         raise ArgumentError(
             f"{destination}: {plan.split} was begun otherwise. Now: {'; '.join(differences)}. Use the same "
             "options and images to resume, another DST, or --overwrite to begin anew"

@@ -23,8 +23,8 @@ PLACE = np.dtype([("file", "<i4"), ("label", "<i4"), ("offset", "<u8"), ("length
 """Where an image is: number of the tar (-1: a file of its own), class, first byte, number of bytes."""
 
 Places = np.ndarray[Any, np.dtype[np.void]]
-Found = tuple[str, str, str, int, int]
-"""An image: class or "", name, tar or "", first byte, number of bytes."""
+Found = tuple[str, str, str, int, int, int]
+"""An image: class or "", name, tar or "", first byte, number of bytes, when its file last changed, in ns."""
 
 SPLITS = {"train": ("train",), "validation": ("val", "validation")}
 _TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
@@ -43,6 +43,7 @@ class Source:
         texts: what classes are called, by directory.
         tars: files that contain images.
         names: of the images, relative to `root` or as in the tar.
+        changed: a hash of the times of their files' last changes.
         places: of the images, in the same order; dtype PLACE.
     """
 
@@ -52,6 +53,7 @@ class Source:
     texts: Mapping[str, str]
     tars: Sequence[str]
     names: Sequence[str]
+    changed: str
     places: Places
 
     @property
@@ -131,10 +133,12 @@ def _source(
         raise ArgumentError(f"{place}: the name {broken!r} contains a newline")
     tars = sorted({one[2] for one in found} - {""})
     files = {name: number for number, name in enumerate(tars)} | {"": -1}
-    rows = [(files[tar], numbers[directory], offset, size) for directory, _, tar, offset, size in found]
+    rows = [(files[tar], numbers[directory], offset, size) for directory, _, tar, offset, size, _ in found]
+    changed = hashlib.sha256(np.array([one[-1] for one in found]).tobytes()).hexdigest()
     root = os.path.abspath(place if place.is_dir() else place.parent)
     used = {name: texts[name] for name in classes if name in texts}
-    return Source(split, root, classes, used, tars, [one[1] for one in found], np.array(rows, PLACE))
+    names = [one[1] for one in found]
+    return Source(split, root, classes, used, tars, names, changed, np.array(rows, PLACE))
 
 
 def _class_names(place: Path) -> list[str]:
@@ -152,28 +156,29 @@ def _in_directory(root: Path) -> Iterator[Found]:
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            for name, size in _walk(entry.path, entry.name):
-                yield entry.name, name, "", 0, size
+            for name, size, changed in _walk(entry.path, entry.name):
+                yield entry.name, name, "", 0, size, changed
         elif entry.name.endswith(".tar"):
             with tarfile.open(entry.path, "r:") as tar:
                 for name, offset, size in _members(tar):
                     directory = entry.name[:-4]
-                    yield directory, f"{directory}/{name}", os.path.abspath(entry.path), offset, size
+                    place, changed = os.path.abspath(entry.path), entry.stat().st_mtime_ns
+                    yield directory, f"{directory}/{name}", place, offset, size, changed
         elif _IMAGE.search(entry.name):
-            yield "", entry.name, "", 0, entry.stat().st_size
+            yield "", entry.name, "", 0, entry.stat().st_size, entry.stat().st_mtime_ns
 
 
-def _walk(directory: str, name: str) -> Iterator[tuple[str, int]]:
+def _walk(directory: str, name: str) -> Iterator[tuple[str, int, int]]:
     for entry in os.scandir(directory):
         if entry.is_dir():
             yield from _walk(entry.path, f"{name}/{entry.name}")
         elif _IMAGE.search(entry.name) and not entry.name.startswith("."):
-            yield f"{name}/{entry.name}", entry.stat().st_size
+            yield f"{name}/{entry.name}", entry.stat().st_size, entry.stat().st_mtime_ns
 
 
 def _in_tar(path: Path) -> Iterator[Found]:
     """Iterate over the images of an official tar: of tars of classes, or of images without a class."""
-    place = os.path.abspath(path)
+    place, changed = os.path.abspath(path), path.stat().st_mtime_ns
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
@@ -181,9 +186,10 @@ def _in_tar(path: Path) -> Iterator[Found]:
                     directory = Path(member.name).stem
                     with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
                         for name, offset, size in _members(inner):
-                            yield directory, f"{directory}/{name}", place, member.offset_data + offset, size
+                            offset += member.offset_data
+                            yield directory, f"{directory}/{name}", place, offset, size, changed
                 elif member.isfile() and _IMAGE.search(member.name):
-                    yield "", Path(member.name).name, place, member.offset_data, member.size
+                    yield "", Path(member.name).name, place, member.offset_data, member.size, changed
     except tarfile.TarError as error:
         raise ArgumentError(f"{path}: {error}. Is the download complete?") from None
 
