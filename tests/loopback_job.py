@@ -51,4 +51,4 @@ def job(
                 if engine.rank not in loopback.dead:
                     engine.shutdown()
 
-    return loopback.run(rank)
+    return loopback.run(rank, timeout=None)  # a limit would be a thread that may go on

@@ -164,7 +164,7 @@ class Engine:
                     raise self.end.error()
                 raise ProcessSetRemovedError(f"Process set number {request.set_id} is being removed.")
             state.pending.add(work, name, wake)
-        self.callers.submitted[work.thread] = work.submitted
+        self.callers.submitted = work.submitted
         if self.recorder.detail:
             self.recorder.submit(work)
         engine_thread = self._progress_engine

@@ -19,7 +19,7 @@ from ringdance.core.callers import Callers
 from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.process_sets.state import ProcessSetState
 from ringdance.core.recorder import Recorder, without_number
-from ringdance.core.reports.deadlock import deadlocked
+from ringdance.core.reports.deadlock import deadlocked_for
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
 from ringdance.core.reports.stacks import place_of, thread_locations
@@ -110,8 +110,8 @@ class StallWatch:
 
         Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
         in rounds now; ``waiting``: whether a thread waits; ``joined``; ``threads``: see
-        ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked`` and ``quiet``: see
-        ``Callers.status``.
+        ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked``, ``still`` and
+        ``quiet``: see ``Callers.status``.
         """
         sets = self._sets.states()
         works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
@@ -247,7 +247,7 @@ class StallWatch:
             return None, None  # a lower rank waits too, and reports it
         stall = self._describe(inquiry, now, others)
         self.reported = stall
-        if self._deadlocked(inquiry, stall):
+        if self._deadlocked(inquiry, stall, now):
             return f"{_DEADLOCK.format(self._settings.deadlock_time)} {stall_message(stall)}", DeadlockError
         if stall.under_way(self._settings.stall_check_time):
             give_up = False
@@ -258,14 +258,20 @@ class StallWatch:
         text = stall_message(stall)
         return (f"{text} Gave up after the stall shutdown time.", StallError) if give_up else (text, None)
 
-    def _deadlocked(self, inquiry: _Inquiry, stall: Stall) -> bool:
-        if not 0 < self._settings.deadlock_time <= inquiry.seconds + 0.001:
-            return False
+    def _deadlocked(self, inquiry: _Inquiry, stall: Stall, now: float) -> bool:
+        """Whether no rank can ever go on; look again soon if that is not certain yet."""
+        limit = self._settings.deadlock_time
         statuses = {**inquiry.answers, self._transport.rank: stall.status}
-        everyone = range(self._transport.size)
-        return len(statuses) == len(everyone) and deadlocked(
-            self._sets.ranks(), [statuses[rank] for rank in everyone], self._settings.deadlock_time
-        )
+        everyone = [statuses[rank] for rank in sorted(statuses)]
+        if not 0 < limit <= inquiry.seconds + 0.001 or len(everyone) < self._transport.size:
+            return False
+        seconds = deadlocked_for(self._sets.ranks(), everyone)
+        # For longer than this inquiry has lasted: so all ranks were blocked at one time.
+        if seconds > max(limit / 4, now - inquiry.asked) and all(s["quiet"] >= limit for s in everyone):
+            return True
+        if seconds >= 0:
+            self._next_report[(inquiry.state.set_id, inquiry.work.name)] = now + limit / 3
+        return False
 
     def _describe(self, inquiry: _Inquiry, now: float, others: list[int]) -> Stall:
         state, work, transport = inquiry.state, inquiry.work, self._transport

@@ -14,12 +14,12 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["HAVE_FUTEX", "NEEDS_FENCE", "EventCount", "process_state", "yield_core"]
+__all__ = ["HAVE_FUTEX", "NEEDS_FENCE", "SYS_FUTEX", "EventCount", "process_state", "yield_core"]
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared between processes
-_SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
 _MACHINE = platform.machine()
-HAVE_FUTEX = sys.platform == "linux" and _MACHINE in _SYS_FUTEX
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(_MACHINE, 0)
+HAVE_FUTEX = sys.platform == "linux" and SYS_FUTEX > 0
 # Counters in the window rely on stores becoming visible in program order, as x86 promises.
 NEEDS_FENCE = _MACHINE not in ("x86_64", "AMD64", "i686")
 
@@ -29,7 +29,7 @@ class _Timespec(ctypes.Structure):
 
 
 _syscall: Any = ctypes.CDLL(None).syscall if HAVE_FUTEX else None
-_number = ctypes.c_long(_SYS_FUTEX.get(_MACHINE, 0))
+_number = ctypes.c_long(SYS_FUTEX)
 
 yield_core = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 

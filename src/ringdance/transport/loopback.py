@@ -266,7 +266,7 @@ class LoopbackWorld:
         """Let a rank die: whatever it calls next raises ``RankKilled``; the others see it gone."""
         self.dead.add(rank)
 
-    def run(self, program: Callable[[LoopbackTransport], T], timeout: float = 60.0) -> list[T]:
+    def run(self, program: Callable[[LoopbackTransport], T], timeout: float | None = 60.0) -> list[T]:
         """Run ``program`` on a thread for each rank; return the results by rank."""
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
@@ -291,7 +291,7 @@ class LoopbackWorld:
         if errors:
             raise errors[min(errors)]
         if alive:
-            raise TimeoutError(f"{', '.join(alive)} still running after {timeout:g} s")
+            raise TimeoutError(f"{', '.join(alive)} still running after {timeout} s")
         return [results.get(rank) for rank in range(self.size)]  # type: ignore[misc]
 
 
