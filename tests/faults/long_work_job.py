@@ -1,6 +1,6 @@
 """Ranks that wait for long for what comes at last, and ranks that never can go on.
 
-``long_work_job.py SECONDS KIND [KIND ...]``: the work of each kind takes so long. A kind of ``LONG`` ends well;
+``long_work_job.py SECONDS KIND [KIND ...]``: the work of each kind takes so long. One of ``LONG`` ends well;
 after one of ``FOR_EVER`` all ranks raise.
 
 Each rank waits for another name than the others, on some thread: only what other threads do, or will do,
@@ -155,8 +155,8 @@ def debugger(seconds: float) -> None:
 
 
 WORK = (
-    time.sleep, sleep_in_steps, compute, in_c, child, pipe, reader, other_process, lock, limited_lock, c_thread,
-    debugger,
+    time.sleep, sleep_in_steps, compute, in_c, child, pipe, reader, other_process, lock, limited_lock,
+    c_thread, debugger,
 )  # fmt: skip
 
 
