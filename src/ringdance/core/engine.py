@@ -16,7 +16,7 @@ from typing import Any
 from ringdance.core.callers import Callers
 from ringdance.core.collectives import complete_alone
 from ringdance.core.ends import EngineEnd
-from ringdance.core.exchange import Progress
+from ringdance.core.exchange import Context
 from ringdance.core.peers import Note, Peers
 from ringdance.core.placement import pin, placement
 from ringdance.core.process_sets.registry import ProcessSets
@@ -48,7 +48,7 @@ class Engine:
         rank, size; local_rank, local_size; cross_rank, cross_size: see ``Placement``.
         hosts: the host name of each rank.
         summary: of the run, for rank 0 to show at its end.
-        progress: counters of its exchanges.
+        context: counters of its exchanges.
         callers: the threads that have submitted, and what they wait for.
         sets: the process sets.
         end: whether and how it has ended.
@@ -86,11 +86,9 @@ class Engine:
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)
         self._lock = threading.Lock()
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
-        self.progress = Progress(self.recorder)
+        self.context = Context(self.recorder)
         self.callers = Callers()
-        self.sets = ProcessSets(
-            transport, settings, self.progress, self.callers, self._lock, self.recorder
-        )
+        self.sets = ProcessSets(transport, settings, self.context, self.callers, self._lock, self.recorder)
         self.on_monitor: Callable[[Note], None] = lambda note: None
         handlers = {
             "stop": lambda rank, note: self.end.on_stop(rank, note),
@@ -98,9 +96,7 @@ class Engine:
             "figures": self.summary.on_note,
             "monitor": lambda rank, note: self.on_monitor(note),
         }
-        peers = self._peers = Peers(
-            transport, settings, self.sets, self.callers, self.recorder, handlers
-        )
+        peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder, handlers)
         self.end = EngineEnd(transport, self.sets, peers, self.recorder, self.summary, self._stop_work)
         self._progress_engine: ProgressEngine | None = None
         if self.size > 1:
@@ -256,13 +252,13 @@ class Engine:
         """Do what can be done without waiting; return whether something was achieved."""
         if self.end.closed:
             return False
-        sets, progress = self.sets, self.progress
-        before = progress.count
+        sets, context = self.sets, self.context
+        before = context.achieved
         try:
             for machine in sets.machines:
                 if next(machine[1], self) is self:
                     sets.machines = tuple(m for m in sets.machines if m is not machine)
-                    progress.count += 1
+                    context.achieved += 1
             if not sets.machines:
                 self.end.close()
         except CollectiveError as error:
@@ -272,7 +268,7 @@ class Engine:
         except BaseException as error:
             self.end.fail(EngineError.of(self.identity, error))
             raise
-        return progress.count != before
+        return context.achieved != before
 
     def check_peers(self) -> None:
         """Read notes, notice lost peers, check for stalls."""

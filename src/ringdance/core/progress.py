@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ringdance.core.callers import Callers
-from ringdance.core.exchange import Progress
+from ringdance.core.exchange import Context
 from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Work
@@ -46,7 +46,7 @@ class Stepped(Protocol):
 
     callers: Callers
     sets: ProcessSets
-    progress: Progress
+    context: Context
     recorder: Recorder
 
     @property
@@ -201,7 +201,7 @@ class ProgressEngine:
             self.check_peers(now)
         limit = self._engine.sets.backoff_until() - now
         event = self._engine.sets.event_count
-        if event is None and self._engine.progress.in_transit:
+        if event is None and self._engine.context.in_transit:
             time.sleep(_TRANSIT_SLEEP)
             return backoff
         if event is None:

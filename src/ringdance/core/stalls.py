@@ -348,4 +348,4 @@ def _count(state: ProcessSetState) -> int:
     window = state.transport.window
     if window is not None and state.transport.one_host:
         return window.count
-    return state.exchange.progress.count  # that of all sets: between hosts a set has none of its own
+    return state.exchange.context.achieved  # that of all sets: between hosts a set has none of its own

@@ -11,7 +11,7 @@ from loopback_job import job
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
-from ringdance.core.exchange import Progress, exchange_for
+from ringdance.core.exchange import Context, exchange_for
 from ringdance.settings import Settings
 from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
@@ -56,9 +56,9 @@ def test_no_call_moves_more_than_a_round(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_long_copies_show_progress() -> None:
-    progress = Progress()
-    exchange = exchange_for(LoopbackWorld(1).transport(0), PIECE, 0, progress)
+    context = Context()
+    exchange = exchange_for(LoopbackWorld(1).transport(0), PIECE, 0, context)
     source = np.resize(np.arange(251, dtype=np.uint8), 35 << 20)
     target = np.empty_like(source)
-    assert len(list(exchange.copy(source, target))) == progress.count == 2
+    assert len(list(exchange.copy(source, target))) == context.achieved == 2
     same(target, source)

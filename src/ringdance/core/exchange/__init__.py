@@ -6,7 +6,7 @@ One interface: ``SharedMemoryExchange`` on one host, ``MpiExchange`` by the tran
 
 from __future__ import annotations
 
-from ringdance.core.exchange.base import Exchange, Progress, Steps, aligned_empty
+from ringdance.core.exchange.base import Context, Exchange, Steps, aligned_empty
 from ringdance.core.exchange.hierarchical import HierarchicalExchange
 from ringdance.core.exchange.mpi import MpiExchange
 from ringdance.core.exchange.shared_memory import SharedMemoryExchange
@@ -14,11 +14,11 @@ from ringdance.transport.base import Transport
 
 _MAX_CHUNK = 64 << 20  # bytes: what is reduced at a time stays far below the 2^31 of MPI's counts
 
-__all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "exchange_for"]
+__all__ = ["Context", "Exchange", "Steps", "aligned_empty", "exchange_for"]
 
 
 def exchange_for(
-    transport: Transport, chunk_bytes: int, small_bytes: int, progress: Progress, fixed_order: bool = False
+    transport: Transport, chunk_bytes: int, small_bytes: int, context: Context, fixed_order: bool = False
 ) -> Exchange:
     """Return the exchange for a communicator. May be collective: call it on all members alike.
 
@@ -26,18 +26,18 @@ def exchange_for(
         transport: the communicator.
         chunk_bytes: of the largest chunk that is reduced at a time.
         small_bytes: up to this size a batch is exchanged with the lowest latency.
-        progress: counts what is achieved.
+        context: counts what is achieved.
         fixed_order: reduce each element in one order (within a host by rank, then host by host); if not,
             small batches and many members are reduced in MPI's order, which may depend on the batch.
     """
     chunk_bytes, small_bytes = min(chunk_bytes, _MAX_CHUNK), min(small_bytes, _MAX_CHUNK)
     if transport.window is not None and transport.one_host:
         return SharedMemoryExchange(
-            transport.window, transport.rank, transport.size, chunk_bytes, small_bytes, progress
+            transport.window, transport.rank, transport.size, chunk_bytes, small_bytes, context
         )
     if fixed_order:
         small_bytes = -1  # no batch is small
     hierarchy = None if transport.one_host else transport.hierarchy()
     if hierarchy is not None:
-        return HierarchicalExchange(transport, hierarchy, chunk_bytes, small_bytes, progress)
-    return MpiExchange(transport, chunk_bytes, small_bytes, progress)
+        return HierarchicalExchange(transport, hierarchy, chunk_bytes, small_bytes, context)
+    return MpiExchange(transport, chunk_bytes, small_bytes, context)

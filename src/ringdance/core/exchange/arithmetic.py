@@ -186,9 +186,9 @@ class Reduction:
         if len(parts) == 1:
             out[...] = parts[0]
         else:
-            self.ufunc(parts[0], parts[1], out)  # without keyword: a lone small tensor is worth it
+            self.ufunc(parts[0], parts[1], out=out)
             for part in parts[2:]:
-                self.ufunc(out, part, out)
+                self.ufunc(out, part, out=out)
         if not self.late and not self.plain:
             self._finish(out, out)
 

@@ -15,7 +15,7 @@ from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.chunks import segments
 from ringdance.core.recorder import Recorder
 
-__all__ = ["Exchange", "Progress", "Steps", "aligned_empty", "as_bytes", "copy_range"]
+__all__ = ["Context", "Exchange", "Steps", "aligned_empty", "as_bytes", "copy_range"]
 
 Array = np.ndarray[Any, Any]
 _char = ctypes.c_char
@@ -24,20 +24,20 @@ _COPY_BYTES = 16 << 20
 Steps = Generator[None, None, Any]
 
 
-class Progress:
-    """State that the parts of one engine share while it runs.
+class Context:
+    """What the exchanges of one engine share.
 
     Attributes:
-        count: grows with whatever is achieved; if it does not, the progress engine sleeps.
+        achieved: grows with whatever is achieved; if it does not, the progress engine sleeps.
         in_transit: how many exchanges wait for data between hosts, which long sleeps would stop.
         recorder: gets a record of each chunk while ``recorder.words[Word.DETAIL]`` is set.
     """
 
-    __slots__ = ("count", "in_transit", "recorder")
+    __slots__ = ("achieved", "in_transit", "recorder")
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder or Recorder(0, "")
-        self.count = 0
+        self.achieved = 0
         self.in_transit = 0
 
 
@@ -84,10 +84,10 @@ class Exchange(abc.ABC):
 
     set_id = 0
 
-    def __init__(self, rank: int, size: int, progress: Progress) -> None:
+    def __init__(self, rank: int, size: int, context: Context) -> None:
         self.rank = rank
         self.size = size
-        self.progress = progress
+        self.context = context
 
     @abc.abstractmethod
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
@@ -156,7 +156,7 @@ class Exchange(abc.ABC):
         source, target = as_bytes(source), as_bytes(target)
         for start in range(0, source.size, _COPY_BYTES):
             if start:
-                self.progress.count += 1
+                self.context.achieved += 1
                 yield
             target[start : start + _COPY_BYTES] = source[start : start + _COPY_BYTES]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction, two_stages
-from ringdance.core.exchange.base import Array, Progress, Steps
+from ringdance.core.exchange.base import Array, Context, Steps
 from ringdance.core.exchange.chunks import chunks
 from ringdance.core.exchange.mpi import ChunkPipeline, MpiExchange
 from ringdance.core.exchange.shared_memory import MIN_BLOCK_BYTES, SharedMemoryExchange
@@ -26,7 +26,7 @@ class HierarchicalExchange(MpiExchange):
     Args:
         transport: of all members.
         hierarchy: their hosts, and the cross-host communicator.
-        chunk_bytes, small_bytes, progress: see ``exchange_for``.
+        chunk_bytes, small_bytes, context: see ``exchange_for``.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class HierarchicalExchange(MpiExchange):
         hierarchy: Hierarchy,
         chunk_bytes: int,
         small_bytes: int,
-        progress: Progress,
+        context: Context,
     ) -> None:
-        super().__init__(transport, chunk_bytes, small_bytes, progress)
+        super().__init__(transport, chunk_bytes, small_bytes, context)
         self._small, self._sizes = small_bytes, hierarchy.host_sizes
         self._blocks = min(self._sizes)
         # The same on all hosts, however many members each has.
@@ -45,9 +45,9 @@ class HierarchicalExchange(MpiExchange):
         self._chunk_in_host = chunk
         index, count = transport.host_group.index(transport.rank), len(transport.host_group)
         window = transport.window or _private_window(chunk)
-        self._inside = SharedMemoryExchange(window, index, count, chunk, small_bytes, progress)
+        self._inside = SharedMemoryExchange(window, index, count, chunk, small_bytes, context)
         cross = hierarchy.cross
-        self._across = ChunkPipeline(cross or transport, chunk if cross else 0, small_bytes, progress)
+        self._across = ChunkPipeline(cross or transport, chunk if cross else 0, small_bytes, context)
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
         if how.one_stage or sum(view.nbytes for view in inputs) <= self._small:

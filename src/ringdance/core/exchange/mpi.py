@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
-from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, as_bytes, copy_range
+from ringdance.core.exchange.base import Array, Context, Exchange, Steps, as_bytes, copy_range
 from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.transport.base import Pending, Transport
 
@@ -38,7 +38,7 @@ class _ChunkInFlight:
     Args:
         transport: of those who reduce.
         small_bytes: up to this length MPI's own all-reduce is quicker; negative: never.
-        progress: counts exchanges in transit.
+        context: counts exchanges in transit.
         chunk_bytes: of the largest chunk.
 
     Attributes:
@@ -46,8 +46,8 @@ class _ChunkInFlight:
         buffer: what was sent, then the result.
     """
 
-    def __init__(self, transport: Transport, small_bytes: int, progress: Progress, chunk_bytes: int) -> None:
-        self._transport, self._small, self._progress = transport, small_bytes, progress
+    def __init__(self, transport: Transport, small_bytes: int, context: Context, chunk_bytes: int) -> None:
+        self._transport, self._small, self._context = transport, small_bytes, context
         self.memory = np.empty(chunk_bytes, np.uint8)
         self._scratch = np.empty(chunk_bytes + 16 * transport.size, np.uint8)
         self._pending: Pending | None = None
@@ -87,7 +87,7 @@ class _ChunkInFlight:
 
     def _wait(self) -> Steps:
         assert self._pending is not None
-        return completed(self._pending, self._progress)
+        return completed(self._pending, self._context)
 
     def test(self) -> None:
         """Let the library move data, which it does only while it is called."""
@@ -102,14 +102,14 @@ class _ChunkInFlight:
                 self._how.complete(self.buffer)
 
 
-def completed(pending: Pending, progress: Progress) -> Steps:
+def completed(pending: Pending, context: Context) -> Steps:
     """Wait for a collective of the transport."""
-    progress.in_transit += 1
+    context.in_transit += 1
     try:
         while not any(pending.test() for _ in range(_POLLS)):
             yield
     finally:
-        progress.in_transit -= 1
+        context.in_transit -= 1
 
 
 class ChunkPipeline:
@@ -119,14 +119,12 @@ class ChunkPipeline:
         transport: of those who reduce.
         chunk_bytes: of the largest chunk.
         small_bytes: up to this length MPI's own all-reduce is quicker; negative: never.
-        progress: counts completed chunks.
+        context: counts completed chunks.
     """
 
-    def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, progress: Progress) -> None:
-        self._progress = progress
-        self._ring = [
-            _ChunkInFlight(transport, small_bytes, progress, chunk_bytes) for _ in range(_IN_FLIGHT)
-        ]
+    def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context) -> None:
+        self._context = context
+        self._ring = [_ChunkInFlight(transport, small_bytes, context, chunk_bytes) for _ in range(_IN_FLIGHT)]
 
     def run(
         self,
@@ -148,7 +146,7 @@ class ChunkPipeline:
             chunk = ring[number % _IN_FLIGHT]
             if number >= _IN_FLIGHT:
                 yield from chunk.complete()
-                self._progress.count += 1
+                self._context.achieved += 1
                 yield from self._meanwhile(unload(number - _IN_FLIGHT, chunk.buffer))
             if number < count:
                 buffer = chunk.memory[: lengths[number] * how.dtype.itemsize].view(how.dtype)
@@ -156,18 +154,18 @@ class ChunkPipeline:
                 chunk.start(buffer, how)
             if _AHEAD <= number < count + _AHEAD:
                 yield from ring[(number - _AHEAD) % _IN_FLIGHT].reduce()
-                self._progress.count += 1
+                self._context.achieved += 1
 
     def _meanwhile(self, steps: Steps) -> Steps:
         """Let the library move the chunks in flight while ``steps`` wait for something else."""
-        self._progress.in_transit += 1
+        self._context.in_transit += 1
         try:
             for _ in steps:
                 for chunk in self._ring:
                     chunk.test()
                 yield
         finally:
-            self._progress.in_transit -= 1
+            self._context.in_transit -= 1
 
 
 class MpiExchange(Exchange):
@@ -175,15 +173,15 @@ class MpiExchange(Exchange):
 
     Args:
         transport: of all members.
-        chunk_bytes, small_bytes, progress: see ``exchange_for``.
+        chunk_bytes, small_bytes, context: see ``exchange_for``.
     """
 
-    def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, progress: Progress) -> None:
-        super().__init__(transport.rank, transport.size, progress)
+    def __init__(self, transport: Transport, chunk_bytes: int, small_bytes: int, context: Context) -> None:
+        super().__init__(transport.rank, transport.size, context)
         self._transport = transport
         self._chunk = max(64, chunk_bytes, small_bytes) // 64 * 64  # whole elements of any dtype
         self._round = min(_ROUND_BYTES, 32 * self._chunk)
-        self._pipeline = ChunkPipeline(transport, self._chunk, small_bytes, progress)
+        self._pipeline = ChunkPipeline(transport, self._chunk, small_bytes, context)
 
     def _room(self, parts: int) -> int:
         """Return the bytes of one of ``parts`` in a round: whole elements of any dtype."""
@@ -227,10 +225,10 @@ class MpiExchange(Exchange):
 
     def _complete(self, posted: _Posted) -> Steps:
         pending, complete = posted
-        yield from completed(pending, self.progress)
+        yield from completed(pending, self.context)
         if complete is not None:
             complete()
-        self.progress.count += 1
+        self.context.achieved += 1
 
     def stream(
         self, sends: Sequence[Array], lengths: Sequence[int], receives: Sequence[Sequence[Array] | None]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.core.exchange.arithmetic import Reduction
-from ringdance.core.exchange.base import Array, Exchange, Progress, Steps, copy_range
+from ringdance.core.exchange.base import Array, Context, Exchange, Steps, copy_range
 from ringdance.core.exchange.chunks import Segment, chunks
 from ringdance.transport.window import Window
 
@@ -40,13 +40,13 @@ class SharedMemoryExchange(Exchange):
         rank, size: of this member, in the order of reductions.
         chunk_bytes: of the largest chunk that is reduced at a time.
         small_bytes: up to this size a batch is exchanged with the lowest latency.
-        progress: counts what is achieved.
+        context: counts what is achieved.
     """
 
     def __init__(
-        self, window: Window, rank: int, size: int, chunk_bytes: int, small_bytes: int, progress: Progress
+        self, window: Window, rank: int, size: int, chunk_bytes: int, small_bytes: int, context: Context
     ) -> None:
-        super().__init__(rank, size, progress)
+        super().__init__(rank, size, context)
         self._window = window
         self._chunk = min(max(chunk_bytes, MIN_BLOCK_BYTES * size), window.buffer_bytes)
         self._small = min(small_bytes, self._chunk)
@@ -67,7 +67,7 @@ class SharedMemoryExchange(Exchange):
         window.signal()
         while not window.reached():
             yield
-        self.progress.count += 1
+        self.context.achieved += 1
 
     def allreduce(self, inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction) -> Steps:
         if len(inputs) == 1:
@@ -85,7 +85,7 @@ class SharedMemoryExchange(Exchange):
         window.signal()
         while not window.reached():
             yield
-        self.progress.count += 1
+        self.context.achieved += 1
         how.combine(buffers, target)
         if how.late:
             how.deliver(target, target)
@@ -105,13 +105,13 @@ class SharedMemoryExchange(Exchange):
     def _large_allreduce(
         self, sizes: tuple[int, ...], inputs: Sequence[Array], outputs: Sequence[Array], how: Reduction
     ) -> Steps:
-        window, progress = self._window, self.progress
+        window, context = self._window, self.context
         own, deliver = window.index, how.deliver
         # Up to a thousand segments are handled here in a step, so the usual cases are written out.
         reduce_block = self._add_block if how.simple and window.members == 2 else self._reduce_block
         limit = min(self._chunk, _MAX_BLOCK_BYTES * window.members)
         plan = chunks(sizes, limit // how.dtype.itemsize, window.members)
-        marks, every = progress.recorder.marks(), 1 + len(plan) // _RECORDED
+        marks, every = context.recorder.marks(), 1 + len(plan) // _RECORDED
         buffers = self._buffers(how.dtype)
         self._copy_in(plan[0], buffers[own], inputs, how)
         last = None
@@ -122,7 +122,7 @@ class SharedMemoryExchange(Exchange):
                 marks.append(monotonic_ns())
             while not window.reached():
                 yield
-            progress.count += 1
+            context.achieved += 1
             if marked:
                 marks.append(monotonic_ns())
             if last is not None:
@@ -149,7 +149,7 @@ class SharedMemoryExchange(Exchange):
         self._copy_out(*last, outputs, how)
         if marks:
             marks.append(monotonic_ns())
-            progress.recorder.chunks(self.set_id, marks, every)
+            context.recorder.chunks(self.set_id, marks, every)
 
     def _copy_in(self, blocks: Blocks, buffer: Array, inputs: Sequence[Array], how: Reduction) -> None:
         """Copy what others own into this rank's buffer."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ringdance.core.callers import Callers
 from ringdance.core.collectives import AgreedRequest
-from ringdance.core.exchange import Progress, Steps, exchange_for
+from ringdance.core.exchange import Context, Steps, exchange_for
 from ringdance.core.process_sets.agreement import VectorLayout
 from ringdance.core.process_sets.executor import Executor
 from ringdance.core.process_sets.pending import PendingRequests
@@ -54,7 +54,7 @@ class ProcessSets:
     Args:
         transport: of the whole job.
         settings: of the engine.
-        progress: shared by all sets.
+        context: shared by all sets.
         callers: of the engine.
         lock: guards what submitting threads change.
         recorder: gets a record of each batch.
@@ -69,7 +69,7 @@ class ProcessSets:
         self,
         transport: Transport,
         settings: Settings,
-        progress: Progress,
+        context: Context,
         callers: Callers,
         lock: threading.Lock,
         recorder: Recorder,
@@ -79,7 +79,7 @@ class ProcessSets:
         self.event_count: EventCount | None = None
         self._transport = transport
         self._settings = settings
-        self._progress, self._callers = progress, callers
+        self._context, self._callers = context, callers
         self._lock = lock
         self._recorder = recorder
         self.register(0, tuple(range(transport.size)), transport)
@@ -149,9 +149,7 @@ class ProcessSets:
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
-            exchange = exchange_for(
-                transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic
-            )
+            exchange = exchange_for(transport, s.chunk_bytes, s.small_bytes, self._context, s.deterministic)
             exchange.set_id = set_id
             executor = Executor(
                 set_id=set_id,

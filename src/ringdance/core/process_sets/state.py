@@ -72,7 +72,7 @@ class ProcessSetState:
         self.stopping = False
         self.stopped = False
         self.no_waiter = True
-        self._progress = exchange.progress
+        self._context = exchange.context
         self._layout = VectorLayout(transport.size)
         self._last_joined = -1
         self._window = transport.window if transport.one_host else None
@@ -254,7 +254,7 @@ class ProcessSetState:
             while not pending.test():
                 yield
             vector = int.from_bytes(buffer.tobytes(), "little")
-        self._progress.count += 1
+        self._context.achieved += 1
         return vector
 
     def _set_width(self, window: Window, width: int) -> None:
