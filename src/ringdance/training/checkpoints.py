@@ -208,7 +208,8 @@ class _Files:
         self._directory, self._keep, self._name, self._suffix = directory, keep, name, suffix
         stem = rf"{re.escape(name)}-(\d{{8}}|[1-9]\d{{8,}}){re.escape(suffix)}"
         self._names = re.compile(rf"{stem}|\.{stem}\.json")
-        self._partials = re.compile(rf"\.partial-([0-9a-f]+)-(?:{stem}(?:\{_TABLE})?|\.{stem}\.json)")
+        files = rf"(?:{stem}(?:\{_TABLE})?|\.{stem}\.json)"
+        self._partials = re.compile(rf"\.{files}\.partial-(?P<token>[0-9a-f]+)")
         self._lock: IO[bytes] | None = None
 
     def path(self, number: int) -> Path:
@@ -335,7 +336,7 @@ class _Files:
             self._finish(one)
         for path in self._directory.iterdir():
             found = self._partials.fullmatch(path.name)
-            if found and found[1] not in _tokens:
+            if found and found["token"] not in _tokens:
                 path.unlink(missing_ok=True)
 
     def _finish(self, saved: _Saved) -> None:
@@ -366,7 +367,7 @@ def _manifest(path: Path) -> Path:
 
 
 def _partial(path: Path, token: str) -> Path:
-    return path.with_name(f".partial-{token}-{path.name}")
+    return path.with_name(f".{path.name}.partial-{token}")  # torch.save writes the stem into the file
 
 
 def _present(path: Path, token: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -51,6 +52,17 @@ def test_a_snapshot_is_of_the_same_types_and_does_not_change() -> None:
     assert (copied["c"].step, copied["d"], copied["a"][1]) == (3, (2,), 1)
     for found in (copied["a"][0], copied["b"][0], copied["c"].tensor, copied["e"].values):
         assert found.tolist() == [1, 1]
+
+
+def test_a_checkpoint_is_a_file_of_torch_save_and_the_same_each_time(tmp_path: Path) -> None:
+    saved, state = hvd.Checkpoints(tmp_path), {"weight": torch.ones(2)}
+    contents = []
+    for _ in range(2):
+        saved.save(1, lambda path: torch.save(state, path))
+        contents.append(saved.read())
+    assert contents[0] == contents[1]
+    assert torch.equal(torch.load(tmp_path / "checkpoint-00000001")["weight"], state["weight"])
+    saved.close()
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Adasum])

@@ -101,7 +101,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 def test_managers_in_one_directory_leave_each_other_alone(tmp_path: Path) -> None:
     """Names that begin alike, other suffixes, dots and characters of patterns; and files of others."""
-    foreign = ["model-best.npy", "model-7", "model-1.npy", "model-0000000x", ".partial-x-model-00000001"]
+    foreign = ["model-best.npy", "model-7", "model-1.npy", "model-0000000x", ".model-00000001.partial-x"]
     for name in foreign:
         (tmp_path / name).write_text("of the user")
     kinds = [
