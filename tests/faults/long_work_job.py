@@ -1,7 +1,7 @@
 """Ranks that wait for long for what comes at last, and ranks that never can go on.
 
-``long_work_job.py SECONDS KIND [KIND ...]``: the work of each kind takes so long. One of ``LONG`` ends well, in
-one of ``FOR_EVER`` all ranks raise.
+``long_work_job.py SECONDS KIND [KIND ...]``: the work of each kind takes so long. One of ``LONG`` ends well,
+in one of ``FOR_EVER`` all ranks raise.
 
 Each rank waits for another name than the others, on some thread: only what other threads do, or will do,
 shows that the job goes on.
@@ -136,6 +136,23 @@ def c_thread(seconds: float) -> None:
     libc.pthread_join(thread, None)
 
 
+class _Notification(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("kind", ctypes.c_int),
+        ("function", ctypes.c_void_p), ("rest", ctypes.c_void_p * 5),
+    )  # fmt: skip
+
+
+def c_timer(seconds: float) -> None:
+    """Wait in C for a thread of C that does not run yet, as a graph waits for its data."""
+    libc, timer, semaphore = ctypes.CDLL(None), ctypes.c_void_p(), (ctypes.c_long * 4)()
+    function = ctypes.cast(libc.sem_post, ctypes.c_void_p)
+    on_thread = _Notification(value=ctypes.addressof(semaphore), kind=2, function=function)
+    libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(on_thread), ctypes.byref(timer))
+    libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9)), None)
+    libc.sem_wait(semaphore)
+
+
 def sleep_in_steps(seconds: float) -> None:
     for _ in range(20):
         time.sleep(seconds / 20)
@@ -155,7 +172,8 @@ def debugger(seconds: float) -> None:
 
 WORK = (
     time.sleep, sleep_in_steps, compute, in_c, child, pipe, reader, other_process, lock, limited_lock,
-    c_thread, debugger,
+    c_thread,
+    c_timer, debugger,
 )  # fmt: skip
 
 

@@ -70,8 +70,7 @@ def stopped() -> None:
 def infinite_loop() -> None:
     begin()
     number = 0
-    while True:
-        number += 1  # noqa: E701  # infinite_loop
+    while True: number += 1  # noqa: E701  # infinite_loop
 
 
 def lock_held_in_c() -> None:

@@ -61,7 +61,7 @@ def run_long_work(kinds: Sequence[str], deadlock_time: float, seconds: float) ->
 def test_long_work_is_no_deadlock() -> None:
     kinds = [
         "late_result", "limited_wait", "one_of_two_gives_up", "reader", "reader elsewhere",
-        "other_process elsewhere", "c_thread elsewhere", "in_a_signal",
+        "other_process elsewhere", "c_timer elsewhere", "in_a_signal",
     ]  # fmt: skip
     code, text = run_long_work(kinds, deadlock_time=0.5, seconds=1.5)
     assert code == 0, text

@@ -70,8 +70,7 @@ CAUSES = {
     ),
     "uninterruptible": Planted(
         (f"No answer from {WHO}", r"waits in uninterruptible I/O \(\w+\), at", AT),
-        "uninterruptible",
-        limit=10.0,
+        "uninterruptible", limit=10.0,
     ),
     "exception": Planted((FAILURE, "ValueError: image 17", TRACE), "exception", RUN),
     "ended_early": Planted(
@@ -93,14 +92,11 @@ CAUSES = {
     ),
     "full_shared_memory": Planted(
         (FAILURE, "killed by SIGBUS", "/dev/shm (is|was) full", TRACE.replace(",", ",?")),
-        "full_shared_memory",
-        RUN,
-        mount="/dev/shm",
+        "full_shared_memory", RUN, mount="/dev/shm",
     ),
     "data_cut_short": Planted(
         (FAILURE, "killed by SIGBUS", "file that it had mapped was cut short", TRACE.replace(",", ",?")),
-        "data_cut_short",
-        RUN,
+        "data_cut_short", RUN,
     ),
     "out_of_memory": Planted((FAILURE, "MemoryError|Unable to allocate", TRACE), "out_of_memory", RUN),
     "killed_for_memory": Planted((FAILURE, "killed by SIGKILL", r"memory limit of its container"), ways=RUN),

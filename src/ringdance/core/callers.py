@@ -6,9 +6,9 @@ Note [Certain deadlocks]
     - waits for a Work without a limit, or is an engine's own;
     - or sleeps until another thread of its process wakes it: in a futex that is private and has no limit, as
       of Python's locks, of thread pools that have nothing to do, and of a call into C that waits for those;
-    - or has no Python code to run, and hardly uses a core. Where a call into C waits, it may wait for such a
-      thread, which may wait for data from a network: then only threads that were there before the first
-      engine (MPI's) may do anything but sleep as above, and must not have run.
+    - or has no Python code to run, and does not run. Where a call into C waits, it may wait for such a
+      thread, which may wait for data from a network: then these must sleep as above, too, but those that
+      were there before the first engine (MPI's), which must not have run.
 
     It stays so as long as no wait has begun, nothing was submitted, and no thread that sleeps has run. Where
     this holds on all ranks at one time, and no operation can begin, no rank can go on. What cannot be known
@@ -25,14 +25,14 @@ import time
 from types import FrameType
 from typing import Any
 
-from ringdance.core.reports.procfs import thread_numbers, wakeable
+from ringdance.core.reports.procfs import task_ids, wakeable
 from ringdance.core.request import Work
 
 __all__ = ["Callers"]
 
 _IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
 _LOCKS = frozenset({"threading", "concurrent"})  # in which no call into C waits but for Python's locks
-_early_threads = functools.cache(thread_numbers)  # of the process, when its first engine began
+_early_threads = functools.cache(task_ids)  # of the process, when its first engine began
 
 
 class Callers:
@@ -85,7 +85,7 @@ class Callers:
         callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}
         unknown, early = sum(number < 0 for number in waiting), _early_threads(os.getpid())
         in_c = unknown > 0 or not _LOCKS.issuperset(callers.values())
-        states = {number: wakeable(number) for number in thread_numbers(os.getpid()) if number not in waiting}
+        states = {number: wakeable(number) for number in task_ids(os.getpid()) if number not in waiting}
         awake = {number for number, (_, doing) in states.items() if doing != "sleeps"}
         others = [n for n in awake if states[n][1] == "runs" or (in_c and n not in early)]
         if not states.keys() - awake >= callers.keys() or len(others) > unknown:

@@ -88,7 +88,9 @@ class Engine:
         self.summary = RunSummary(self.recorder.words, settings.summary_time, self.size)
         self.progress = Progress(self.recorder)
         self.callers = Callers()
-        self.sets = ProcessSets(transport, settings, self.progress, self.callers, self._lock, self.recorder)
+        self.sets = ProcessSets(
+            transport, settings, self.progress, self.callers, self._lock, self.recorder
+        )
         self.on_monitor: Callable[[Note], None] = lambda note: None
         handlers = {
             "stop": lambda rank, note: self.end.on_stop(rank, note),
@@ -96,7 +98,9 @@ class Engine:
             "figures": self.summary.on_note,
             "monitor": lambda rank, note: self.on_monitor(note),
         }
-        peers = self._peers = Peers(transport, settings, self.sets, self.callers, self.recorder, handlers)
+        peers = self._peers = Peers(
+            transport, settings, self.sets, self.callers, self.recorder, handlers
+        )
         self.end = EngineEnd(transport, self.sets, peers, self.recorder, self.summary, self._stop_work)
         self._progress_engine: ProgressEngine | None = None
         if self.size > 1:

@@ -193,16 +193,8 @@ class Ring:
         self.view[_HOST : _HOST + len(text) + 1] = text + b"\0"
 
     def add(
-        self,
-        kind: int,
-        label: int = 0,
-        set_id: int = 0,
-        a: int = 0,
-        b: int = 0,
-        c: int = 0,
-        d: int = 0,
-        e: int = 0,
-        when: int = 0,
+        self, kind: int, label: int = 0, set_id: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0,
+        e: int = 0, when: int = 0,
     ) -> None:
         """Write one record; values are cut to 32 bits."""
         number = next(self.numbers)

@@ -111,7 +111,7 @@ def late_result(engine: Engine) -> None:
         hvd.allreduce(np.ones(3), name="result")
 
     def evaluate() -> None:
-        time.sleep(2.5 * SOON)
+        threading.Event().wait(2.5 * SOON)
         with session.bind(engine):
             hvd.allreduce(np.ones(3), name="result")
 

@@ -149,7 +149,9 @@ class ProcessSets:
         state = None
         if transport is not None and len(ranks) > 1:
             s = self._settings
-            exchange = exchange_for(transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic)
+            exchange = exchange_for(
+                transport, s.chunk_bytes, s.small_bytes, self._progress, s.deterministic
+            )
             exchange.set_id = set_id
             executor = Executor(
                 set_id=set_id,

@@ -13,9 +13,7 @@ import struct
 import time
 from typing import NamedTuple
 
-__all__ = [
-    "CpuSample", "activity", "describe_threads", "sample_cpu", "thread_numbers", "thread_state", "wakeable",
-]  # fmt: skip
+__all__ = ["CpuSample", "activity", "describe_threads", "sample_cpu", "task_ids", "thread_state", "wakeable"]
 
 _COMPUTES = 0.3  # of a core
 _IN_CALL = ", probably in a call that holds Python's lock"
@@ -65,7 +63,7 @@ def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
     return head.partition("(")[2], tail.strip()[:1]
 
 
-def thread_numbers(pid: int) -> list[int]:
+def task_ids(pid: int) -> list[int]:
     """Return the kernel's numbers of a process's threads; none if they are unknown."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
@@ -142,7 +140,7 @@ def _share(before: CpuSample | None, now: CpuSample | None) -> float:
 
 def _running_threads(pid: int) -> list[str]:
     """Return the names of the threads but the main one that run now."""
-    states = {tid: thread_state(pid, tid) for tid in thread_numbers(pid) if tid != pid}
+    states = {tid: thread_state(pid, tid) for tid in task_ids(pid) if tid != pid}
     return [f"'{name}' (thread id {tid})" for tid, (name, letter) in states.items() if letter == "R"]
 
 
