@@ -1,7 +1,6 @@
 """Ranks that wait for long for what comes at last, and ranks that never can go on.
 
-``long_work_job.py SECONDS KIND [KIND ...]``: the work of each kind takes so long. One of ``LONG`` ends well;
-after one of ``FOR_EVER`` all ranks raise.
+    c_thread, c_timer, debugger,
 
 Each rank waits for another name than the others, on some thread: only what other threads do, or will do,
 shows that the job goes on.
@@ -17,7 +16,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,8 +26,8 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance import session
+from ringdance.core.request import Collective, Description, ReduceOp, Request
 
-numbers = iter(range(1 << 30))
 SLEEP = "import time; time.sleep({:g}); print(1, flush=True)"
 
 
@@ -137,6 +135,23 @@ def c_thread(seconds: float) -> None:
     libc.pthread_join(thread, None)
 
 
+class _Notification(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("kind", ctypes.c_int),
+        ("function", ctypes.c_void_p), ("rest", ctypes.c_void_p * 5),
+    )  # fmt: skip
+
+
+def c_timer(seconds: float) -> None:
+    """Wait in C for a thread of C that does not run yet, as a graph waits for its data."""
+    libc, timer, semaphore = ctypes.CDLL(None), ctypes.c_void_p(), (ctypes.c_long * 4)()
+    function = ctypes.cast(libc.sem_post, ctypes.c_void_p)
+    on_thread = _Notification(value=ctypes.addressof(semaphore), kind=2, function=function)
+    libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(on_thread), ctypes.byref(timer))
+    libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9)), None)
+    libc.sem_wait(semaphore)
+
+
 def sleep_in_steps(seconds: float) -> None:
     for _ in range(20):
         time.sleep(seconds / 20)
@@ -156,7 +171,7 @@ def debugger(seconds: float) -> None:
 
 WORK = (
     time.sleep, sleep_in_steps, compute, in_c, child, pipe, reader, other_process, lock, limited_lock,
-    c_thread, debugger,
+    c_thread, c_timer, debugger,
 )  # fmt: skip
 
 
@@ -183,7 +198,7 @@ def threads_come_and_go(seconds: float) -> None:
 def limited_wait(seconds: float) -> None:
     """Rank 0 gives up what it waits for, and submits what the others wait for."""
     if hvd.rank() == 0:
-        late = session.engine().submit(hvd_request("late"))
+        late = session.engine().submit(request_for("late"))
         try:
             late.wait(seconds)
         except TimeoutError:
@@ -195,9 +210,7 @@ def limited_wait(seconds: float) -> None:
         reduce("late")
 
 
-def hvd_request(name: str) -> Any:
-    from ringdance.core.request import Collective, Description, ReduceOp, Request
-
+def request_for(name: str) -> Request:
     description = Description(Collective.ALLREDUCE, ("float64",), ((3,),), ReduceOp.AVERAGE)
     return Request(description, (np.ones(3),), name=f"allreduce.{name}")
 
@@ -205,7 +218,7 @@ def hvd_request(name: str) -> Any:
 def one_of_two_gives_up(seconds: float) -> None:
     """Two threads wait for one Work, one of them not to the end."""
     name = "a" if hvd.rank() else "b"
-    work = session.engine().submit(hvd_request(name))
+    work = session.engine().submit(request_for(name))
     stays = start(work.wait)
     try:
         work.wait(seconds / 4)
@@ -243,6 +256,7 @@ def one_in_a_set_is_late(seconds: float) -> None:
 
 def sets_change(seconds: float) -> None:
     """Sets are made and removed while other threads wait."""
+
     def change() -> None:
         until, go_on = time.monotonic() + seconds, np.ones(1)
         while go_on[0]:
@@ -286,6 +300,7 @@ def marked(seconds: float) -> None:
 
 def large(seconds: float) -> None:
     """One exchange takes long; threads wait for others meanwhile."""
+
     def exchange() -> None:
         until, go_on, values = time.monotonic() + seconds, np.ones(1), np.ones(1 << 24)
         while go_on[0]:
@@ -302,14 +317,14 @@ def restarted(seconds: float) -> None:
     hvd.shutdown()
     with contextlib.suppress(Exception):
         waits.result()
-    if hvd.rank_of_process == 0:
-        time.sleep(seconds)
+    time.sleep(seconds * (os.getpid() % 2))
     hvd.init()
     crossed(lambda: time.sleep(seconds))
 
 
 def stopped(seconds: float) -> None:
     """SIGSTOP, as by a debugger that attaches."""
+
     def stop() -> None:
         if hvd.rank() == 0:
             wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
@@ -339,36 +354,39 @@ def in_a_signal(seconds: float) -> None:
         reduce("of the main thread")
 
 
-def graph(seconds: float) -> None:
-    """TensorFlow computes, then reads a file late, all in C++."""
+def asleep_in_c(seconds: float) -> Any:
+    """Return a data set of TensorFlow whose source is late, in C++."""
     import tensorflow as tf
+    from tensorflow.python.data.experimental.ops import testing
 
-    directory = tempfile.mkdtemp()
-    path = os.path.join(directory, "fifo")
-    os.mkfifo(path)
+    return tf.data.Dataset.range(1).apply(testing.sleep(round(1e6 * seconds)))
+
+
+def graph(seconds: float) -> None:
+    """TensorFlow computes, then waits for data, all in C++."""
+    import tensorflow as tf
 
     @tf.function
     def evaluate(until: Any) -> Any:
         value = tf.ones((300, 300))
         while tf.timestamp() < until:
             value = tf.matmul(value, value) / 300.0
-        return tf.reduce_sum(value), tf.io.read_file(path)
+        return tf.reduce_sum(value), tf.data.experimental.get_single_element(asleep_in_c(seconds))
 
-    writer = subprocess.Popen(["sh", "-c", f"sleep {2 * seconds}; echo > {path}"])
-    crossed(lambda: evaluate(tf.timestamp() + seconds))
-    writer.wait()
+    crossed(lambda: evaluate(tf.timestamp() + seconds / 2))
 
 
-def batches(seconds: float) -> None:
-    """A data set of TensorFlow waits for its source, as for a data service."""
+def data_service(seconds: float) -> None:
+    """Wait for batches of a data service of TensorFlow."""
     import tensorflow as tf
 
-    path = os.path.join(tempfile.mkdtemp(), "fifo")
-    os.mkfifo(path)
-    data = tf.data.Dataset.from_tensors(path).interleave(tf.data.TextLineDataset).prefetch(2)
-    writer = subprocess.Popen(["sh", "-c", f"sleep {seconds}; echo > {path}"])
-    crossed(lambda: list(data))
-    writer.wait()
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    config = service.WorkerConfig(dispatcher_address=dispatcher.target.partition("://")[2])
+    worker = service.WorkerServer(config)
+    batches = asleep_in_c(seconds).apply(service.distribute("parallel_epochs", dispatcher.target))
+    crossed(lambda: list(batches), elsewhere=True)
+    del worker
 
 
 def jitted(seconds: float) -> None:
@@ -406,7 +424,7 @@ LONG: dict[str, Callable[[float], None]] = {
     **{one.__name__: one for one in (
         late_result, threads_come_and_go, limited_wait, one_of_two_gives_up, others_in_a_set,
         one_in_a_set_is_late, sets_change, joined, joined_with_threads, marked, large, restarted, stopped,
-        in_a_signal, graph, batches, jitted, loader,
+        in_a_signal, graph, data_service, jitted, loader,
     )},
 }  # fmt: skip
 
@@ -445,7 +463,6 @@ FOR_EVER: dict[str, Callable[[], None]] = {one.__name__: one for one in (swapped
 def main() -> None:
     seconds, *kinds = sys.argv[1:]
     hvd.init()
-    hvd.rank_of_process = hvd.rank()
     for kind in kinds:
         if kind in FOR_EVER:
             FOR_EVER[kind]()

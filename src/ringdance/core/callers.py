@@ -6,9 +6,9 @@ Note [Certain deadlocks]
     - waits for a Work without a limit, or is an engine's own;
     - or sleeps until another thread of its process wakes it: in a futex that is private and has no limit, as
       of Python's locks, of thread pools that have nothing to do, and of a call into C that waits for those;
-    - or has no Python code to run, and hardly uses a core. Where a call into C waits, it may wait for such a
-      thread, which may wait for data from a network: then only threads that were there before the first
-      engine (MPI's) may do anything but sleep as above, and must not have run.
+    - or has no Python code to run, and does not run. Where a call into C waits, it may wait for such a
+      thread, which may wait for data from a network: then these must sleep as above, too, but those that
+      were there before the first engine (MPI's), which must not have run.
 
     It stays so as long as no wait has begun, nothing was submitted, and no thread that sleeps has run. Where
     this holds on all ranks at one time, and no operation can begin, no rank can go on. What cannot be known
@@ -25,16 +25,14 @@ import time
 from types import FrameType
 from typing import Any
 
+from ringdance.core.reports.procfs import task_ids, wakeable
 from ringdance.core.request import Work
-from ringdance.transport.eventcount import SYS_FUTEX
 
 __all__ = ["Callers"]
 
-_TASKS = "/proc/self/task"
-_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it
-_HARDLY = 0.01  # of a core
-_INNER = ("ringdance", "threading", "json")  # modules whose functions a wait calls
-_LOCKS = ("threading", "concurrent")  # modules of which no call into C waits but for Python's locks
+_IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
+_LOCKS = frozenset({"threading", "concurrent"})  # in which no call into C waits but for Python's locks
+_early_threads = functools.cache(task_ids)  # of the process, when its first engine began
 
 
 class Callers:
@@ -52,9 +50,8 @@ class Callers:
         self.waiting: dict[object, Work] = {}
         self.submitted = 0.0
         self._state: object = None
-        self._since = self._sampled = 0.0
-        self._used: dict[int, int] = {}
-        _early_threads()
+        self._since = 0.0
+        _early_threads(os.getpid())
 
     def waits_in(self, set_id: int) -> bool:
         """Return whether a thread waits for a Work of a process set that is not done."""
@@ -68,75 +65,45 @@ class Callers:
             ``blocked``: see Note [Certain deadlocks]; ``still``: for how long it was seen in this state, with
             the same waits; ``quiet``: since when nothing was submitted. In seconds.
         """
-        now = time.monotonic()
-        try:
-            threads = self._threads(now)
-        except OSError:  # a thread has ended, or this system has no /proc
-            threads = None
+        now, threads = time.monotonic(), self._threads()
         # The keys of the waits are kept, so that those of later waits differ.
         state = threads and (threads, tuple(self.waiting), self.submitted)
         if not state or state != self._state:
             self._state, self._since = state, now
-        blocked = bool(state and self.waiting)
-        return {"blocked": blocked, "still": now - self._since, "quiet": now - self.submitted}
+        still, quiet = now - self._since, now - self.submitted
+        return {"blocked": bool(state and self.waiting), "still": still, "quiet": quiet}
 
-    def _threads(self, now: float) -> list[tuple[int, int]] | None:
-        """Return all threads, each with the time it has used if it sleeps; None if one may go on."""
-        numbers = {thread.ident: thread.native_id for thread in threading.enumerate()}
-        waiting, callers, unnumbered, in_c = set[int | None](), set[int](), 0, False
-        for ident, frame in sys._current_frames().items():
-            number = numbers.get(ident)  # None: a thread of C code, which calls Python
-            if _waits(frame):
-                waiting.add(number)
-                unnumbered += number is None
-            elif number is None:
-                return None
-            else:
-                callers.add(number)
-                in_c |= _module(frame) not in _LOCKS
-        in_c |= unnumbered > 0
-        before, self._used = self._used, {}
-        allowed, self._sampled = _HARDLY * 1e9 * (now - self._sampled), now
-        found, others = [], 0
-        for number in map(int, os.listdir(_TASKS)):
-            used = sleeps = 0
-            if number not in waiting:
-                used, sleeps = _look(number)
-                self._used[number] = used
-                if not used or (number in callers and not sleeps):
-                    return None
-                if not sleeps:
-                    more = used - before.get(number, used)
-                    others += more > 0 or number not in _early_threads() if in_c else more > allowed
-            found.append((number, used if sleeps else 0))
-        return found if others <= unnumbered else None
+    def _threads(self) -> list[tuple[int, int]] | None:
+        """Return the threads that do not wait, each with the time it has used; None if one may go on.
+
+        That time is 0 for those of which it does not matter.
+        """
+        numbers = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
+        # Negative: a thread of C code that calls Python, so that the kernel's number is not known.
+        frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
+        waiting = {number for number, frame in frames.items() if _waits(frame)}
+        callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}
+        unknown, early = sum(number < 0 for number in waiting), _early_threads(os.getpid())
+        in_c = unknown > 0 or not _LOCKS.issuperset(callers.values())
+        states = {number: wakeable(number) for number in task_ids(os.getpid()) if number not in waiting}
+        awake = {number for number, (_, doing) in states.items() if doing != "sleeps"}
+        others = [n for n in awake if states[n][1] == "runs" or (in_c and n not in early)]
+        if not states.keys() - awake >= callers.keys() or len(others) > unknown:
+            return None
+        matter = states.keys() - (awake - set(early if in_c else ()))
+        return [(number, used if number in matter else 0) for number, (used, _) in states.items()]
 
 
-@functools.cache
-def _early_threads() -> frozenset[int]:
-    """Return the threads that this process had when its first engine began."""
-    return frozenset(map(int, os.listdir(_TASKS) if os.path.isdir(_TASKS) else ()))
-
-
-def _module(frame: FrameType) -> str:
+def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _waits(frame: FrameType | None) -> bool:
     """Return whether a thread only waits for a Work, without a limit, or is an engine's own."""
-    while frame is not None and _module(frame) in _INNER:
+    while frame is not None and _package(frame) in _IN_WAITS:
         if frame.f_code is Work.wait.__code__:
             return frame.f_locals["timeout"] is None
         if frame.f_code.co_name == "_thread_main":
             return True
         frame = frame.f_back
     return False
-
-
-def _look(number: int) -> tuple[int, bool]:
-    """Return for how long a thread has run or wanted to, in ns, and whether only a thread can wake it."""
-    with open(f"{_TASKS}/{number}/schedstat") as file:  # first: what it uses from here on is seen next time
-        used = sum(map(int, file.read().split()[:2]))
-    with open(f"{_TASKS}/{number}/syscall") as file:
-        call = file.read().split()  # its number; the futex's address, the operation, a value, the limit
-    return used, call[0] == str(SYS_FUTEX) and int(call[2], 16) & _PRIVATE > 0 and int(call[4], 16) == 0

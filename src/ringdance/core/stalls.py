@@ -110,8 +110,8 @@ class StallWatch:
 
         Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
         in rounds now; ``waiting``: whether a thread waits; ``joined``; ``threads``: see
-        ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked``, ``still`` and
-        ``quiet``: see ``Callers.status``.
+        ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked``,
+        ``still`` and ``quiet``: see ``Callers.status``.
         """
         sets = self._sets.states()
         works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
@@ -262,12 +262,12 @@ class StallWatch:
         """Whether no rank can ever go on; look again soon if that is not certain yet."""
         limit = self._settings.deadlock_time
         statuses = {**inquiry.answers, self._transport.rank: stall.status}
-        everyone = [statuses[rank] for rank in sorted(statuses)]
-        if not 0 < limit <= inquiry.seconds + 0.001 or len(everyone) < self._transport.size:
+        if not 0 < limit <= inquiry.seconds + 0.001 or len(statuses) < self._transport.size:
             return False
-        seconds = deadlocked_for(self._sets.ranks(), everyone)
+        seconds = deadlocked_for(self._sets.ranks(), statuses)
         # For longer than this inquiry has lasted: so all ranks were blocked at one time.
-        if seconds > max(limit / 4, now - inquiry.asked) and all(s["quiet"] >= limit for s in everyone):
+        quiet = min(status["quiet"] for status in statuses.values())
+        if quiet >= limit and seconds > max(limit / 4, now - inquiry.asked):
             return True
         if seconds >= 0:
             self._next_report[(inquiry.state.set_id, inquiry.work.name)] = now + limit / 3

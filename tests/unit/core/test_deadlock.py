@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,11 +15,15 @@ import pytest
 from loopback_job import job
 
 import ringdance.numpy as hvd
+from ringdance import session
 from ringdance.core.engine import Engine
+from ringdance.core.reports.procfs import wakeable
+from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.errors import DeadlockError, ShutDownError
 from ringdance.settings import Settings
 
 SOON = 0.8
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; elsewhere there are only warnings")
 
 
 def crossed(engine: Engine) -> None:
@@ -40,6 +48,7 @@ def around_sets(engine: Engine) -> None:
     hvd.barrier(sets[engine.rank])
 
 
+@linux
 @pytest.mark.parametrize(
     ("program", "words"),
     [
@@ -89,6 +98,94 @@ def test_others_go_on_in_a_set_of_their_own() -> None:
         hvd.allreduce(np.ones(3), name="late")
 
     job(4, program, Settings(stall_check_time=0.2, deadlock_time=SOON))
+
+
+def submit(engine: Engine, name: str) -> Work:
+    description = Description(Collective.ALLREDUCE, ("float64",), ((3,),))
+    return engine.submit(Request(description, (np.ones(3),), name=name))
+
+
+def late_result(engine: Engine) -> None:
+    """A thread that has never called submits, after long work, what rank 1 waits for."""
+    if engine.rank == 1:
+        hvd.allreduce(np.ones(3), name="result")
+
+    def evaluate() -> None:
+        threading.Event().wait(2.5 * SOON)
+        with session.bind(engine):
+            hvd.allreduce(np.ones(3), name="result")
+
+    thread = threading.Thread(target=evaluate)
+    if engine.rank == 0:
+        thread.start()
+    hvd.allreduce(np.ones(3), name="done")
+    if engine.rank == 0:
+        thread.join()
+
+
+def limited_wait(engine: Engine) -> None:
+    """Rank 0 gives up after long, and submits what rank 1 waits for."""
+    if engine.rank == 0:
+        work = submit(engine, "late")
+        with pytest.raises(TimeoutError):
+            work.wait(2.5 * SOON)
+        submit(engine, "early").wait()
+        work.wait()
+    else:
+        submit(engine, "early").wait()
+        submit(engine, "late").wait()
+
+
+def one_of_two_gives_up(engine: Engine) -> None:
+    """Two threads wait for one Work, and the one that came last does not wait to the end."""
+    work = submit(engine, f"of {engine.rank}")
+    thread = threading.Thread(target=work.wait)
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(TimeoutError):
+        work.wait(0.1)
+    time.sleep(2.5 * SOON)
+    submit(engine, f"of {1 - engine.rank}").wait()
+    thread.join()
+
+
+@pytest.mark.parametrize("program", [late_result, limited_wait, one_of_two_gives_up])
+def test_who_may_submit_later_is_waited_for(program: Callable[[Engine], None]) -> None:
+    job(2, program, Settings(stall_check_time=0.1, deadlock_time=SOON))
+
+
+def wait_in_c() -> None:
+    """Wait for a thread of C that sleeps, as a graph waits for its data."""
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, libc.sleep, ctypes.c_void_p(1))
+    libc.pthread_join(thread, None)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda held: held.acquire(), "sleeps"),
+        (lambda held: held.acquire(timeout=1.0), ""),
+        (lambda held: multiprocessing.get_context("spawn").Semaphore(0).acquire(timeout=1.0), ""),
+        (lambda held: multiprocessing.get_context("spawn").Event().wait(1.0), ""),
+        (lambda held: time.sleep(1.0), ""),
+        (lambda held: subprocess.run(["sleep", "1"], check=True), ""),
+        (lambda held: wait_in_c(), ""),
+        (lambda held: sum(range(10_000_000)), "runs"),
+    ],
+)
+def test_who_is_woken_by_threads_alone(call: Callable[[threading.Lock], object], expected: str) -> None:
+    held, found = threading.Lock(), set()
+    held.acquire()
+    thread = threading.Thread(target=call, args=(held,))
+    thread.start()
+    while thread.is_alive() and expected not in found:
+        found.add(wakeable(thread.native_id or 0)[1])
+    held.release()
+    thread.join()
+    assert expected in found
+    assert "sleeps" not in found or expected == "sleeps"
 
 
 def test_zero_only_warns() -> None:

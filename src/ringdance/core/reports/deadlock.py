@@ -10,14 +10,14 @@ from ringdance.core.reports.stall_message import pending_names
 __all__ = ["deadlocked_for"]
 
 
-def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Sequence[dict[str, Any]]) -> float:
+def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Mapping[int, dict[str, Any]]) -> float:
     """Return for how long all ranks have been blocked by what can never begin; negative if not.
 
     That is: in no process set is there a request that all members have submitted.
 
     Args:
         sets: the ranks of each process set.
-        statuses: of all ranks, as from ``StallWatch.status``.
+        statuses: of all ranks, by rank, as from ``StallWatch.status``.
     """
     for set_id, ranks in sets.items():
         # A rank that has joined takes part in whatever the others submit.
@@ -25,4 +25,4 @@ def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Sequence[dict[st
         pending = [set(pending_names(status, set_id)) for status in taking_part]
         if not pending or set.intersection(*pending):
             return -1.0
-    return min(status["still"] if status["blocked"] else -1.0 for status in statuses)
+    return min(status["still"] if status["blocked"] else -1.0 for status in statuses.values())

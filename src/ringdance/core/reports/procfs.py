@@ -13,12 +13,13 @@ import struct
 import time
 from typing import NamedTuple
 
-__all__ = ["CpuSample", "activity", "describe_threads", "sample_cpu", "thread_state"]
+__all__ = ["CpuSample", "activity", "describe_threads", "sample_cpu", "task_ids", "thread_state", "wakeable"]
 
 _COMPUTES = 0.3  # of a core
 _IN_CALL = ", probably in a call that holds Python's lock"
 _LOCKED = "waits for a lock, a queue or another thread"
 _MOST_THREADS = 2
+_PRIVATE = 128  # FUTEX_PRIVATE_FLAG: no other process can wake it; a limit of 0: none
 _OPEN, _READ, _WRITE, _FILE_LOCK, _CHILD, _CONNECT, _ACCEPT, _POLL, _LOCK, _SLEEP, _DEVICE = range(11)
 # Numbers of system calls: part of the kernel's stable interface, for x86-64 and for arm64 (and riscv64).
 _X86 = {
@@ -60,6 +61,28 @@ def thread_state(pid: int, tid: int = 0) -> tuple[str, str]:
     """Return a thread's name and its state's letter, empty if there is no such thread."""
     head, _, tail = _read(f"/proc/{pid}/task/{tid or pid}/stat").rpartition(")")
     return head.partition("(")[2], tail.strip()[:1]
+
+
+def task_ids(pid: int) -> list[int]:
+    """Return the kernel's numbers of a process's threads; none if they are unknown."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def wakeable(tid: int) -> tuple[int, str]:
+    """Return for how long a thread of this process has run or wanted to, in ns, and what it does.
+
+    That is "sleeps" if only another thread of this process can wake it, "runs" (also if nothing is known), or
+    "" if it waits for something else, or for some time.
+    """
+    used = sum(map(int, _read(f"/proc/self/task/{tid}/schedstat").split()[:2]))
+    call = _read(f"/proc/self/task/{tid}/syscall").split()  # after it: what it uses from now on is seen later
+    if not used or len(call) < 7:
+        return used, "runs"
+    futex = _CALLS.get(int(call[0])) == _LOCK and int(call[2], 16) & _PRIVATE and int(call[4], 16) == 0
+    return used, "sleeps" if futex else ""
 
 
 def activity(pid: int, tid: int = 0, before: CpuSample | None = None) -> str:
@@ -117,13 +140,8 @@ def _share(before: CpuSample | None, now: CpuSample | None) -> float:
 
 def _running_threads(pid: int) -> list[str]:
     """Return the names of the threads but the main one that run now."""
-    found = []
-    with contextlib.suppress(OSError):
-        for entry in os.listdir(f"/proc/{pid}/task"):
-            name, letter = thread_state(pid, int(entry))
-            if letter == "R" and int(entry) != pid:
-                found.append(f"'{name}' (thread id {entry})")
-    return found
+    states = {tid: thread_state(pid, tid) for tid in task_ids(pid) if tid != pid}
+    return [f"'{name}' (thread id {tid})" for tid, (name, letter) in states.items() if letter == "R"]
 
 
 def _in_call(pid: int, call: list[str], pipe: bool) -> str:
