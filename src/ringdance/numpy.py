@@ -21,21 +21,15 @@ from ringdance.errors import ArgumentError
 from ringdance.training import collectives, handles
 from ringdance.training.collectives import Call, movement, reduction
 from ringdance.training.exports import *
+from ringdance.training.exports import __all__ as __all__
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.loaders.binding import arrays
 from ringdance.training.process_sets import set_id
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "Adasum", "Average", "BinaryScores", "CheckpointError", "Checkpoints", "CollectiveError",
-    "EmbeddingTable", "Max", "Min", "ProcessSet", "Product", "Schedule", "Shard", "Sum", "TopK",
-    "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
-    "broadcast_object", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-    "global_process_set", "gloo_built", "gloo_enabled", "image_loader", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "mark_step", "metrics", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "pause_stall_check", "pipe_loader", "poll", "rank",
-    "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size", "start_timeline",
-    "stop_timeline", "synchronize", "table_loader", "watch_input",
+    *__all__, "Shard", "allgather", "allreduce", "alltoall", "barrier", "broadcast", "image_loader", "join",
+    "pipe_loader", "poll", "reducescatter", "shard", "synchronize", "table_loader",
 ]
 
 image_loader, table_loader, pipe_loader = arrays.image_loader, arrays.table_loader, arrays.pipe_loader
