@@ -19,7 +19,7 @@ from ringdance import session
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives, handles
-from ringdance.training.collectives import Call, movement, reduction
+from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import *
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.handles import poll, synchronize
@@ -112,9 +112,8 @@ def allreduce(
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    call = reduction(
-        Collective.ALLREDUCE, name, None, op, prescale_factor, postscale_factor, process_set, _is_group(array)
-    )
+    grouped = _is_group(array)
+    call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
     return _run(call, array, out, wait)
 
 
@@ -159,8 +158,8 @@ def reducescatter(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, *, wait: bool = True,
 ) -> Any:
     """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, _is_group(array))
+    grouped = _is_group(array)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
     return _run(call, array, None, wait)
 
 
