@@ -19,23 +19,17 @@ from ringdance import session
 from ringdance.core.request import Collective, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import collectives, handles
-from ringdance.training.collectives import Call, movement, reduction
+from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import *
+from ringdance.training.exports import __all__ as __all__
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.loaders.binding import arrays
 from ringdance.training.process_sets import set_id
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "Adasum", "Average", "BinaryScores", "CheckpointError", "Checkpoints", "CollectiveError",
-    "EmbeddingTable", "Max", "Min", "ProcessSet", "Product", "Schedule", "Shard", "Sum", "TopK",
-    "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
-    "broadcast_object", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-    "global_process_set", "gloo_built", "gloo_enabled", "image_loader", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_size", "mark_step", "metrics", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "pause_stall_check", "pipe_loader", "poll", "rank",
-    "reducescatter", "remove_process_set", "rocm_built", "shard", "shutdown", "size", "start_timeline",
-    "stop_timeline", "synchronize", "table_loader", "watch_input",
+    *__all__, "Shard", "allgather", "allreduce", "alltoall", "barrier", "broadcast", "image_loader", "join",
+    "pipe_loader", "poll", "reducescatter", "shard", "synchronize", "table_loader",
 ]
 
 image_loader, table_loader, pipe_loader = arrays.image_loader, arrays.table_loader, arrays.pipe_loader
@@ -118,9 +112,8 @@ def allreduce(
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    call = reduction(
-        Collective.ALLREDUCE, name, None, op, prescale_factor, postscale_factor, process_set, _is_group(array)
-    )
+    grouped = _is_group(array)
+    call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
     return _run(call, array, out, wait)
 
 
@@ -165,8 +158,8 @@ def reducescatter(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, *, wait: bool = True,
 ) -> Any:
     """Reduce (Average or Sum) and return this rank's rows: d // n, one more on the first d % n ranks."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, _is_group(array))
+    grouped = _is_group(array)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, grouped)
     return _run(call, array, None, wait)
 
 

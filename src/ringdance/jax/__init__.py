@@ -15,18 +15,14 @@ from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *
 from ringdance.jax.optimizer import DistributedState, distributed
 from ringdance.jax.state import broadcast_parameters
-from ringdance.jax.threads import init
+from ringdance.jax.threads import init as init
+from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "Adasum", "Average", "BinaryScores", "CheckpointError", "Checkpoints", "CollectiveError",
-    "Compression", "Compressor", "DistributedState", "EmbeddingTable", "Max", "Min", "ProcessSet",
-    "Product", "Schedule", "Shard", "Sum", "TopK", "add_process_set", "allgather", "allgather_object",
-    "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters",
-    "cross_rank", "cross_size", "distributed", "global_process_set", "grouped_allgather",
-    "grouped_allreduce", "grouped_broadcast", "grouped_reducescatter", "image_loader", "init",
-    "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mark_step", "metrics",
-    "pause_stall_check", "pipe_loader", "rank", "reducescatter", "remove_process_set", "shard", "shutdown",
-    "size", "start_timeline", "stop_timeline", "table_loader", "watch_input",
+    *__all__, "Compression", "Compressor", "DistributedState", "Shard", "allgather", "allreduce", "alltoall",
+    "barrier", "broadcast", "broadcast_parameters", "distributed", "grouped_allgather", "grouped_allreduce",
+    "grouped_broadcast", "grouped_reducescatter", "image_loader", "join", "pipe_loader",
+    "reducescatter", "shard", "table_loader",
 ]

@@ -26,7 +26,7 @@ from ringdance.jax.exchange import JaxCall, Shapes, compiled, eager, is_traced
 from ringdance.jax.memory import Compression
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
-from ringdance.training.collectives import Call, movement, reduction
+from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -167,8 +167,7 @@ def allreduce(
         ArgumentError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set)
+    call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _run(call, [array], None, compression)[0]
 
 
@@ -178,8 +177,7 @@ def grouped_allreduce(
     compression: Any = Compression.none,
 ) -> list[Any]:
     """Return the reductions of several arrays, in one exchange; as ``allreduce``."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set, grouped=True)
+    call = allreduce_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays, None, compression)
 
 
@@ -188,8 +186,7 @@ def reduce_gradients(
     compression: Any = Compression.none,
 ) -> list[Any]:
     """Return the reductions of all gradients of a step, which ends with it."""
-    scales, mark = (prescale, postscale), StepMark.OPTIMIZER
-    call = reduction(Collective.ALLREDUCE, name, None, op, *scales, process_set, True, mark)
+    call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER)
     return _run(call, arrays, None, compression)
 
 
@@ -253,8 +250,8 @@ def reducescatter(
 
     Of d rows each of n ranks gets d // n, the first d % n ranks one more.
     """
-    scales = prescale_factor, postscale_factor
-    return _run(reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set), [array])[0]
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
+    return _run(call, [array])[0]
 
 
 def grouped_reducescatter(
@@ -263,8 +260,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several arrays; as ``reducescatter``."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set, grouped=True)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return _run(call, arrays)
 
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import reduce_gradients
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
-from ringdance.training.gradients.options import scales_of
+from ringdance.training.gradients.options import check_passes, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 __all__ = ["DistributedState", "distributed"]
@@ -57,8 +56,7 @@ def distributed(
     operation = int(pick_operation(None, op))
     prescale, postscale = scales_of(pick_operation(None, op), gradient_predivide_factor)
     passes = backward_passes_per_step
-    if passes < 1:
-        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {passes}.")
+    check_passes(passes)
     share = 1.0 / passes if average_aggregated_gradients else 1.0
     name = f"distributed.{next(_numbers)}"
     inner = optax.with_extra_args_support(tx)

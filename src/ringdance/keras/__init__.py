@@ -23,21 +23,15 @@ from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
 from ringdance.keras.loaders import image_loader, pipe_loader, table_loader
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
-from ringdance.keras.reduction import init
+from ringdance.keras.reduction import init as init
 from ringdance.keras.values import *
+from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    "LARS", "Average", "BinaryScores", "CheckpointError", "Checkpoints", "CollectiveError",
-    "Compression", "Compressor", "DistributedOptimizer", "EmbeddingTable",
-    "PartialDistributedOptimizer", "ProcessSet", "Schedule", "Shard", "Sum", "TopK", "add_process_set",
-    "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables",
-    "broadcast_object", "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "elastic", "global_process_set", "gloo_built", "gloo_enabled",
-    "image_loader", "init", "is_homogeneous", "is_initialized", "load_model", "local_rank",
-    "local_size", "mark_step", "metrics", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "pause_stall_check", "pipe_loader", "rank", "reducescatter", "remove_process_set",
-    "rocm_built", "shard", "shutdown", "size", "start_timeline", "stop_timeline", "table_loader",
-    "watch_input",
+    *__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer", "PartialDistributedOptimizer",
+    "Shard", "allgather", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables",
+    "callbacks", "elastic", "image_loader", "load_model", "pipe_loader", "reducescatter", "shard",
+    "table_loader",
 ]

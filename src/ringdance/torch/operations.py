@@ -12,7 +12,6 @@ their argument and are not differentiable; ``grouped_`` forms exchange several t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ringdance.torch.exchange import Tensors, run, run_in_place, start
 from ringdance.torch.memory import Compression
 from ringdance.training import collectives
 from ringdance.training.checks import pick_operation
-from ringdance.training.collectives import movement, reduction
+from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import Average
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
@@ -39,9 +38,6 @@ __all__ = [
     "grouped_reducescatter_async", "join", "poll", "reducescatter", "reducescatter_async",
     "sparse_allreduce_async", "synchronize",
 ]
-
-_allreduce = partial(reduction, Collective.ALLREDUCE)
-_reducescatter = partial(reduction, Collective.REDUCESCATTER)
 
 
 def allreduce(
@@ -65,7 +61,7 @@ def allreduce(
         ValueError: an argument is wrong; only this rank may see it.
         MismatchError: ranks called it with different shapes, types or operations; raised on all.
     """
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
 
 
@@ -74,7 +70,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce``; ``synchronize`` of the returned handle gives the result."""
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,))
 
 
@@ -83,7 +79,7 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     run_in_place(call, (tensor,))
     return tensor
 
@@ -93,7 +89,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an ``allreduce_``; ``synchronize`` gives the tensor."""
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,), in_place=True)
 
 
@@ -103,7 +99,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; as ``allreduce``."""
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return run(call, tensors, compression)
 
 
@@ -112,7 +108,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce``; ``synchronize`` gives a tuple."""
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors)
 
 
@@ -121,7 +117,7 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce several tensors in place and return them."""
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     reduced: list[Tensor] = run_in_place(call, tensors)
     return reduced
 
@@ -142,7 +138,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a ``grouped_allreduce_``; ``synchronize`` gives a tuple of the tensors."""
-    call = _allreduce(name, average, op, prescale_factor, postscale_factor, process_set, True)
+    call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors, in_place=True)
 
 
@@ -265,7 +261,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce (Average or Sum) and return this rank's rows: d // n of d, the first d % n ranks one more."""
-    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return run(call, (tensor,), compression)[0]
 
 
@@ -274,7 +270,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``reducescatter``; returns a handle."""
-    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set)
     return start(call, (tensor,))
 
 
@@ -283,7 +279,7 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce and scatter several tensors; as ``reducescatter``."""
-    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set, True)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return run(call, tensors, compression)
 
 
@@ -292,7 +288,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:
     """Start a ``grouped_reducescatter``; ``synchronize`` gives a tuple."""
-    call = _reducescatter(name, None, op, prescale_factor, postscale_factor, process_set, True)
+    call = reducescatter_call(name, None, op, prescale_factor, postscale_factor, process_set, True)
     return start(call, tensors)
 
 

@@ -80,13 +80,14 @@ class _TensorRef(NamedTuple):
 
 
 def _replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """Return a structure of dicts, lists and tuples in which the objects of a class are replaced."""
+    """Return a copy of a structure of dicts, lists and tuples with the objects of a class replaced."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):
         return {key: _replaced(one, kind, replacement) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(one, kind, replacement) for one in value)
+    if isinstance(value, (list, tuple)):
+        values = [_replaced(one, kind, replacement) for one in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)  # namedtuple
     return value
 
 
@@ -167,11 +168,4 @@ def snapshot(state: Any) -> Any:
     Args:
         state: a state_dict, or any structure of dicts, lists and tuples; what is no tensor is not copied.
     """
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: snapshot(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        values = [snapshot(value) for value in state]
-        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)  # namedtuple
-    return state
+    return _replaced(state, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))

@@ -16,7 +16,7 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "Backward", "Call", "Keep", "barrier", "join", "movement", "on_join", "prepared", "reduction",
+    "Backward", "Call", "Keep", "allreduce_call", "barrier", "join", "movement", "on_join", "prepared",
+    "reducescatter_call", "reduction",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -253,6 +254,10 @@ def reduction(
     except (ArgumentError, TypeError, ValueError) as error:
         _refuse_early(Call(kind, name, set_id=number, grouped=grouped), error)
         raise
+
+
+allreduce_call = partial(reduction, Collective.ALLREDUCE)
+reducescatter_call = partial(reduction, Collective.REDUCESCATTER)
 
 
 def movement(

@@ -31,11 +31,12 @@ def known(handle: Any) -> bool:
     return isinstance(handle, int) and handle in _pending
 
 
-def _unknown(handle: Any) -> ArgumentError:
-    return ArgumentError(
-        f"{handle!r} is not a handle, or it has been synchronised: handles are what the functions with "
-        "_async in their names return, and each can be synchronised once."
-    )
+def _check(handle: Any) -> None:
+    if not known(handle):
+        raise ArgumentError(
+            f"{handle!r} is not a handle, or it has been synchronised: handles are what the functions with "
+            "_async in their names return, and each can be synchronised once."
+        )
 
 
 def poll(handle: int) -> bool:
@@ -44,8 +45,7 @@ def poll(handle: int) -> bool:
     Raises:
         ArgumentError: the handle is unknown or has been synchronised.
     """
-    if not known(handle):
-        raise _unknown(handle)
+    _check(handle)
     done = _pending[handle][0].done()
     if not done:  # who polls may wait in this way, which the summary cannot see
         session.engine().summary.polled = True
@@ -59,8 +59,7 @@ def synchronize(handle: int) -> Any:
         ArgumentError: the handle is unknown or has been synchronised.
         CollectiveError: the operation failed.
     """
-    if not known(handle):
-        raise _unknown(handle)
+    _check(handle)
     work, finish = _pending.pop(handle)
     work.wait()
     return finish(work)

@@ -21,10 +21,6 @@ from ringdance.training.process_sets import ProcessSet, global_process_set, set_
 
 __all__ = ["allgather_object", "broadcast_object"]
 
-# The default names do not depend on the object: types may differ between ranks.
-_BROADCAST = "broadcast_object"
-_ALLGATHER = "allgather_object"
-
 
 def _pack(obj: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> np.ndarray[Any, Any]:
     # A bytearray: the memory of bytes is read-only, which MPI bindings refuse even to send from.
@@ -48,7 +44,7 @@ def broadcast_object(
     """
     engine = session.engine()
     number = set_id(process_set)
-    name = name or _BROADCAST
+    name = name or "broadcast_object"  # not of the object: types may differ between ranks
     if engine.size == 1:
         return obj
     is_root = engine.rank == root_rank
@@ -79,7 +75,7 @@ def allgather_object(
 
     They are pickled: unpickling runs code of the sender, as with ``broadcast_object``.
     """
-    return _allgather(obj, name or _ALLGATHER, process_set, cloudpickle.dumps, cloudpickle.loads)
+    return _allgather(obj, name or "allgather_object", process_set, cloudpickle.dumps, cloudpickle.loads)
 
 
 def allgather_json(value: Any, name: str, process_set: ProcessSet = global_process_set) -> list[Any]:

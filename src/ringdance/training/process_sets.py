@@ -96,16 +96,6 @@ class _GlobalProcessSet(ProcessSet):
     def __reduce__(self) -> str:
         return "global_process_set"
 
-    def included(self) -> bool:
-        session.engine()
-        return True
-
-    def size(self) -> int | None:
-        return session.engine().size
-
-    def rank(self) -> int | None:
-        return session.engine().rank
-
 
 global_process_set: ProcessSet = _GlobalProcessSet()
 
