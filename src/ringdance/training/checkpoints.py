@@ -3,8 +3,8 @@
 Note [Manifests]: a checkpoint counts from the moment in which its manifest, ``.<file>.json``, gets its name.
 Until then its files have names that no other save uses, with a token that is in the manifest; afterwards
 they get their own. A reader takes a file by its first name if there is one, so a checkpoint is complete even
-if its writer was killed between the two, and a table is always that of its model. Checkpoints of earlier
-versions have no manifest.
+if its writer was killed between the two, and a table is always that of its model. Files that were copied
+without their manifests count too, as older than those that have one.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _Saved(NamedTuple):
         number: of the checkpoint.
         serial: counts what was saved there, from 1; 0 without a manifest.
         token: in the first names of its files, see Note [Manifests]; "" without one.
-        table: whether it has one; False without a manifest.
+        table: whether it has one.
         problem: why it is no whole checkpoint, or "".
     """
 
@@ -234,7 +234,7 @@ class _Files:
             about = json.loads(_manifest(path).read_bytes())
             saved = _Saved(number, int(about["serial"]), about["token"], about["table"])
         except FileNotFoundError:
-            pass
+            saved = saved._replace(table=_table(path).exists())
         except (ValueError, LookupError, TypeError):
             saved = _Saved(number, problem=f"{_manifest(path)} is damaged")
         # In this order: another process may rename them meanwhile.
@@ -269,19 +269,9 @@ class _Files:
         Raises:
             CheckpointError: it was saved without one.
         """
-        path, former = self.path(saved.number), self._former_table(saved.number)
-        if saved.table:
-            return _present(_table(path), saved.token)
-        shared = former == self._former_table(saved.number + 1)  # that of the checkpoint which was saved last
-        candidates = [_table(path)] if shared and self.scan()[-1] != saved else [_table(path), former]
-        found = [one for one in candidates if not saved.serial and one.exists()]
-        if not found:
+        if not saved.table:
             raise CheckpointError(f"checkpoint {saved.number} has no table: it was saved without one")
-        return found[0]
-
-    def _former_table(self, number: int) -> Path:
-        """Return where earlier versions wrote a table: one for all numbers, if only the name has a dot."""
-        return self.path(number).with_suffix(_TABLE)
+        return _present(_table(self.path(saved.number)), saved.token)
 
     def write(
         self, number: int, token: str, write: Callable[[Path], Any], write_table: Callable[[], None] | None
@@ -350,10 +340,7 @@ class _Files:
 
     def _remove(self, number: int) -> None:
         """Remove a checkpoint; first its own file, without which it is none."""
-        path, former = self.path(number), self._former_table(number)
-        shared = former == self._former_table(number + 1) or former.with_suffix("").exists()
-        if not (shared or _manifest(path).exists()):
-            former.unlink(missing_ok=True)
+        path = self.path(number)
         for one in (path, _table(path), _manifest(path)):
             one.unlink(missing_ok=True)
 
