@@ -261,7 +261,8 @@ def _add_table(
     parser: argparse.ArgumentParser, share: Callable[[str], object], metavar: str, more: str
 ) -> None:
     add = parser.add_argument
-    add("--format", choices=tuple(ENDS), default="rows", help="default: rows, which needs no parsing in training")
+    text = "default: rows, which needs no parsing in training"
+    add("--format", choices=tuple(ENDS), default="rows", help=text)
     add("--shards", type=_positive, default=0, metavar="N", help="files of train (default: of 268 MB each)")
     text = "rows of the table of embeddings: ids are below it (default: 1000000)"
     add("--table-size", type=_positive, default=1_000_000, metavar="H", help=text)
