@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringdance.data.tables import criteo, examples, lines
+from ringdance.data.tables import examples, lines
 from ringdance.data.tables.formats import FORMATS, format_of, parse
 from ringdance.data.tables.rows import RowError, Rows
 from ringdance.errors import ArgumentError
@@ -111,7 +111,7 @@ def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) ->
     format, number = format_of(stream.peek()), 0
     for data in (examples if format == "tfrecord" else lines).pieces(stream, _PIECE):
         if format == "csv":  # without the names at the beginning of each file
-            data = re.sub(rb"(?m)^label,.*\n", b"", data.translate(criteo.COMMAS))
+            data = re.sub(rb"(?m)^label[,\t].*\n", b"", data)
         count, parsed = parse(format, data, fields, table_size)
         for row, found in parsed:
             if isinstance(found, RowError):

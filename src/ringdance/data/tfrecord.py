@@ -15,11 +15,10 @@ from typing import BinaryIO
 from ringdance.data.files import ShardWriter, crc32c, crc32c_extend
 from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
-from ringdance.protobuf import delimited, delimiter, varint
+from ringdance.protobuf import delimited, delimiter, fields, read_varint, varint
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # numbers of the fields of tf.train.Feature
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 FIRST_LABEL = 1
 """Label of the first class in ``image/class/label``: TensorFlow's ImageNet scripts keep 0 free."""
 
@@ -137,53 +136,24 @@ def parse(data: bytes) -> dict[str, tuple[Value, int]]:
     """
     found: dict[str, tuple[Value, int]] = {}
     try:
-        for _, start, end in _fields(data, 0, len(data)):  # Example
-            for _, at, stop in _fields(data, start, end):  # Features: entries of a map
-                entry = {number: (a, b) for number, a, b in _fields(data, at, stop)}
+        for _, start, end in fields(data, 0, len(data)):  # Example
+            for _, at, stop in fields(data, start, end):  # Features: entries of a map
+                entry = {number: (a, b) for number, a, b in fields(data, at, stop)}
                 key = data[slice(*entry[1])].decode()
-                for kind, a, b in _fields(data, *entry.get(2, (0, 0))):
+                for kind, a, b in fields(data, *entry.get(2, (0, 0))):
                     if value := _first(data, kind, a, b):
                         found[key] = value
-    except (IndexError, KeyError, UnicodeDecodeError):
+    except (IndexError, KeyError, ValueError):
         raise ArgumentError("a record holds no tf.train.Example") from None
     return found
 
 
 def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value, int] | None:
     """Return the first value of a list of bytes or integers."""
-    for _, at, stop in _fields(data, start, end):
+    for _, at, stop in fields(data, start, end):
         if kind == BYTES_LIST:
             return data[at:stop], at
         if kind == INT64_LIST:
-            value = _read_varint(data, at)[0]
+            value = read_varint(data, at)[0]
             return value - (value >> 63 << 64), at
     return None
-
-
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Iterate over a message's fields: number, and where its value begins and ends."""
-    while at < end:
-        tag, at = _read_varint(data, at)
-        kind, start = tag & 7, at
-        if kind == _VARINT:
-            _, at = _read_varint(data, at)
-        elif kind == _BYTES:
-            size, start = _read_varint(data, at)
-            at = start + size
-        elif kind in (_FIXED64, _FIXED32):
-            at += 8 if kind == _FIXED64 else 4
-        else:
-            raise IndexError(kind)
-        if at > end:
-            raise IndexError(at)
-        yield tag >> 3, start, at
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
+from ringdance.protobuf import fields, read_varint
 
 __all__ = ["Span", "Trace", "load"]
 
@@ -108,66 +109,46 @@ def _add_event(trace: Trace, event: dict[str, Any]) -> None:
 # -- Perfetto's packets: see ringdance.monitor.perfetto for the numbers of fields ----------------------------
 
 
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number and value of each field; of bytes their begin and end in one number: begin << 32 | end."""
-    while at < end:
-        tag, at = _varint(data, at)
-        value, at = _varint(data, at)
-        if tag & 7 == 2:
-            value, at = at << 32 | at + value, at + value
-        elif tag & 7:
-            raise ValueError("not a field of this kind")
-        yield tag >> 3, value, at
+Place = tuple[int, int]
+"""Where a field's value begins and ends."""
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value, shift = data[at], 7
-    at += 1
-    if value > 127:
-        value &= 127
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                break
-            shift += 7
-    return value, at
+def _message(data: bytes, place: Place) -> dict[int, Place]:
+    return {number: (begin, end) for number, begin, end in fields(data, *place)}
 
 
-def _message(data: bytes, place: int) -> dict[int, int]:
-    return {number: value for number, value, _ in _fields(data, place >> 32, place & 0xFFFFFFFF)}
+def _text(data: bytes, place: Place) -> str:
+    return data[slice(*place)].decode()
 
 
-def _text(data: bytes, place: int) -> str:
-    return data[place >> 32 : place & 0xFFFFFFFF].decode()
+def _integer(data: bytes, place: Place) -> int:
+    return read_varint(data, place[0])[0]
 
 
 def _read_packets(trace: Trace, data: bytes) -> None:
     tracks: dict[int, Key] = {}
-    at = 0
-    while at < len(data):
+    packets = fields(data, 0, len(data))
+    while True:
         try:
-            ((_, place, at),) = islice(_fields(data, at, len(data)), 1)
-        except IndexError:
+            _, begin, end = next(packets)
+        except (StopIteration, IndexError):  # the file ends, maybe in a packet
             return
-        if at > len(data):
-            return  # the file ends in this packet
-        packet = _message(data, place)
+        packet = _message(data, (begin, end))
         if 60 in packet:
             track = _message(data, packet[60])
-            name = _text(data, track[2])
+            number, name = _integer(data, track[1]), _text(data, track[2])
             if 5 in track:
-                thread = tracks[track[1]] = (track[5], track[1])
+                thread = tracks[number] = (_integer(data, track[5]), number)
                 trace.threads[thread] = name
             else:
-                trace.processes[track[1]] = name
+                trace.processes[number] = name
         elif 11 in packet:
             event = _message(data, packet[11])
-            thread, when = tracks[event[11]], packet[8] / 1e9
-            if event[9] == 1:
+            thread, when = tracks[_integer(data, event[11])], _integer(data, packet[8]) / 1e9
+            kind = _integer(data, event[9])
+            if kind == 1:
                 trace.open[thread].append((_text(data, event[23]), when))
-            elif event[9] == 2:
+            elif kind == 2:
                 trace.end(thread, when)
             else:
                 trace.instants[thread].append((_text(data, event[23]), when))

@@ -16,6 +16,7 @@ from ringdance.errors import ArgumentError
 
 pytest.importorskip("pyarrow")
 MAGIC = struct.pack("<I", 0xCED7230A)
+HEAD = ",".join(criteo.COLUMNS).encode() + b"\n"
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,9 @@ def forms(part) -> dict[str, bytes]:
     half = len(lines[: len(lines) // 2].rpartition(b"\n")[0]) + 1
     return {
         "csv": lines, "tsv without an end": part.lines("\t")[:-1],
-        "csv of two files with names": criteo.HEAD + lines[:half] + criteo.HEAD + lines[half:],
+        "csv of two files with names": HEAD + lines[:half] + HEAD + lines[half:],
         "libsvm": encode_libsvm(rows), "tfrecord": records,
-        "files in RecordIO": recordio(criteo.HEAD + lines[:half]) + recordio(criteo.HEAD + lines[half:]),
+        "files in RecordIO": recordio(HEAD + lines[:half]) + recordio(HEAD + lines[half:]),
         "TFRecords in RecordIO": recordio(records),
     }  # fmt: skip
 

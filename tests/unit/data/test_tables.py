@@ -12,8 +12,9 @@ from ringdance.data import Table, TableLoader, tfrecord
 from ringdance.data.files import crc32c
 from ringdance.data.order import _mixed
 from ringdance.data.tables import Rows, criteo, examples
-from ringdance.data.tables.rows import PADDING, RowError, header
-from ringdance.data.tables.writing import ENDS, TableWriter, write_index
+from ringdance.data.tables.rows import BLOCK, PADDING, RowError, header
+from ringdance.data.tables.table import TableFile
+from ringdance.data.tables.writing import ENDS, TableWriter, Written, write_index
 from ringdance.errors import ArgumentError
 
 pytest.importorskip("pyarrow")
@@ -48,16 +49,26 @@ def tables(tmp_path_factory):
     for form in FORMATS:
         written, start = [], 0
         for number, count in enumerate(FILES):
-            name = directory / f"{form}-{number}.{ENDS[form]}"
-            first = head if form == "csv" and number % 2 else b""
-            with TableWriter(name, form, count, criteo.FIELDS, first) as file:
-                for at in range(start, start + count, 100):
-                    stop = min(at + 100, start + count)
-                    file.write(b"".join(lines[at:stop]) if form == "csv" else rows.part(at, stop))
-            start += count
-            written.append(file.written)
+            stop = start + count
+            if form == "csv":
+                first = head if number % 2 else b""
+                written.append(csv_file(directory / f"csv-{number}.csv", first, lines[start:stop]))
+            else:
+                with TableWriter(directory / f"{form}-{number}.{ENDS[form]}", form, count, 39) as file:
+                    for at in range(start, stop, 100):
+                        file.write(rows.part(at, min(at + 100, stop)))
+                written.append(file.written)
+            start = stop
         write_index(directory, form, form, criteo.FIELDS, SIZE, written)
     return {form: Table.open(directory, form) for form in FORMATS}
+
+
+def csv_file(path, first, lines):
+    """Write lines after a first one, and return what the index of a table needs."""
+    path.write_bytes(first + b"".join(lines))
+    ends = len(first) + np.cumsum([0, *map(len, lines)])
+    offsets = np.append(ends[:-1:BLOCK], ends[-1]).astype(np.uint64)
+    return Written(TableFile(path.name, len(lines), path.stat().st_size), offsets)
 
 
 def joined(batches):
@@ -155,7 +166,7 @@ def test_the_hash_of_texts_stays_as_it_is():
 
 
 def broken(directory, form, content):
-    name = directory / f"broken.{ENDS[form]}"
+    name = directory / f"broken.{ENDS.get(form, form)}"
     name.write_bytes(content)
     table = Table.open(name, table_size=SIZE)
     with pytest.raises(ArgumentError) as found:

@@ -70,14 +70,13 @@ class SourceFile:
         return [-1] if whole else list(range(-(-self.size // size)))
 
     def read(self, unit: int, size: int) -> Iterator[tuple[int, Any, int]]:
-        """Yield chunks: number, whole rows (``rows``: an array; CSV: with commas), bytes read on disk."""
+        """Yield chunks: number, whole rows (``rows``: an array), bytes read on disk."""
         if self.format == "rows":
             array = np.load(self.path, mmap_mode="r")
             step = max(1, size // array.itemsize)
             for at in range(0, len(array), step):
                 yield at // step, array[at : at + step], min(step, len(array) - at) * array.itemsize
             return
-        commas = criteo.COMMAS if self.format == "csv" else None
         stream, raw = _open(self.path)
         with stream, raw:
             first = max(unit, 0)
@@ -92,7 +91,7 @@ class SourceFile:
             else:
                 pieces = lines.pieces(stream, size, (first + 1) * size - stream.tell())
             for number, some in enumerate(islice(pieces, None if unit < 0 else 1), first):
-                yield number, some.translate(commas), raw.tell() - at
+                yield number, some, raw.tell() - at
                 at = raw.tell()
 
 

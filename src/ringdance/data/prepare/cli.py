@@ -15,7 +15,7 @@ from ringdance.data.prepare.generate import generate
 from ringdance.data.prepare.prepare import Options, prepare
 from ringdance.data.prepare.shuffle import ShufflePlan
 from ringdance.data.prepare.sources import SPLITS
-from ringdance.data.tables.formats import NAMES
+from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import rank_count
@@ -261,7 +261,8 @@ def _add_table(
     parser: argparse.ArgumentParser, share: Callable[[str], object], metavar: str, more: str
 ) -> None:
     add = parser.add_argument
-    add("--format", choices=NAMES, default="rows", help="default: rows, which needs no parsing in training")
+    text = "default: rows, which needs no parsing in training"
+    add("--format", choices=tuple(ENDS), default="rows", help=text)
     add("--shards", type=_positive, default=0, metavar="N", help="files of train (default: of 268 MB each)")
     text = "rows of the table of embeddings: ids are below it (default: 1000000)"
     add("--table-size", type=_positive, default=1_000_000, metavar="H", help=text)

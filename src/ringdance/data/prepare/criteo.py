@@ -83,8 +83,6 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
     """
     for module in ("google_crc32c", "pyarrow"):
         needed(module, "ctr")
-    if plan.format == "csv" and (other := [one.path for one in plan.files if one.format != "csv"]):
-        raise ArgumentError(f"--format csv keeps raw columns, and {other[0]} has none: choose another format")
     state(destination).mkdir(parents=True, exist_ok=True)
     with locked(destination):
         former = ShufflePlan.read(destination)

@@ -37,7 +37,7 @@ def generate(
         seed: as of ``planted``.
         day: the same.
         table_size: ids are below it.
-        format: "rows", "tfrecord", "libsvm" or "csv".
+        format: "rows", "tfrecord" or "libsvm".
         shards: files of train; 0: by size. As many rows in each of validation.
         validation: share of the rows, from 0 to 1.
         overwrite: whether to remove a data set that is there.
@@ -73,7 +73,7 @@ def clear(destination: Path, overwrite: bool) -> None:
     if found and not overwrite:
         raise ArgumentError(f"{destination} has a data set ({found[0].name}). --overwrite removes it")
     for split in SPLITS:
-        for end in set(ENDS.values()):
+        for end in (*ENDS.values(), "csv"):  # CSV: of earlier versions
             for path in destination.glob(f"{split}-*-of-*.{end}"):
                 path.unlink()
         for name in (f"{split}.json", f"{split}.npy", ABOUT):
@@ -87,13 +87,12 @@ def _write(
     files: list[Written] = []
     labels: list[Array] = []
     probabilities: list[Array] = []
-    head = criteo.HEAD if format == "csv" else b""
     for number in range(shards):
         some = rows[slice(*block(len(rows), number, shards))]
         path = destination / f"{split}-{number:05}-of-{shards:05}.{ENDS[format]}"
-        with TableWriter(path, format, len(some), criteo.FIELDS, head) as file:
+        with TableWriter(path, format, len(some), criteo.FIELDS) as file:
             for part in draw(len(some), start=some.start):
-                file.write(part.lines() if format == "csv" else part.rows(table_size))
+                file.write(part.rows(table_size))
                 labels.append(part.labels)
                 probabilities.append(part.probabilities)
                 progress.add(len(part.labels), len(part.labels))

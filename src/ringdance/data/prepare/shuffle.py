@@ -10,12 +10,10 @@ another hash. Without ``--balance`` all rows are of one class; with it, clicks a
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +35,7 @@ class ShufflePlan:
 
     Attributes:
         files: of the source.
-        format: "rows", "tfrecord", "libsvm" or "csv".
+        format: "rows", "tfrecord" or "libsvm".
         shards: files of train; 0: by size.
         table_size: ids are below it.
         balance: whether each file has the same share of clicks.
@@ -102,13 +100,7 @@ def scatter(destination: Path, plan: ShufflePlan, number: int, unit: int, note: 
         order = np.lexsort((keys, clicks))
         name = f"sorted.{number}.{chunk}"
         _save(destination, f"{name}.keys.npy", keys[order])
-        if plan.format == "csv":
-            whole = data.split(b"\n")
-            lines = [whole[row] + b"\n" for row in numbers[order]]
-            _save(destination, f"{name}.lines.npy", np.cumsum([0, *map(len, lines)]))
-            write_whole(state(destination) / f"{name}.data", b"".join(lines))
-        else:
-            _save(destination, f"{name}.rows.npy", rows.packed()[order])
+        _save(destination, f"{name}.rows.npy", rows.packed()[order])
         classes, count = [int((~clicks).sum()), int(clicks.sum())], len(numbers) + len(broken)
         runs.append({"name": name, "rows": count, "classes": classes, "broken": broken})
         report(count, size)
@@ -139,26 +131,19 @@ def divide(keys: Sequence[Array], ranks: Array) -> Array:
 
 def gather(destination: Path, plan: ShufflePlan, output: OutputFile, report: Report) -> None:
     """Write a file from what the runs have for it."""
-    keys, found = [], []
+    keys: list[Array] = []
+    found: list[Array] = []
     directory = state(destination)
     for name, ranges in output.parts:
-        of_run = np.load(directory / f"{name}.keys.npy", mmap_mode="r")
-        for begin, end in ranges:
-            keys.append(of_run[begin:end])
-            if plan.format == "csv":
-                at = np.load(directory / f"{name}.lines.npy", mmap_mode="r")[[begin, end]]
-                with open(directory / f"{name}.data", "rb") as file:
-                    found += os.pread(file.fileno(), int(at[1] - at[0]), int(at[0])).split(b"\n")[:-1]
-            else:
-                found.append(np.load(directory / f"{name}.rows.npy", mmap_mode="r")[begin:end])
+        for array, some in (("keys", keys), ("rows", found)):
+            of_run = np.load(directory / f"{name}.{array}.npy", mmap_mode="r")
+            some += [of_run[begin:end] for begin, end in ranges]
     order = np.argsort(criteo.mixed(np.concatenate(keys)))
-    fields, head = plan.files[0].fields, criteo.HEAD if plan.format == "csv" else b""
-    rows: Any = found if plan.format == "csv" else np.concatenate(found)
-    with TableWriter(destination / output.name, plan.format, output.rows, fields, head) as writer:
+    rows, fields = np.concatenate(found), plan.files[0].fields
+    with TableWriter(destination / output.name, plan.format, output.rows, fields) as writer:
         for at in range(0, output.rows, _WRITTEN):
             some = order[at : at + _WRITTEN]
-            lines = plan.format == "csv"
-            writer.write(b"".join(rows[n] + b"\n" for n in some) if lines else Rows.of(rows[some]))
+            writer.write(Rows.of(rows[some]))
             report(len(some), len(some))
     _save(destination, f"{output.name}.offsets.npy", writer.written.offsets)
     write_whole(directory / f"{output.name}.json", json.dumps({"file": asdict(writer.written.file)}).encode())

@@ -14,9 +14,6 @@ from ringdance.errors import ArgumentError
 NUMERIC, CATEGORICAL = 13, 26
 FIELDS = NUMERIC + CATEGORICAL
 COLUMNS = ("label", *(f"I{n}" for n in range(1, NUMERIC + 1)), *(f"C{n}" for n in range(1, CATEGORICAL + 1)))
-HEAD = (",".join(COLUMNS) + "\n").encode()
-COMMAS = bytes.maketrans(b"\t", b",")
-"""For ``bytes.translate``: tabs become commas."""
 _TYPES = [
     (name, "float32" if name == "label" else "float64" if name[0] == "I" else "binary") for name in COLUMNS
 ]

@@ -13,7 +13,6 @@ from ringdance.data import tfrecord
 from ringdance.data.tables import criteo, examples, lines
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves, dtype
 
-NAMES = ("rows", "tfrecord", "libsvm", "csv")
 SUFFIXES = {
     ".npy": "rows", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".libsvm": "libsvm", ".svm": "libsvm",
     ".svmlight": "libsvm", ".csv": "csv", ".tsv": "csv",
@@ -80,8 +79,8 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
     Raises:
         RowError: it has no rows, or is not of that format.
     """
-    if name not in NAMES:
-        raise RowError(f"format={name!r}: choose one of {', '.join(NAMES)}")
+    if name != "rows" and name not in FORMATS:
+        raise RowError(f"format={name!r}: choose one of rows, {', '.join(FORMATS)}")
     if not path.stat().st_size:
         raise RowError("it is empty")
     if name == "rows":

@@ -10,12 +10,12 @@ import numpy as np
 
 from ringdance.data.files import ShardWriter
 from ringdance.data.tables import examples, lines
-from ringdance.data.tables.formats import FORMATS, NAMES
+from ringdance.data.tables.formats import FORMATS
 from ringdance.data.tables.rows import BLOCK, Array, Rows, header
 from ringdance.data.tables.table import Table, TableFile
 from ringdance.errors import ArgumentError
 
-ENDS = {"rows": "npy", "tfrecord": "tfrecord", "libsvm": "libsvm", "csv": "csv"}
+ENDS = {"rows": "npy", "tfrecord": "tfrecord", "libsvm": "libsvm"}
 """What the names of files end with, by format."""
 _ENCODE: dict[str, Callable[[Rows], bytes]] = {
     "rows": lambda rows: rows.packed().tobytes(), "tfrecord": examples.encode, "libsvm": lines.encode_libsvm,
@@ -40,30 +40,30 @@ class TableWriter:
 
     Args:
         path: its name.
-        format: "rows", "tfrecord", "libsvm" or "csv".
+        format: "rows", "tfrecord" or "libsvm".
         count: rows that will be written; the format ``rows`` begins with it.
         fields: pairs of each row.
-        head: the first line of a CSV file, with its newline; or none.
     """
 
-    def __init__(self, path: Path, format: str, count: int, fields: int, head: bytes = b"") -> None:
-        if format not in NAMES:
-            raise ArgumentError(f"format {format!r}: choose one of {', '.join(NAMES)}")
+    def __init__(self, path: Path, format: str, count: int, fields: int) -> None:
+        if format not in ENDS:
+            raise ArgumentError(f"format {format!r}: choose one of {', '.join(ENDS)}")
         self.path, self.format, self.count = path, format, count
         self._file, self._rows = ShardWriter(path), 0
         self._offsets: list[Array] = []
-        self._file.write(header(count, fields) if format == "rows" else head)
+        if format == "rows":
+            self._file.write(header(count, fields))
         self._offsets.append(np.array([self._file.size]))
 
-    def write(self, rows: Rows | bytes) -> None:
-        """Append rows; to a CSV file lines of raw columns, each with its newline."""
-        data = rows if isinstance(rows, bytes) else _ENCODE[self.format](rows)
-        if isinstance(rows, bytes) or self.format != "rows":
+    def write(self, rows: Rows) -> None:
+        """Append rows."""
+        data = _ENCODE[self.format](rows)
+        if self.format != "rows":
             starts = FORMATS[self.format].bounds(np.frombuffer(data, np.uint8))
             first = -self._rows % BLOCK or BLOCK
             self._offsets.append(starts[first::BLOCK] + self._file.size)
         self._file.write(data)
-        self._rows += len(starts) - 1 if isinstance(rows, bytes) else len(rows.labels)
+        self._rows += len(rows.labels)
 
     def __enter__(self) -> TableWriter:
         self._file.__enter__()
