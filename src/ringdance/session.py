@@ -64,8 +64,6 @@ class _Process:
     mpi: bool = False
     monitoring = Monitoring()
     clean: bool = True  # every engine so far has stopped by agreement
-    # Engines that have not: MPI may still write to the buffers of what they have posted.
-    failed_engines: tuple[Engine, ...] = ()
     profilers: tuple[Profiler, ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
 
@@ -153,6 +151,11 @@ def init(comm: Any = None) -> None:
     with _lock:
         if is_initialized():
             return
+        if _process.mpi and _process.pid != os.getpid():
+            raise NotInitializedError(
+                f"This process (pid {os.getpid()}) was forked from a rank (pid {_process.pid}) and cannot "
+                "join its job: MPI does not survive a fork. Call init() in the rank only."
+            )
         settings = settings_module.load()
         if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
             settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
@@ -183,9 +186,8 @@ def shutdown() -> None:
 def _leave() -> Engine | None:
     with _lock:
         found, _process.engine = _process.engine, None
-    if found is not None and not found.shutdown():
-        _process.clean = False
-        _process.failed_engines += (found,)
+    if found is not None:
+        _process.clean &= found.shutdown()
     return found
 
 

@@ -74,3 +74,13 @@ def test_a_child_leaves_the_records_of_its_parent_alone() -> None:
     assert in_child(end) == "None"
     assert (words[Word.STEPS], words[Word.CLOSED]) == before
     assert hvd.metrics()["steps"] == before[0]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_child_cannot_join_the_job() -> None:
+    def begin() -> None:
+        hvd.shutdown()
+        hvd.init()
+
+    assert in_child(begin).startswith("NotInitializedError: This process")
+    hvd.barrier()

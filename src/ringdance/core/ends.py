@@ -14,8 +14,8 @@ Note [Ends]
                                                                     communicators are freed
     fail                a step or a check of the peers that raised  a note "failed" to the peers; the flight
                         an error; a peer's note "failed";           record; what is pending fails;
-                        fail_by and fail_lost;                      communicators and the buffers of posted
-                        Engine.shutdown, after its timeout;         collectives stay
+                        fail_by and fail_lost;                      communicators stay; the transport keeps
+                        Engine.shutdown, after its timeout;         the buffers of what is posted
                         Engine.leave, after an uncaught exception;
                         Engine.thread_failed, on the engine thread
     fail_by             a step or a check of the peers that raised  ``fail``: a rank is lost, or EngineError
@@ -156,7 +156,7 @@ class EngineEnd:
         """Notify the peers, write the flight record, fail all pending work.
 
         Args:
-            error: why; its cause keeps the frames, and so the buffers, of what raised it.
+            error: why.
             departed: a rank whose program has ended, or "".
             notify: whether the peers do not know yet.
         """
@@ -183,13 +183,12 @@ class EngineEnd:
         error = _OF_NOTES.get(note["error"], RankLostError)(note["message"])
         self.fail(error, departed=note["departed"], notify=False)
 
-    def fail_lost(self, who: str, cause: Exception | None = None) -> None:
+    def fail_lost(self, who: str) -> None:
         """Fail because a rank has died."""
         error = RankLostError(
             f"{who} died while {self._identity} waited for it. Look for its last output, "
             "or for the kernel's out-of-memory killer (dmesg) on its host."
         )
-        error.__cause__ = cause
         self.fail(error, departed=who)
 
     def fail_by(self, error: Exception) -> None:
@@ -201,7 +200,7 @@ class EngineEnd:
         self._peers.read_notes()  # what it sent before says more
         if not self.closed:
             who = ", ".join(str(self._transport.identities[rank]) for rank in lost)
-            self.fail_lost(who or "A rank", error)
+            self.fail_lost(who or "A rank")
 
     def error(self) -> CollectiveError:
         """Return the error for what is submitted, or waited for, after the end."""

@@ -298,13 +298,13 @@ class Engine:
 
     def thread_failed(self, error: BaseException) -> None:
         """Fail: the engine thread has ended, and would not start asynchronous work any more."""
-        self._exclusively(self.end.fail, EngineError.of(self.identity, error))
+        self._exclusively(self.end.fail, EngineError.of(self.identity, error), end=True)
 
     # -- from any thread -----------------------------------------------------------------------
 
-    def _exclusively(self, call: Callable[..., object], *arguments: Any) -> None:
+    def _exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> None:
         if self._progress_engine is not None:
-            self._progress_engine.exclusively(call, *arguments)
+            self._progress_engine.exclusively(call, *arguments, end=end)
 
     def post_all(self, note: Note) -> None:
         """Send a note to all other ranks, as far as they can be reached."""
@@ -323,7 +323,8 @@ class Engine:
 
     def leave(self, message: str) -> None:
         """End this rank in an error; the others fail with RankLostError."""
-        self._exclusively(lambda: self.end.fail(RankLostError(message), departed=str(self.identity)))
+        error, who = RankLostError(message), str(self.identity)
+        self._exclusively(lambda: self.end.fail(error, departed=who), end=True)
 
     def shutdown(
         self,
@@ -345,14 +346,14 @@ class Engine:
             self.end.closed = True
             return True
         if not self.end.closed:
-            self._exclusively(self.end.ask_to_stop, reason, departing)
+            self._exclusively(self.end.ask_to_stop, reason, departing, end=True)
             self._wake()
         try:
             # After an agreed stop too: the engine thread may still be freeing communicators.
             self._progress_engine.wait(self._stop_work, timeout)
         except TimeoutError:
             text = f"{self.identity} {reason}, and {self._peers.missing()} did not agree in {timeout:g} s."
-            self._exclusively(self.end.fail, ShutDownError(text))
+            self._exclusively(self.end.fail, ShutDownError(text), end=True)
         self._progress_engine.join()
         return self.end.broken is None and self._stop_work.done()
 

@@ -74,7 +74,8 @@ class Peers:
         """Act on the notes that have arrived."""
         for sender, message in self._transport.messages():
             note = json.loads(message)
-            self._handlers[note["kind"]](sender, note)
+            if handler := self._handlers.get(note["kind"]):
+                handler(sender, note)
 
     def pause(self, what: str, seconds: float) -> tuple[str, float]:
         """Let no rank report stalls while this rank is in ``what``, for at most so many seconds; 0 ends it.

@@ -219,11 +219,11 @@ class ProgressEngine:
         self._checked = now
         _alone(self._stepping, self._engine.check_peers)
 
-    def exclusively(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Call while no other thread is in a step.
+    def exclusively(self, call: Callable[..., object], *arguments: Any, end: bool = False) -> None:
+        """Call while no other thread is in a step; on any thread that is in none itself.
 
-        Called from any thread that is in none. After 5 s the call is made all the same: it is how an engine
-        ends, also one whose step hangs.
+        Where another thread's step takes more than 5 s, the call is left out; one that ends the engine
+        (``end``) is made all the same, as that step may never end.
         """
         done: list[bool] = []
 
@@ -232,11 +232,11 @@ class ProgressEngine:
             call(*arguments)
 
         limit = time.monotonic() + _STEP_LIMIT
+        _alone(self._stepping, run)
         while not done and time.monotonic() < limit:
+            time.sleep(1e-4)
             _alone(self._stepping, run)
-            if not done:
-                time.sleep(1e-4)
-        if not done:
+        if end and not done:
             run()
 
     # -- the engine thread ---------------------------------------------------------------------

@@ -39,6 +39,7 @@ _DEADLOCK = (
 _ANSWER_TIMEOUT = 0.5
 _BUSY_TIMEOUT = 1.5  # of a process that may have to wait for a core, or is on another host
 _LOOK_TIMEOUT = 4.0  # py-spy may take seconds
+_SAME_ANSWER = 0.1  # seconds: to find out what all threads do takes some 20 ms
 _RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
 _MOST_PATIENCE = 120.0
 _Verdict = tuple[str | None, type[StallError] | None]
@@ -96,6 +97,7 @@ class StallWatch:
         self._next_report: dict[tuple[int, str], float] = {}
         self._quiet_until = 0.0  # a report on one request covers those behind it
         self._inquiry: _Inquiry | None = None
+        self._status: tuple[float, dict[str, Any]] = -1.0, {}
         self._moved: dict[int, tuple[int, float]] = {}  # by set: the last ``_count``, and since when
         self._recorder, self._words = recorder, recorder.words
         self._adaptive = settings.origin("stall_check_time") == "default"
@@ -106,16 +108,18 @@ class StallWatch:
         self.reported: Stall | None = None
 
     def status(self) -> dict[str, Any]:
-        """Return this rank's answer to an inquiry.
+        """Return this rank's answer to an inquiry, the same to all that ask within a tenth of a second.
 
         Its fields: ``pending``: set and name of each request; ``due``: the sets in which this rank takes part
         in rounds now; ``waiting``: whether a thread waits; ``joined``; ``threads``: see
         ``stacks.thread_locations``; ``after``: see ``Recorder.steps_text``; ``blocked``,
         ``still`` and ``quiet``: see ``Callers.status``.
         """
+        if time.monotonic() < self._status[0] + _SAME_ANSWER:
+            return self._status[1]
         sets = self._sets.states()
         works = [(s.set_id, t) for s in sets for t in s.pending.in_flight() if t.refusal is None]
-        return {
+        status = {
             "kind": "status",
             "pending": [(number, work.name) for number, work in works],
             "due": [s.set_id for s in sets if s.takes_part()],
@@ -125,6 +129,8 @@ class StallWatch:
             "after": self._recorder.steps_text(),
             **self._callers.status(),
         }
+        self._status = time.monotonic(), status
+        return status
 
     def on_status(self, sender: int, note: dict[str, Any]) -> None:
         """Accept another rank's answer."""

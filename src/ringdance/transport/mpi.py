@@ -31,9 +31,21 @@ class _MpiPending:
     def __init__(self, request: Any, *keep: Any) -> None:
         self._request = request
         self._keep = keep
+        _in_flight.add(self)
 
     def test(self) -> bool:
-        return bool(self._request.Test())
+        if self._request.Test():
+            _in_flight.discard(self)
+            return True
+        return False
+
+
+_in_flight: set[_MpiPending] = set()
+"""What is posted and not complete, with its buffers, of all engines of this process.
+
+MPI cannot take a collective back: it may write into the buffers also when the engine that posted it has
+failed, and nothing else refers to them.
+"""
 
 
 class MpiTransport(Transport):

@@ -127,8 +127,8 @@ def _called(frame: FrameType) -> tuple[str, str]:
     owner = frame.f_locals.get(first, frame.f_globals.get(first))
     for name in names[:-1]:
         owner = inspect.getattr_static(owner, name, None)  # runs no code of the user's
-    kind = owner if isinstance(owner, type) else type(owner)
-    return str(kind.__module__), [first, *names][-1]
+    kind = owner if issubclass(type(owner), type) else type(owner)  # isinstance() would ask the object
+    return str(type.__getattribute__(kind, "__module__")), [first, *names][-1]
 
 
 def all_stacks() -> str:
