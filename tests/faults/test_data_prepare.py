@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from criteo_lines import criteo_lines
 
 from ringdance.data import planted
 
@@ -110,7 +111,7 @@ def test_a_second_run_at_the_same_time_is_refused(source, tmp_path):
 def test_click_logs_resumed_after_kill_9_in_both_passes(tmp_path):
     pytest.importorskip("pyarrow")
     source, whole, destination = tmp_path / "train.txt", tmp_path / "whole", tmp_path / "dst"
-    source.write_bytes(b"".join(part.lines() for part in planted(80_000)))
+    source.write_bytes(b"".join(criteo_lines(part) for part in planted(80_000)))
     start = [sys.executable, "-m", "ringdance", "data", "prepare", "criteo", str(source)]
     options = ["--chunk", "1", "--shards", "48", "--format", "libsvm", "-np"]
     subprocess.run([*start, str(whole), *options, "1"], check=True, timeout=60)

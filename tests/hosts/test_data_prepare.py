@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from criteo_lines import criteo_lines
 from hosts import Hosts
 
 from ringdance.data import planted
@@ -32,7 +33,7 @@ def criteo(tmp_path: Path) -> Path:
     pytest.importorskip("pyarrow")
     for day, some in enumerate(planted(200_000)):
         (tmp_path / f"days/day_{day}").parent.mkdir(exist_ok=True)
-        (tmp_path / f"days/day_{day}").write_bytes(some.lines())
+        (tmp_path / f"days/day_{day}").write_bytes(criteo_lines(some))
     return tmp_path / "days"
 
 

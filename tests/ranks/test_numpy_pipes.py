@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from criteo_lines import criteo_lines
 
 import ringdance.numpy as hvd
 from ringdance.data import planted
@@ -109,7 +110,7 @@ def test_a_pipe_that_another_process_reads(directory):
 @pytest.mark.ranks(2)
 def test_a_broken_row_and_a_missing_pipe_are_told_on_all_ranks(directory):
     (part,) = planted(100)
-    lines = part.lines().splitlines(keepends=True)
+    lines = criteo_lines(part).splitlines(keepends=True)
     lines[70] = b"0,broken\n"
     writer = write(directory / f"train_{RANK}_0", b"".join(lines if RANK == 1 else lines[:50]))
     loader = hvd.pipe_loader("train", 16, directory=directory, **(SMALL | {"timeout": 0.5}))

@@ -124,20 +124,16 @@ class Dataset:
         return data
 
     def _descriptor(self, number: int) -> int:
-        known = self._descriptors.get(number)
-        if known is None:
-            with self._lock:
-                known = self._descriptors.get(number)
-                if known is None:
-                    name = self.path / self.files[number].name
-                    try:
-                        known = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-                    except OSError as error:
-                        raise ArgumentError(
-                            f"{name}: {error.strerror}. The index names it: is the copy of the data complete?"
-                        ) from None
-                    self._descriptors[number] = known
-        return known
+        with self._lock:
+            if number not in self._descriptors:
+                name = self.path / self.files[number].name
+                try:
+                    self._descriptors[number] = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise ArgumentError(
+                        f"{name}: {error.strerror}. The index names it: is the copy of the data complete?"
+                    ) from None
+            return self._descriptors[number]
 
     def close(self) -> None:
         """Close its files; reading opens them again."""

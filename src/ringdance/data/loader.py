@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ from ringdance.data.order import Draws, Indices, Plan, check_positive
 from ringdance.errors import ArgumentError
 
 Array = np.ndarray[Any, Any]
+_Failure = tuple[int, Exception]
+"""The row of a batch that could not be decoded, and why."""
 
 
 @dataclass
@@ -107,21 +109,61 @@ class Loader(ImageBatches):
         shuffle = augment if shuffle is None else shuffle
         super().__init__(Plan(len(dataset), batch_size, shuffle, seed, rank, size), image_size)
         self.memory: Callable[[tuple[int, ...]], Array] = lambda shape: np.empty(shape, np.uint8)
-        self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self._running: dict[threading.Event, ThreadPoolExecutor] = {}
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of the rest of the epoch as NumPy arrays."""
-        run = _Run(self)
-        self._runs.add(run)
+        parts, epoch, stop = self.plan.batches(), self.plan.epoch, threading.Event()
+        pool = self._running[stop] = ThreadPoolExecutor(self.threads, "ringdance-decode")
+        ahead: deque[tuple[Batch, list[Future[_Failure | None]]]] = deque()
+
+        def begin() -> None:
+            """Give the threads as many batches as may be ahead."""
+            while len(ahead) < self.prefetch and (part := next(parts, None)):
+                batch, tasks, count = self.empty(*part), [], min(self.threads, len(part[0]))
+                for first in range(count):
+                    rows = range(first, len(part[0]), count)
+                    tasks.append(pool.submit(self._fill, batch.images, part[0], rows, epoch, stop))
+                ahead.append((batch, tasks))
+
         try:
-            yield from run.batches()
+            begin()
+            while ahead:
+                batch, tasks = ahead.popleft()
+                failures = [failure for task in tasks if (failure := task.result())]
+                if stop.is_set():
+                    return
+                if failures:
+                    raise min(failures, key=lambda failure: failure[0])[1]
+                begin()
+                yield batch
+                del batch  # the memory is the caller's alone
+        except RuntimeError:  # of submit: another thread has called close() meanwhile
+            if not stop.is_set():
+                raise
         finally:
-            run.close()
+            stop.set()
+            pool.shutdown()
+            self._running.pop(stop, None)
 
     def close(self) -> None:
-        """End the threads of iterations that are still under way."""
-        for run in list(self._runs):
-            run.close()
+        """End the threads of iterations that are still under way; each finishes the image it is at."""
+        for stop, pool in list(self._running.items()):
+            stop.set()
+            pool.shutdown()
+
+    def _fill(
+        self, images: Array, numbers: Indices, rows: range, epoch: int, stop: threading.Event
+    ) -> _Failure | None:
+        """Decode some rows of a batch; return the first that fails, with its error."""
+        for row in rows:
+            if stop.is_set():
+                break
+            try:
+                self.load(images[row], int(numbers[row]), epoch)
+            except Exception as error:
+                return row, error
+        return None
 
     def empty(self, numbers: Indices, weight: float, position: int, count: int) -> Batch:
         """Return a batch without its images: memory for them."""
@@ -198,112 +240,6 @@ def _place(dataset: Any, number: int) -> str:
     row = dataset.rows[number]
     name = dataset.path / dataset.files[int(row["file"])].name
     return f" of {dataset.split} ({row['length']} bytes from {row['offset']} of {name})"
-
-
-class _Pending:
-    """A batch that threads fill, row by row."""
-
-    def __init__(self, batch: Batch, numbers: Indices) -> None:
-        self.batch = batch
-        self.images, self.numbers = batch.images, numbers
-        self.taken = 0
-        self.left = len(numbers)
-        self.failed: dict[int, BaseException] = {}
-
-
-class _Run:
-    """The threads of one iteration. Each takes the next row, of batches up to ``prefetch`` ahead."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader, self._epoch = loader, loader.plan.epoch
-        self._parts = loader.plan.batches()
-        self._ahead: deque[_Pending] = deque()  # in order: not yet yielded, the last one with rows to take
-        self._ended = self._closed = False
-        self._failed: BaseException | None = None
-        self._changed = threading.Condition()  # guards all of it
-        self._threads = [
-            threading.Thread(target=self._work, name=f"ringdance-decode-{number}", daemon=True)
-            for number in range(loader.threads)
-        ]
-
-    def batches(self) -> Iterator[Batch]:
-        """Yield the batches in order."""
-        for thread in self._threads:
-            thread.start()
-        while (pending := self._first()) is not None:
-            if pending.failed:
-                raise pending.failed[min(pending.failed)]
-            batch = pending.batch
-            del pending  # the memory is the caller's alone
-            yield batch
-            del batch
-
-    def _first(self) -> _Pending | None:
-        """Wait for the next batch; None at the end."""
-        with self._changed:
-            self._changed.wait_for(self._ready)
-            if self._failed is not None:
-                raise self._failed
-            if self._closed or not self._ahead:
-                return None
-            self._changed.notify_all()
-            return self._ahead.popleft()
-
-    def _ready(self) -> bool:
-        stopped = self._closed or self._failed is not None
-        return stopped or (not self._ahead[0].left if self._ahead else self._ended)
-
-    def close(self) -> None:
-        """End the threads; each finishes the image it is at."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-        self._ahead.clear()
-
-    def _work(self) -> None:
-        try:
-            while (taken := self._take()) is not None:
-                self._fill(*taken)
-                del taken
-        except BaseException as error:
-            with self._changed:
-                self._failed = error
-                self._changed.notify_all()
-
-    def _fill(self, pending: _Pending, row: int) -> None:
-        failed = None
-        try:
-            self._loader.load(pending.images[row], int(pending.numbers[row]), self._epoch)
-        except Exception as error:
-            failed = error
-        with self._changed:
-            if failed is not None:
-                pending.failed[row] = failed
-            pending.left -= 1
-            if not pending.left:
-                self._changed.notify_all()
-
-    def _take(self) -> tuple[_Pending, int] | None:
-        """Return the next batch and row to fill, as soon as it may be begun; None at the end."""
-        with self._changed:
-            while not (self._closed or self._ended):
-                last = self._ahead[-1] if self._ahead else None
-                if last is not None and last.taken < len(last.numbers):
-                    last.taken += 1
-                    return last, last.taken - 1
-                if len(self._ahead) < self._loader.prefetch:
-                    part = next(self._parts, None)
-                    if part is None:
-                        self._ended = True
-                        self._changed.notify_all()
-                    else:
-                        self._ahead.append(_Pending(self._loader.empty(*part), part[0]))
-                else:
-                    self._changed.wait()
-        return None
 
 
 def _usable_cores() -> int:

@@ -11,7 +11,7 @@ _END = "\n]\n"
 
 
 class ChromeWriter:
-    """A trace file, which is valid JSON after each ``flush``.
+    """A trace file, which is valid JSON after each ``flush``; times are in nanoseconds.
 
     Args:
         path: of the file, which is overwritten.
@@ -46,27 +46,34 @@ class ChromeWriter:
         )
 
     def process(self, pid: int, name: str, order: int) -> None:
+        """Name a process, and say where it stands."""
         self._event("process_name", "M", pid, args={"name": name})
         self._event("process_sort_index", "M", pid, args={"sort_index": order})
 
     def thread(self, pid: int, tid: int, name: str) -> None:
+        """Name a thread of a process."""
         self._event("thread_name", "M", pid, tid=tid, args={"name": name})
 
     def begin(self, pid: int, tid: int, name: str, when: int) -> None:
+        """Begin a span."""
         self._timed(name, "B", pid, tid, when)
 
     def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
+        """End the span that was begun last in this thread."""
         self._timed(name, "E", pid, tid, when, _args(args))
 
     def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:
+        """Write a span."""
         duration = max(0, ended - began) / 1000
         self._timed(name, "X", pid, tid, began, f', "dur": {duration:.3f}{_args(args)}')
 
     def instant(self, pid: int, tid: int, name: str, when: int) -> None:
+        """Write a moment."""
         scope = "g" if name == "CYCLE_START" else "p"
         self._timed(name, "i", pid, tid, when, f', "s": "{scope}"')
 
     def flush(self) -> None:
+        """Write what was added; the file can be read until the next call."""
         if not self._events or self._written >= self._limit:
             self._events.clear()
             return
@@ -85,6 +92,7 @@ class ChromeWriter:
         self._file.flush()
 
     def close(self) -> None:
+        """Write the rest, and close the file."""
         self.flush()
         self._file.close()
 

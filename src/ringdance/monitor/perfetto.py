@@ -20,7 +20,7 @@ _BEGIN, _END, _INSTANT = 1, 2, 3
 
 
 class PerfettoWriter:
-    """A trace file.
+    """A trace file; times are in nanoseconds.
 
     Args:
         path: of the file, which is overwritten.
@@ -42,10 +42,12 @@ class PerfettoWriter:
             self._file.write(packet)
 
     def process(self, pid: int, name: str, order: int) -> None:
+        """Name a process, and say where it stands."""
         descriptor = _int(_UUID, _track(pid)) + delimited(_NAME, name.encode()) + _int(_ORDER, order)
         self._write(delimited(_TRACK_DESCRIPTOR, descriptor))
 
     def thread(self, pid: int, tid: int, name: str) -> None:
+        """Name a thread of a process."""
         descriptor = _int(_UUID, _track(pid, tid)) + delimited(_NAME, name.encode())
         descriptor += _int(_PARENT, _track(pid))
         self._write(delimited(_TRACK_DESCRIPTOR, descriptor))
@@ -64,12 +66,15 @@ class PerfettoWriter:
         self._write(_int(_TIMESTAMP, when), delimited(_TRACK_EVENT, event))
 
     def begin(self, pid: int, tid: int, name: str, when: int) -> None:
+        """Begin a span."""
         self._event(_BEGIN, pid, tid, when, name)
 
     def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
+        """End the span that was begun last in this thread."""
         self._event(_END, pid, tid, when, **args)
 
     def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:
+        """Write a span."""
         if began == ended:
             self._event(_INSTANT, pid, tid, began, name, **args)
         else:
@@ -77,12 +82,15 @@ class PerfettoWriter:
             self._event(_END, pid, tid, ended)
 
     def instant(self, pid: int, tid: int, name: str, when: int) -> None:
+        """Write a moment."""
         self._event(_INSTANT, pid, tid, when, name)
 
     def flush(self) -> None:
+        """Write what was added; the file can be read until the next call."""
         self._file.flush()
 
     def close(self) -> None:
+        """Write the rest, and close the file."""
         self._file.close()
 
 

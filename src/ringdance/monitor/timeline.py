@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 from ringdance.core.ring import Kind, Label, Record, Who
 from ringdance.monitor.activities import activities, chunks_of, phases
+from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.perfetto import PerfettoWriter
 
-__all__ = ["Timeline", "Writer"]
+__all__ = ["Timeline"]
 
 COLLECTIVES = (
     "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
@@ -26,34 +27,6 @@ _THREADS = ("batches", "chunks", "waits", "steps")
 _BATCHES, _CHUNKS, _WAITS, _STEPS = range(4)
 
 
-class Writer(Protocol):
-    """Writes events to a file; times are in nanoseconds."""
-
-    def process(self, pid: int, name: str, order: int) -> None:
-        """Name a process, and say where it stands."""
-
-    def thread(self, pid: int, tid: int, name: str) -> None:
-        """Name a thread of a process."""
-
-    def begin(self, pid: int, tid: int, name: str, when: int) -> None:
-        """Begin a span."""
-
-    def end(self, pid: int, tid: int, name: str, when: int, **args: Any) -> None:
-        """End the span that was begun last in this thread."""
-
-    def span(self, pid: int, tid: int, name: str, began: int, ended: int, **args: Any) -> None:
-        """Write a span."""
-
-    def instant(self, pid: int, tid: int, name: str, when: int) -> None:
-        """Write a moment."""
-
-    def flush(self) -> None:
-        """Write what was added; the file can be read until the next call."""
-
-    def close(self) -> None:
-        """Write the rest, and close the file."""
-
-
 class Timeline:
     """The trace of a job.
 
@@ -61,7 +34,7 @@ class Timeline:
         writer: of its file.
     """
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ChromeWriter | PerfettoWriter) -> None:
         self.writer = writer
         self._tensors: dict[str, int] = {}
         self._threads: set[tuple[int, int]] = set()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from typing import Protocol
 
-from ringdance.core.ring import RECORD, Label, Who, records
+from ringdance.core.ring import RECORD, RingReader, records
 from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.links import RemoteRing
 from ringdance.monitor.perfetto import PerfettoWriter
 from ringdance.monitor.timeline import Timeline
 
-__all__ = ["Source", "TraceFile"]
+__all__ = ["TraceFile"]
 
 PERFETTO = (".perfetto-trace", ".pftrace")
 """Endings of files in Perfetto's own format; others are JSON."""
@@ -25,15 +25,7 @@ _FIRST_S, _SHARE = 0.3, 0.005
 _BEFORE_S = 60.0  # time 0 is so much earlier: Perfetto leaves out what happened before it
 
 
-class Source(Protocol):
-    """A ring."""
-
-    @property
-    def who(self) -> Who:
-        """Whose it is."""
-
-    def name(self, number: int) -> Label:
-        """Return a label."""
+Source = RingReader | RemoteRing
 
 
 class TraceFile:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from criteo_lines import criteo_lines
 
 from ringdance.data import pipes, planted
 from ringdance.data.tables import Rows, criteo
@@ -51,10 +52,10 @@ def read(data: bytes, size: int = 1000) -> Rows:
 
 def forms(part) -> dict[str, bytes]:
     rows = part.rows(5000)
-    records, lines = encode(rows), part.lines()
+    records, lines = encode(rows), criteo_lines(part)
     half = len(lines[: len(lines) // 2].rpartition(b"\n")[0]) + 1
     return {
-        "csv": lines, "tsv without an end": part.lines("\t")[:-1],
+        "csv": lines, "tsv without an end": criteo_lines(part, "\t")[:-1],
         "csv of two files with names": HEAD + lines[:half] + HEAD + lines[half:],
         "libsvm": encode_libsvm(rows), "tfrecord": records,
         "files in RecordIO": recordio(HEAD + lines[:half]) + recordio(HEAD + lines[half:]),
@@ -65,7 +66,7 @@ def forms(part) -> dict[str, bytes]:
 @pytest.mark.parametrize("piece", [7001, 1 << 20, None])
 def test_all_forms_give_the_same_rows(part, piece, monkeypatch):
     if piece is None:  # the last block is a whole one
-        monkeypatch.setattr(pipes, "_PIECE", len(part.lines()))
+        monkeypatch.setattr(pipes, "_PIECE", len(criteo_lines(part)))
     elif piece < 10_000:
         monkeypatch.setattr(pipes, "_PIECE", 5000)
     expected = part.rows(5000)
@@ -85,7 +86,7 @@ def test_a_magic_number_within_the_data():
 
 def test_errors(part):
     assert list(pipes.rows("a pipe", iter(()), 39, 5000)) == []
-    lines, records = part.lines().splitlines(keepends=True), encode(part.rows(5000))
+    lines, records = criteo_lines(part).splitlines(keepends=True), encode(part.rows(5000))
     lines[600] = b"5" + lines[600][1:]
     for data, message in (
         (b"".join(lines), "a pipe, line 601 .*label 5"),

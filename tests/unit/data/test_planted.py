@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from criteo_lines import criteo_lines
 
 from ringdance import cli
 from ringdance.data import Table, planted
@@ -18,13 +19,13 @@ pytest.importorskip("pyarrow")
 
 def test_fewer_rows_are_the_first_of_more():
     (few,), (more,) = planted(500, seed=3), planted(2000, seed=3)
-    assert few.lines() == b"".join(more.lines().splitlines(keepends=True)[:500])
+    assert criteo_lines(few) == b"".join(criteo_lines(more).splitlines(keepends=True)[:500])
     assert (few.probabilities == more.probabilities[:500]).all()
     (other,) = planted(500, seed=3, day=1)
-    assert few.lines() != other.lines()
+    assert criteo_lines(few) != criteo_lines(other)
     later = list(planted(20_000, seed=3, start=300))
     assert [len(one.labels) for one in later] == [16_384 - 300, 20_300 - 16_384]
-    assert later[0].lines().splitlines()[:200] == few.lines().splitlines()[300:]
+    assert criteo_lines(later[0]).splitlines()[:200] == criteo_lines(few).splitlines()[300:]
     for a, b in zip(later[0].part(0, 200).rows(), few.rows().part(300, 500), strict=True):
         assert a.tobytes() == b.tobytes()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from criteo_lines import criteo_lines
 
 from ringdance.data import Table, planted
 from ringdance.data.prepare.cli import main
@@ -20,7 +21,7 @@ ROWS = 9000  # of two files of about 1 MB each
 @pytest.fixture(scope="module")
 def lines() -> list[bytes]:
     (part,) = planted(ROWS, seed=5)
-    return part.lines("\t").splitlines(keepends=True)
+    return criteo_lines(part, "\t").splitlines(keepends=True)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.monitor.perfetto import PerfettoWriter
-from ringdance.monitor.timeline import Writer
 from ringdance.observe import timeline
 from ringdance.observe.intervals import Cover
 from ringdance.observe.summary import summarize
@@ -23,7 +22,7 @@ BATCHES, CHUNKS, WAITS, STEPS = range(4)
 def write(path: Path, steps: int = 5) -> Path:
     """Write steps of 100 ms: rank 0 submits at 10 ms, rank 1 at 60; the exchange is from 70 to 90."""
     json_file = path.suffix == ".json"
-    writer: Writer = ChromeWriter(str(path), 0, 0.0) if json_file else PerfettoWriter(str(path))
+    writer = ChromeWriter(str(path), 0, 0.0) if json_file else PerfettoWriter(str(path))
     writer.process(1_000_000, "rank 0 on node1 (pid 7)", 0)
     writer.process(1_000_001, "rank 1 on node2 (pid 8)", 1)
     writer.process(2_000_000, "allreduce.w", 2)

@@ -123,12 +123,12 @@ def _range(values: list[int]) -> str:
 
 def _about(data: Dataset | Table) -> dict[str, Any]:
     """Describe a split; widths and heights are minimum, maximum and median of some images."""
+    size = sum(file.size for file in data.files)
+    about = {"split": data.split, "format": data.format, "files": len(data.files), "bytes": size}
     if isinstance(data, Table):
-        size = sum(file.size for file in data.files)
         clicks = data.read(np.arange(min(len(data), _ROWS))).labels.mean()
-        return {
-            "split": data.split, "format": data.format, "rows": len(data), "fields": data.fields,
-            "table size": data.table_size, "clicks": float(clicks), "files": len(data.files), "bytes": size,
+        return about | {
+            "rows": len(data), "fields": data.fields, "table size": data.table_size, "clicks": float(clicks),
             "bytes_per_row": size // len(data),
         }  # fmt: skip
     sizes = []
@@ -138,13 +138,9 @@ def _about(data: Dataset | Table) -> dict[str, Any]:
         except ValueError:  # of others, in another format
             continue
     height, width = np.array(sizes or [(0, 0)]).T
-    return {
-        "split": data.split,
-        "format": data.format,
+    return about | {
         "samples": len(data),
         "classes": len(data.classes),
-        "files": len(data.files),
-        "bytes": sum(file.size for file in data.files),
         "bytes_per_image": int(data.rows["length"].mean()) if len(data) else 0,
         "width": [int(one) for one in (width.min(), np.median(width), width.max())],
         "height": [int(one) for one in (height.min(), np.median(height), height.max())],

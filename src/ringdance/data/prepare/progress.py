@@ -31,26 +31,24 @@ class PrepareProgress:
         self._rest = b""
         console = Console(stderr=True)
         columns = (TextColumn("{task.percentage:>3.0f}%"), BarColumn(30), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=console) if console.is_terminal else None
-        if self._bar:
-            self._task = self._bar.add_task("", total=size)
+        disabled = not console.is_terminal
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=disabled)
+        self._task = self._bar.add_task("", total=size)
 
     def __enter__(self) -> PrepareProgress:
-        if self._bar:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
     def add(self, images: int, size: int) -> None:
         """Count images that were written, and their bytes."""
         self.images += images
         self._bytes += size
-        if self._bar:
+        if not self._bar.disable:
             self._bar.update(self._task, completed=self._bytes, description=self.text)
         elif time.monotonic() - self._last >= _LINE_S:
             self._last = time.monotonic()

@@ -135,9 +135,9 @@ def gather(destination: Path, plan: ShufflePlan, output: OutputFile, report: Rep
     found: list[Array] = []
     directory = state(destination)
     for name, ranges in output.parts:
-        for array, some in (("keys", keys), ("rows", found)):
-            of_run = np.load(directory / f"{name}.{array}.npy", mmap_mode="r")
-            some += [of_run[begin:end] for begin, end in ranges]
+        for kind, pieces in (("keys", keys), ("rows", found)):
+            of_run = np.load(directory / f"{name}.{kind}.npy", mmap_mode="r")
+            pieces += [of_run[begin:end] for begin, end in ranges]
     order = np.argsort(criteo.mixed(np.concatenate(keys)))
     rows, fields = np.concatenate(found), plan.files[0].fields
     with TableWriter(destination / output.name, plan.format, output.rows, fields) as writer:

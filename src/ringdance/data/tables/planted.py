@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from ringdance.data.files import needed
 from ringdance.data.order import check_positive
 from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows
@@ -66,21 +65,6 @@ class PlantedRows:
         found.labels[:] = self.labels
         criteo.transform(self.numbers, self.texts, found, table_size)
         return found
-
-    def lines(self, delimiter: str = ",") -> bytes:
-        """Return the columns as text, a line for each row; needs pyarrow."""
-        arrow, csv = needed("pyarrow", "ctr"), needed("pyarrow.csv", "ctr")
-        columns = [arrow.array(self.labels)]
-        columns += [arrow.array(one, arrow.int64(), from_pandas=True) for one in self.numbers.T]
-        for text in self.texts:
-            buffers = [None, *map(arrow.py_buffer, text)]
-            columns.append(arrow.Array.from_buffers(arrow.string(), len(self.labels), buffers))
-        stream = arrow.BufferOutputStream()
-        csv.write_csv(
-            arrow.table(columns, criteo.COLUMNS), stream,
-            csv.WriteOptions(include_header=False, delimiter=delimiter, quoting_style="none"),
-        )  # fmt: skip
-        return bytes(stream.getvalue())
 
 
 def planted(rows: int, seed: int = 0, day: int = 0, start: int = 0) -> Iterator[PlantedRows]:

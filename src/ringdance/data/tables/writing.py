@@ -10,8 +10,8 @@ import numpy as np
 
 from ringdance.data.files import ShardWriter
 from ringdance.data.tables import examples, lines
-from ringdance.data.tables.formats import FORMATS
-from ringdance.data.tables.rows import BLOCK, Array, Rows, header
+from ringdance.data.tables.formats import scan
+from ringdance.data.tables.rows import Array, Rows, header
 from ringdance.data.tables.table import Table, TableFile
 from ringdance.errors import ArgumentError
 
@@ -50,19 +50,12 @@ class TableWriter:
             raise ArgumentError(f"format {format!r}: choose one of {', '.join(ENDS)}")
         self.path, self.format, self.count = path, format, count
         self._file, self._rows = ShardWriter(path), 0
-        self._offsets: list[Array] = []
         if format == "rows":
             self._file.write(header(count, fields))
-        self._offsets.append(np.array([self._file.size]))
 
     def write(self, rows: Rows) -> None:
         """Append rows."""
-        data = _ENCODE[self.format](rows)
-        if self.format != "rows":
-            starts = FORMATS[self.format].bounds(np.frombuffer(data, np.uint8))
-            first = -self._rows % BLOCK or BLOCK
-            self._offsets.append(starts[first::BLOCK] + self._file.size)
-        self._file.write(data)
+        self._file.write(_ENCODE[self.format](rows))
         self._rows += len(rows.labels)
 
     def __enter__(self) -> TableWriter:
@@ -81,11 +74,9 @@ class TableWriter:
     @property
     def written(self) -> Written:
         """What the index needs; after the ``with`` statement."""
-        offsets = np.concatenate(self._offsets).astype(np.uint64)
-        if self._rows % BLOCK:
-            offsets = np.append(offsets, np.uint64(self._file.size))
         file = TableFile(self.path.name, self._rows, self._file.size, self._file.crc32c)
-        return Written(file, offsets[:0] if self.format == "rows" else offsets)
+        empty = not self._rows and self.format != "rows"
+        return Written(file, np.zeros(1, np.uint64) if empty else scan(self.path, self.format)[2])
 
 
 def write_index(

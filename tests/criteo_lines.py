@@ -1,0 +1,22 @@
+"""Rows of ``planted`` as Criteo's files have them: lines of the raw columns."""
+
+from __future__ import annotations
+
+from ringdance.data.tables import criteo
+from ringdance.data.tables.planted import PlantedRows
+
+
+def criteo_lines(part: PlantedRows, delimiter: str = ",") -> bytes:
+    """Return the columns as text, a line for each row; needs pyarrow."""
+    import pyarrow
+    from pyarrow import csv
+
+    columns = [pyarrow.array(part.labels)]
+    columns += [pyarrow.array(one, pyarrow.int64(), from_pandas=True) for one in part.numbers.T]
+    for text in part.texts:
+        buffers = [None, *map(pyarrow.py_buffer, text)]
+        columns.append(pyarrow.Array.from_buffers(pyarrow.string(), len(part.labels), buffers))
+    stream = pyarrow.BufferOutputStream()
+    options = csv.WriteOptions(include_header=False, delimiter=delimiter, quoting_style="none")
+    csv.write_csv(pyarrow.table(columns, criteo.COLUMNS), stream, options)
+    return bytes(stream.getvalue())
