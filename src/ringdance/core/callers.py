@@ -6,13 +6,15 @@ Note [Certain deadlocks]
     - waits for a Work without a limit, or is an engine's own;
     - or sleeps until another thread of its process wakes it: in a futex that is private and has no limit, as
       of Python's locks, of thread pools that have nothing to do, and of a call into C that waits for those;
-    - or has no Python code to run, was there before the first engine (MPI's), and does not run. One of C
-      code that began later may wait for data from a network, and then call Python or end a call into C.
+    - or has no Python code to run, and does not run. Where a call into C waits, it may wait for such a
+      thread, which may wait for data from a network: then these must sleep as above, too, but those that
+      were there before the first engine (MPI's), which must not have run.
 
     It stays so as long as no wait has begun, nothing was submitted, and no thread that sleeps has run. Where
     this holds on all ranks at one time, and no operation can begin, no rank can go on. What cannot be known
     (another system than Linux, a thread that sleeps for some seconds, a timer that sends a signal) counts as
-    a thread that may go on.
+    a thread that may go on. Not foreseen: a thread of C code that has slept, and calls Python where all of
+    Python waits for locks.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from ringdance.core.request import Work
 __all__ = ["Callers"]
 
 _IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
+_LOCKS = frozenset({"threading", "concurrent"})  # in which no call into C waits but for Python's locks
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _early_threads = functools.cache(task_ids)  # of the process, when its first engine began
 
@@ -83,14 +86,17 @@ class Callers:
         # Negative: a thread of C code that calls Python, so that the kernel's number is not known.
         frames = {numbers.get(ident, -ident): frame for ident, frame in sys._current_frames().items()}
         waiting = {number for number, frame in frames.items() if _waits(frame)}
+        callers = {number: _package(frame) for number, frame in frames.items() if number not in waiting}
         unknown, early = sum(number < 0 for number in waiting), _early_threads(os.getpid())
+        in_c = unknown > 0 or not _LOCKS.issuperset(callers.values())
         states = {number: wakeable(number) for number in task_ids(os.getpid()) if number not in waiting}
         awake = {number for number, (_, doing) in states.items() if doing != "sleeps"}
-        others = [number for number in awake if states[number][1] == "runs" or number not in early]
+        others = [n for n in awake if states[n][1] == "runs" or (in_c and n not in early)]
         timed = any(signal.getitimer(timer)[0] for timer in _TIMERS)
-        if timed or len(others) > unknown or not states.keys() - awake >= frames.keys() - waiting:
+        if timed or len(others) > unknown or not states.keys() - awake >= callers.keys():
             return None
-        return [(number, 0 if number in others else used) for number, (used, _) in states.items()]
+        matter = states.keys() - (awake - set(early if in_c else ()))
+        return [(number, used if number in matter else 0) for number, (used, _) in states.items()]
 
 
 def _package(frame: FrameType) -> str:
