@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.files import npy, write_whole
+from ringdance.data.files import ShardWriter, npy
 from ringdance.errors import ArgumentError
 
 ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label", "<i4")])
@@ -104,8 +104,12 @@ class Dataset:
         """Write the index; a process that opens it meanwhile finds the old one or none."""
         about = {"version": VERSION, "format": self.format, "samples": len(self.rows)}
         about |= {"classes": list(self.classes), "files": [asdict(one) for one in self.files]}
-        write_whole(self.path / f"{self.split}.npy", npy(self.rows))
-        write_whole(self.path / f"{self.split}.json", json.dumps(about, indent=1).encode() + b"\n")
+        paths = (self.path / f"{self.split}.{end}" for end in ("json", "npy"))
+        with ShardWriter(next(paths)) as index, ShardWriter(next(paths)) as rows:
+            rows.write(npy(self.rows))
+            index.write(json.dumps(about, indent=1).encode() + b"\n")
+            rows.sync()  # before one of them gets its name: both do, or none where the disk is full
+            index.sync()
 
     def __len__(self) -> int:
         return len(self.rows)

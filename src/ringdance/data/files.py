@@ -74,6 +74,11 @@ class ShardWriter:
         self.size += len(data)
         self.crc32c = self._extend(self.crc32c, data)
 
+    def sync(self) -> None:
+        """Wait until the bytes so far are on disk. Raises OSError if it is full, for one."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
     def __enter__(self) -> ShardWriter:
         return self
 
@@ -85,8 +90,7 @@ class ShardWriter:
         """
         try:
             if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                self.sync()
                 os.replace(self._temporary, self._path)
                 sync_path(self._path.parent)
         except OSError as failure:

@@ -20,6 +20,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -32,9 +33,11 @@ from ringdance.training.objects import broadcast_object
 __all__ = ["CheckpointError", "Checkpoints"]
 
 _log = logging.getLogger("ringdance")
+_READS = 5  # attempts to read what another process replaces meanwhile
 _TABLE = ".npy"  # appended to a checkpoint's name: its table
-_tokens: set[str] = set()  # of the saves of this process, see Note [Manifests]
+_tokens: set[str] = set()  # of the saves under way in this process, see Note [Manifests]
 _naming = threading.Lock()  # two of this process's writers may have the same directory and name
+_locks: dict[Path, tuple[IO[bytes], int]] = {}  # of directory and name, and for how many writers
 
 
 class CheckpointError(RingdanceError):
@@ -71,6 +74,7 @@ class Checkpoints:
         self._is_writer = session.engine().rank == 0
         self._executor = ThreadPoolExecutor(1, "ringdance-checkpoint") if self._is_writer else None
         self._writing: Future[None] | None = None
+        self._closed = False
         self._on_rank_zero(lambda: self.directory.mkdir(parents=True, exist_ok=True))
 
     def save(
@@ -89,18 +93,29 @@ class Checkpoints:
         """
         if (number := operator.index(number)) < 0:
             raise ArgumentError(f"Checkpoints.save({number}): give a number of 0 or more.")
+        if self._closed:
+            raise ArgumentError(f"Checkpoints.save({number}) after close(): make a new Checkpoints.")
         self.wait()
         token = uuid.uuid4().hex
-        _tokens.add(token)
-        partial = _partial(_table(self._files.path(number)), token)
+        path = _partial(_table(self._files.path(number)), token)
         try:
-            write_table = None if table is None else table.snapshot(partial)
+            write_table = None if table is None else table.snapshot(path)
         except OSError as error:
             with contextlib.suppress(OSError):  # only rank 0 has it
-                partial.unlink()
+                path.unlink()
             raise self._error(error) from None
         if self._executor is not None:
-            self._writing = self._executor.submit(self._files.write, number, token, write, write_table)
+            _tokens.add(token)
+            self._writing = self._executor.submit(self._write, number, token, write, write_table)
+
+    def _write(self, number: int, token: str, *writers: Any) -> None:
+        try:
+            self._files.write(number, token, *writers)
+        except Exception as error:  # the script may end before it waits for the last one
+            _log.error("ringdance: checkpoint %d is not written: %s", number, self._error(error))
+            raise
+        finally:
+            _tokens.discard(token)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk."""
@@ -136,24 +151,35 @@ class Checkpoints:
         """
 
         def find() -> tuple[_Saved, bytes, Path | None] | None:
-            if (saved := self._files.find(number)) is None:
-                return None
-            content = _present(self._files.path(saved.number), saved.token).read_bytes()
-            return saved, content, None if table is None else self._files.table(saved)
+            for _ in range(_READS):
+                if (saved := self._files.find(number)) is None:
+                    return None
+                with contextlib.suppress(FileNotFoundError):  # another process has just replaced it
+                    content = _present(self._files.path(saved.number), saved.token).read_bytes()
+                    return saved, content, None if table is None else self._files.table(saved)
+            raise CheckpointError("checkpoints are replaced again and again while they are read")
 
         self.wait()
-        found: tuple[_Saved, bytes, Path | None] | None = self._on_rank_zero(find)
-        if found is None:
-            return None
-        saved, content, path = found
-        if table is not None and path is not None:
-            table.load(path)
-            if self._on_rank_zero(lambda: self._files.look(saved.number)) != saved:
-                raise self._error(f"{saved.number} was replaced while it was read: read again")
-        return saved.number, content
+        for _ in range(_READS):
+            found: tuple[_Saved, bytes, Path | None] | None = self._on_rank_zero(find)
+            if found is None:
+                return None
+            saved, content, path = found
+            problem: OSError | None = None
+            try:
+                if table is not None and path is not None:
+                    table.load(path)
+            except OSError as error:  # on all ranks
+                problem = error
+            if self._on_rank_zero(partial(self._files.look, saved.number)) == saved:
+                if problem:
+                    raise self._error(problem) from None
+                return saved.number, content
+        raise self._error("checkpoints are replaced again and again while they are read")
 
     def close(self) -> None:
         """Wait for the last checkpoint, and end the thread."""
+        self._closed = True
         try:
             self.wait()
         finally:
@@ -190,15 +216,20 @@ class _Saved(NamedTuple):
         number: of the checkpoint.
         serial: counts what was saved there, from 1; 0 without a manifest.
         token: in the first names of its files, see Note [Manifests]; "" without one.
-        table: whether it has one.
+        sizes: bytes of its file and of its table; the latter is missing where it has none.
         problem: why it is no whole checkpoint, or "".
     """
 
     number: int
     serial: int = 0
     token: str = ""
-    table: bool = False
+    sizes: tuple[int, ...] = ()
     problem: str = ""
+
+    @property
+    def table(self) -> bool:
+        """Whether it has one."""
+        return len(self.sizes) > 1
 
 
 class _Files:
@@ -210,7 +241,7 @@ class _Files:
         self._names = re.compile(rf"{stem}|\.{stem}\.json")
         files = rf"(?:{stem}(?:\{_TABLE})?|\.{stem}\.json)"
         self._partials = re.compile(rf"\.{files}\.partial-(?P<token>[0-9a-f]+)")
-        self._lock: IO[bytes] | None = None
+        self._lock, self._claimed = directory / f".{name}-N{suffix}.lock", False
 
     def path(self, number: int) -> Path:
         """Return the path of a checkpoint."""
@@ -229,19 +260,26 @@ class _Files:
     def look(self, number: int) -> _Saved | None:
         """Return what there is of a number; None: its own file is not there."""
         path = self.path(number)
-        saved = _Saved(number)
+        files = [path, _table(path)]
+        saved = _Saved(number, sizes=tuple(size for one in files if (size := _size(one)) is not None))
         try:
             about = json.loads(_manifest(path).read_bytes())
-            saved = _Saved(number, int(about["serial"]), about["token"], about["table"])
+            saved = _Saved(number, int(about["serial"]), about["token"], tuple(map(int, about["sizes"])))
+            if not re.fullmatch("[0-9a-f]+", saved.token):
+                raise ValueError
         except FileNotFoundError:
-            saved = saved._replace(table=_table(path).exists())
-        except (ValueError, LookupError, TypeError):
+            pass
+        except (ArithmeticError, ValueError, LookupError, TypeError):
             saved = _Saved(number, problem=f"{_manifest(path)} is damaged")
-        # In this order: another process may rename them meanwhile.
-        there = [_partial(one, saved.token).exists() or one.exists() for one in (path, _table(path))]
-        if saved.table and not there[1]:
-            saved = saved._replace(problem=f"{_table(path)} is missing")
-        return saved if there[0] else None
+        # The table first: another process that removes a checkpoint begins with the checkpoint's own file.
+        for one, size in reversed(list(zip(files, saved.sizes, strict=False))):
+            found = _size(_present(one, saved.token))
+            if found is None and one == path:
+                return None
+            if found != size:
+                problem = "is missing" if found is None else f"has {found} bytes, not {size}"
+                saved = saved._replace(problem=f"{one} {problem}")
+        return saved if _size(_present(path, saved.token)) is not None else None
 
     def find(self, number: int | None) -> _Saved | None:
         """Return a checkpoint, or the one that was saved last; None: there are no checkpoints.
@@ -277,57 +315,72 @@ class _Files:
         self, number: int, token: str, write: Callable[[Path], Any], write_table: Callable[[], None] | None
     ) -> None:
         """Write a checkpoint, see Note [Manifests], and remove those that are too many."""
-        if self._lock is None:
-            self._claim()
         path = self.path(number)
-        files = [path, _manifest(path), *([_table(path)] if write_table is not None else [])]
-        partials = [_partial(one, token) for one in files]
+        files = [path, *([_table(path)] if write_table is not None else [])]
+        partials = [_partial(one, token) for one in (*files, _manifest(path))]
         try:
+            self._claim()
             if write_table is not None:
                 write_table()
             write(partials[0])
-            serial = 1 + max((one.serial for one in self.scan()), default=0)
-            saved = _Saved(number, serial, token, write_table is not None)
-            partials[1].write_text(json.dumps({"serial": serial, "token": token, "table": saved.table}))
-            for one in (*partials, self._directory):
+            for one in partials[:-1]:
                 sync_path(one)
+            with _naming:
+                serial = 1 + max((one.serial for one in self.scan()), default=0)
+                saved = _Saved(number, serial, token, tuple(one.stat().st_size for one in partials[:-1]))
+                about = {"serial": serial, "token": token, "sizes": saved.sizes}
+                partials[-1].write_text(json.dumps(about))
+                for one in (partials[-1], self._directory):
+                    sync_path(one)
+                os.replace(partials[-1], _manifest(path))
         except BaseException:
             for one in partials:
                 with contextlib.suppress(OSError):
                     one.unlink(missing_ok=True)
             raise
         with _naming:
-            os.replace(partials[1], files[1])
             sync_path(self._directory)
             self._finish(saved)
             for old in self._numbers() - {one.number for one in self.scan()[-self._keep :]}:
                 self._remove(old)
 
     def close(self) -> None:
-        """Let other processes write."""
-        if self._lock is not None:
-            self._lock.close()
+        """Let other processes write, unless this one has another writer of these checkpoints."""
+        with _naming:
+            if self._claimed:
+                file, writers = _locks.pop(self._lock)
+                if writers > 1:  # closing any descriptor of it would unlock the file
+                    _locks[self._lock] = file, writers - 1
+                else:
+                    file.close()
+            self._claimed = False
 
     def _claim(self) -> None:
-        """Complete what killed writers have left, and remove what cannot be completed."""
-        self._lock = open(self._directory / f".{self._name}-N{self._suffix}.lock", "ab")  # noqa: SIM115
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            _log.warning(
-                "ringdance: another process, also of another host, writes the checkpoints %s in %s. Each job "
-                "needs a directory or a name of its own: they remove each other's older checkpoints.",
-                self.path(0).name.replace("0" * 8, "*"), self._directory,
-            )  # fmt: skip
-            return
-        except OSError:  # a file system without locks: it is assumed to be the only writer
-            pass
-        for one in self.scan():
-            self._finish(one)
-        for path in self._directory.iterdir():
-            found = self._partials.fullmatch(path.name)
-            if found and found["token"] not in _tokens:
-                path.unlink(missing_ok=True)
+        """Before the first save: complete what killed writers have left, remove what cannot be completed."""
+        with _naming:
+            if self._claimed:
+                return
+            self._claimed = True
+            file, writers = _locks.get(self._lock) or (open(self._lock, "ab"), 0)  # noqa: SIM115
+            _locks[self._lock] = file, writers + 1
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process may have it already
+            except (BlockingIOError, PermissionError):
+                _log.warning(
+                    "ringdance: another process, also of another host, writes the checkpoints %s in %s. Each "
+                    "job needs a directory or a name of its own: they remove each other's older checkpoints.",
+                    self.path(0).name.replace("0" * 8, "*"), self._directory,
+                )  # fmt: skip
+                return
+            except OSError:  # a file system without locks: it is assumed to be the only writer
+                pass
+            for one in self.scan():
+                self._finish(one)
+            for path in self._directory.iterdir():
+                found = self._partials.fullmatch(path.name)
+                if found and found["token"] not in _tokens:
+                    with contextlib.suppress(OSError):  # a directory, say, that is not ours
+                        path.unlink()
 
     def _finish(self, saved: _Saved) -> None:
         """Give the files of a checkpoint their names."""
@@ -357,7 +410,14 @@ def _partial(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.partial-{token}")  # torch.save writes the stem into the file
 
 
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def _present(path: Path, token: str) -> Path:
     """Return where a file of a checkpoint is; see Note [Manifests]."""
-    return partial if (partial := _partial(path, token)).exists() else path
+    return first if (first := _partial(path, token)).exists() else path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import inspect
 import os
@@ -62,11 +63,13 @@ def thread_locations(pending: Collection[int | None] = ()) -> list[dict[str, Any
         listed, doing, waits = user_frames(frames[ident], outermost=ident == main), "", ident in pending
         if listed and ident in threads:
             name = "main thread" if ident == main else f"thread '{threads[ident].name}'"
-            tasks = _tasks(frames[ident])
-            if tasks:
-                doing, listed = "awaits", tasks.pop(0)[1] + listed
-            elif not waits:
-                doing = _doing(frames[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
+            tasks: list[tuple[str, list[str]]] = []
+            with contextlib.suppress(Exception):  # of the user's objects, for one: it must end no job
+                tasks = _tasks(frames[ident])
+                if tasks:
+                    doing, listed = "awaits", tasks.pop(0)[1] + listed
+                elif not waits:
+                    doing = _doing(frames[ident], activity(pid, threads[ident].native_id or 0, before[ident]))
             found.append({"name": name, "pending": waits, "frames": listed, "doing": doing})
             found += [{"name": n, "pending": False, "frames": f, "doing": "awaits"} for n, f in tasks]
     return found[:_MOST_THREADS]
