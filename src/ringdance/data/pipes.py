@@ -13,7 +13,6 @@ import os
 import re
 import select
 import stat
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from ringdance.data.tables.formats import FORMATS, format_of, parse
 from ringdance.data.tables.rows import RowError, Rows
 from ringdance.errors import ArgumentError
 
-_MAGIC = struct.pack("<I", 0xCED7230A)  # begins each record of RecordIO
 _PIECE = 1 << 20  # bytes that are parsed at once, or more if a record is larger
 _POLL_MS = 500
 
@@ -94,7 +92,7 @@ def _holder(inode: int) -> str:
 
 
 def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) -> Iterator[Rows]:
-    """Yield rows of any of the formats csv, libsvm and tfrecord, also of files that are records of RecordIO.
+    """Yield rows of any of the formats csv, libsvm and tfrecord.
 
     Args:
         name: of the source, for errors.
@@ -106,8 +104,6 @@ def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) ->
         ArgumentError: a row is broken, or the data end within one.
     """
     stream = _file(name, pieces)
-    if stream.peek()[:4] == _MAGIC:
-        stream = _file(name, _unwrapped(stream))
     format, number = format_of(stream.peek()), 0
     for data in (examples if format == "tfrecord" else lines).pieces(stream, _PIECE):
         if format == "csv":  # without the names at the beginning of each file
@@ -119,28 +115,6 @@ def rows(name: object, pieces: Iterator[bytes], fields: int, table_size: int) ->
                 raise ArgumentError(f"{where} (without lines of names): {found}")
             yield found
         number += count
-
-
-def _unwrapped(stream: io.BufferedReader) -> Iterator[bytes]:
-    """Yield what is in records of RecordIO: with ``RecordWrapperType``, each holds a file.
-
-    A record is: a magic number, its length (29 bits) and part (3 bits: 0 whole, 1 first, 2 middle, 3 last),
-    the data, zeros up to a multiple of 4 bytes. Parts are divided where the data had the magic number.
-    """
-    while head := stream.read(8):
-        number = int.from_bytes(head[4:], "little")
-        part, length = number >> 29, number & (1 << 29) - 1
-        left = length if head[:4] == _MAGIC else -1
-        if left >= 0 and part > 1:
-            yield _MAGIC
-        while left > 0 and (data := stream.read(min(left, _PIECE))):
-            yield data
-            left -= len(data)
-        if left or len(head) < 8:
-            raise ArgumentError(
-                f"{stream.name}: damaged RecordIO: a record has no magic number, or is not complete"
-            )
-        stream.read(-length % 4)
 
 
 def _file(name: object, pieces: Iterator[bytes]) -> io.BufferedReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +15,6 @@ from ringdance.data.tables.lines import encode_libsvm
 from ringdance.errors import ArgumentError
 
 pytest.importorskip("pyarrow")
-MAGIC = struct.pack("<I", 0xCED7230A)
 HEAD = ",".join(criteo.COLUMNS).encode() + b"\n"
 
 
@@ -24,21 +22,6 @@ HEAD = ",".join(criteo.COLUMNS).encode() + b"\n"
 def part():
     (part,) = planted(700, seed=1)
     return part
-
-
-def recordio(data: bytes) -> bytes:
-    """Wrap data as dmlc's writer does: divided at each magic number on a multiple of 4 bytes."""
-    parts, start = [], 0
-    for at in range(0, len(data) - 3, 4):
-        if data[at : at + 4] == MAGIC:
-            parts.append(data[start:at])
-            start = at + 4
-    parts.append(data[start:])
-    kinds = [0] if len(parts) == 1 else [1, *[2] * (len(parts) - 2), 3]
-    return b"".join(
-        MAGIC + struct.pack("<I", kind << 29 | len(one)) + one + bytes(-len(one) % 4)
-        for kind, one in zip(kinds, parts, strict=True)
-    )
 
 
 def cut(data: bytes, size: int) -> Iterator[bytes]:
@@ -58,8 +41,6 @@ def forms(part) -> dict[str, bytes]:
         "csv": lines, "tsv without an end": criteo_lines(part, "\t")[:-1],
         "csv of two files with names": HEAD + lines[:half] + HEAD + lines[half:],
         "libsvm": encode_libsvm(rows), "tfrecord": records,
-        "files in RecordIO": recordio(HEAD + lines[:half]) + recordio(HEAD + lines[half:]),
-        "TFRecords in RecordIO": recordio(records),
     }  # fmt: skip
 
 
@@ -73,15 +54,6 @@ def test_all_forms_give_the_same_rows(part, piece, monkeypatch):
     for name, data in forms(part).items():
         for a, b in zip(read(data, piece or 65536), expected, strict=True):
             assert a.tobytes() == b.tobytes(), name
-
-
-def test_a_magic_number_within_the_data():
-    data = bytes(8) + MAGIC + b"abcd" + MAGIC + MAGIC + bytes(4)
-    wrapped = recordio(data)
-    assert b"".join(pipes._unwrapped(pipes._file("a pipe", cut(wrapped, 5)))) == data
-    for damaged in (wrapped[:-6], wrapped + b"abcdefgh", wrapped + MAGIC):
-        with pytest.raises(ArgumentError, match="a pipe: damaged RecordIO"):
-            list(pipes._unwrapped(pipes._file("a pipe", cut(damaged, 5))))
 
 
 def test_errors(part):
