@@ -17,7 +17,7 @@ import pytest
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
-from ringdance.training import checkpoints
+from ringdance.training import checkpoint_files
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_a_save_that_ends_anywhere_leaves_whole_checkpoints(
                 saved.save(number, text(content), None if table is None else table_of(table))
                 saved.wait()
         monkeypatch.undo()
-        monkeypatch.setattr(checkpoints, "_tokens", set())  # what follows is another process
+        monkeypatch.setattr(checkpoint_files, "tokens", set())  # what follows is another process
         again = hvd.Checkpoints(tmp_path / str(last), keep=2)
         state = tuple(triple(again, number) for number in again.numbers())
         if state not in seen:

@@ -110,7 +110,8 @@ class Reduction:
             who reduces a block also scales it.
         one_stage: an element's parts must be reduced all at once: averages of integers.
         mpi_op: name of the equal MPI operation, or None where MPI has none: for 16-bit floats and bool, for
-            averages of integers, and for Min and Max of floats, whose NaN MPI's comparisons drop.
+            averages of integers, for Min and Max of floats, whose NaN MPI's comparisons drop, and for sums of
+            8- and 16-bit integers, at whose ends Open MPI stops where it uses AVX, and others begin anew.
     """
 
     def __init__(
@@ -136,7 +137,9 @@ class Reduction:
         self._integer = np.issubdtype(dtype, np.integer)
         self.one_stage = self._integer and divisor > 1
         self._sums_wide = self.wide or self.one_stage
-        self.mpi_op = None if self._sums_wide or dtype == np.bool_ or drops_nan else mpi_op
+        saturates = self._integer and dtype.itemsize < 4 and operation == ReduceOp.SUM
+        other = self._sums_wide or dtype == np.bool_ or drops_nan or saturates
+        self.mpi_op = None if other else mpi_op
         self._set_finish(divisor, postscale)
         self.late = not (self.wide or self._integer or self.plain)
         self.simple = self.identity and not self.wide and (self.late or self.plain)

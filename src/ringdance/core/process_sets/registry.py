@@ -92,10 +92,6 @@ class ProcessSets:
             raise ArgumentError(f"There is no process set number {set_id}; registered: {self.ranks()}.")
         return known
 
-    def members(self, set_id: int = 0) -> tuple[int, ...]:
-        """Return the global ranks of a set, ascending. Raises ArgumentError for an unknown set."""
-        return self.find(set_id).ranks
-
     def ranks(self) -> dict[int, tuple[int, ...]]:
         """Return all registered sets: id -> ranks."""
         return {set_id: known.ranks for set_id, known in sorted(self.registered.items())}
