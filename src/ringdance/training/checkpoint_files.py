@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,9 @@ class CheckpointFiles:
             if write_table is not None:
                 write_table()
             write(partials[0])
+            if partials[0].is_dir():
+                shutil.rmtree(partials[0])
+                raise CheckpointError("a checkpoint is one file, and what was passed wrote a directory")
             for one in partials[:-1]:
                 sync_path(one)
             with _naming:

@@ -364,6 +364,15 @@ def test_the_last_one_that_fails_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     assert "checkpoint 7 is not written" in caplog.text
 
 
+def test_a_directory_is_refused_at_once(tmp_path: Path) -> None:
+    saved = hvd.Checkpoints(tmp_path)
+    saved.save(1, lambda path: path.mkdir())
+    with pytest.raises(hvd.CheckpointError, match="wrote a directory"):
+        saved.wait()
+    assert shown(tmp_path) == []
+    saved.close()
+
+
 def test_a_second_writer_of_this_process_keeps_the_lock(tmp_path: Path) -> None:
     first, second = hvd.Checkpoints(tmp_path), hvd.Checkpoints(tmp_path)
     for number, saved in enumerate((first, second)):
