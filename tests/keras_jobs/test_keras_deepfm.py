@@ -74,7 +74,7 @@ def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
     with np.load(path) as saved:
         arrays = [saved[name] for name in sorted(saved.files) if name != "position"]
         position: dict[str, Any] = json.loads(str(saved["position"]))
-    return position, [*arrays, np.load(path.with_suffix(".npy"))]
+    return position, [*arrays, np.load(path.with_name(f"{path.name}.npy"))]
 
 
 def test_parts_of_a_sharded_training_are_the_whole_of_a_replicated_one(

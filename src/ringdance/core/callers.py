@@ -13,8 +13,9 @@ Note [Certain deadlocks]
     It stays so as long as no wait has begun, nothing was submitted, and no thread that sleeps has run. Where
     this holds on all ranks at one time, and no operation can begin, no rank can go on. What cannot be known
     (another system than Linux, a thread that sleeps for some seconds, a timer that sends a signal) counts as
-    a thread that may go on. Not foreseen: a thread of C code that has slept, and calls Python where all of
-    Python waits for locks.
+    a thread that may go on. Not foreseen, where all of Python waits for locks: a thread of C code that has
+    slept, and calls Python; a signal whose handler releases one; a thread of the user's C code from before
+    ``init()`` that ends a wait in C.
 """
 
 from __future__ import annotations

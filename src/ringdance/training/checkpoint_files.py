@@ -30,6 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 _log = logging.getLogger("ringdance")
+_MOST_BYTES = 1 << 16  # of a manifest
 TABLE = ".npy"
 """Appended to a checkpoint's name: its table."""
 tokens: set[str] = set()
@@ -98,15 +99,17 @@ class CheckpointFiles:
         saved = SavedCheckpoint(number, sizes=tuple(found))
         manifest = b""
         try:
+            if _manifest(path).exists() and not 0 < (_size(_manifest(path)) or 0) < _MOST_BYTES:
+                raise ValueError
             manifest = _manifest(path).read_bytes()
             about = json.loads(manifest)
             sizes = tuple(map(int, about["sizes"]))
             saved = SavedCheckpoint(number, int(about["serial"]), about["token"], sizes)
-            if not re.fullmatch("[0-9a-f]+", saved.token):
+            if not (sizes and re.fullmatch("[0-9a-f]+", saved.token)):
                 raise ValueError
         except FileNotFoundError:
             pass
-        except (ArithmeticError, ValueError, LookupError, TypeError):
+        except (ArithmeticError, ValueError, LookupError, TypeError, OSError):
             saved = SavedCheckpoint(number, problem=f"{_manifest(path)} is damaged")
         # The table first: another process that removes a checkpoint begins with the checkpoint's own file.
         for one, size in reversed(list(zip(files, saved.sizes, strict=False))):
@@ -116,8 +119,9 @@ class CheckpointFiles:
             if there != size:
                 problem = "is missing" if there is None else f"has {there} bytes, not {size}"
                 saved = saved._replace(problem=f"{one} {problem}")
-        if saved.problem and _manifest(path).exists() and _manifest(path).read_bytes() != manifest:
-            return self.look(number)  # another process has just replaced it
+        with contextlib.suppress(OSError):
+            if saved.problem and manifest and _manifest(path).read_bytes() != manifest:
+                return self.look(number)  # another process has just replaced it
         return saved if _size(present_path(path, saved.token)) is not None else None
 
     def find(self, number: int | None) -> SavedCheckpoint | None:
@@ -203,9 +207,8 @@ class CheckpointFiles:
         with _naming:
             if self._claimed:
                 return
-            self._claimed = True
-            file, writers = _locks.get(self._lock) or (open(self._lock, "ab"), 0)  # noqa: SIM115
-            _locks[self._lock] = file, writers + 1
+            file, writers = _locks.get(self._lock) or (_open_lock(self._lock), 0)
+            _locks[self._lock], self._claimed = (file, writers + 1), True
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process may have it already
             except (BlockingIOError, PermissionError):
@@ -255,10 +258,15 @@ def partial_path(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.partial-{token}")  # torch.save writes the stem into the file
 
 
+def _open_lock(path: Path) -> IO[bytes]:
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "ab")  # a FIFO is an error
+
+
 def _size(path: Path) -> int | None:
+    """Return the bytes of a file; None: it is not there, or cannot be one."""
     try:
-        return path.stat().st_size
-    except FileNotFoundError:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
         return None
 
 

@@ -55,13 +55,13 @@ class Checkpoints:
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 3, name: str = "checkpoint", suffix: str = ""
     ) -> None:
-        if keep < 1:
-            raise ArgumentError(f"keep={keep}: give 1 or more.")
+        if not isinstance(keep, int) or keep < 1:
+            raise ArgumentError(f"keep={keep!r}: give an integer, 1 or more.")
         if "/" in name + suffix or suffix.endswith(TABLE):
             raise ArgumentError(f"name={name!r}, suffix={suffix!r}: no '/', and not {TABLE} at the end.")
         self.directory = Path(directory)
         self._files = CheckpointFiles(self.directory, keep, name, suffix)
-        self._is_writer = session.engine().rank == 0
+        self._is_writer, self._host = session.engine().rank == 0, session.engine().hosts[0]
         self._executor = ThreadPoolExecutor(1, "ringdance-checkpoint") if self._is_writer else None
         self._writing: Future[None] | None = None
         self._closed = False
@@ -195,5 +195,4 @@ class Checkpoints:
             problem = f"{problem.strerror or problem}: {problem.filename or self.directory}"
         elif not isinstance(problem, (str, CheckpointError)):
             problem = f"{type(problem).__name__}: {problem}"
-        host = session.engine().hosts[0]
-        return CheckpointError(f"rank 0 on {host}, checkpoints in {self.directory}: {problem}")
+        return CheckpointError(f"rank 0 on {self._host}, checkpoints in {self.directory}: {problem}")
