@@ -90,7 +90,9 @@ def room(path: str) -> dict[str, Any]:
     """Return the room of a directory's file system, or of its nearest parent's, and what the directory is."""
     wanted = os.path.abspath(os.path.expanduser(path))
     there = machine.nearest(wanted)
-    return {"exists": there == wanted, "writable": os.access(there, os.W_OK), **linux.room(there)}
+    usable = os.path.isdir(there)  # a file may be in the way
+    writable = usable and os.access(there, os.W_OK)
+    return {"exists": usable and there == wanted, "writable": writable, **linux.room(there)}
 
 
 _TASKS = {"jobs": _jobs, "kill": _kill, "disk": _disk}

@@ -41,8 +41,8 @@ def facts() -> dict[str, Any]:
 
 
 def nearest(path: str) -> str:
-    """Return an absolute path, or the nearest of its parents, that is a directory."""
-    while not os.path.isdir(path) and path != os.path.dirname(path):
+    """Return an absolute path, or the nearest of its parents that exists."""
+    while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
