@@ -31,7 +31,11 @@ def ringdance(split: str) -> Callable[[Path], Batches]:
     def batches(made: Path) -> Batches:
         from ringdance.data import Table, TableLoader
 
-        loader = TableLoader(Table.open(made, split), BATCH)
+        if split == "csv":  # without an index: it is scanned first
+            table = Table.open(made / "csv.csv", table_size=TABLE_SIZE)
+        else:
+            table = Table.open(made, split)
+        loader = TableLoader(table, BATCH)
         for epoch in range(1 << 30):
             loader.set_epoch(epoch)
             for batch in loader:
@@ -150,6 +154,9 @@ def prepare(made: Path, count: int) -> None:
 
     import numpy as np
 
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    from criteo_lines import criteo_lines
+
     from ringdance.data import planted
     from ringdance.data.tables.lines import encode_libsvm
     from ringdance.data.tables.writing import ENDS, TableWriter, write_index
@@ -160,13 +167,15 @@ def prepare(made: Path, count: int) -> None:
             for form, end in ENDS.items()
         }
         ascending = stack.enter_context(open(made / "sorted.libsvm", "wb"))
+        lines = stack.enter_context(open(made / "csv.csv", "wb"))
         for some in planted(count):
             rows = some.rows(TABLE_SIZE)
             ids = np.sort(rows.ids, axis=1)
             ids[:, 1:] += np.cumsum(np.diff(ids, axis=1) == 0, axis=1)
             ascending.write(encode_libsvm(rows._replace(ids=ids)))
-            for form, file in files.items():
-                file.write(some.lines() if form == "csv" else rows)
+            lines.write(criteo_lines(some))
+            for file in files.values():
+                file.write(rows)
     for form, file in files.items():
         write_index(made, form, form, FIELDS, TABLE_SIZE, [file.written])
 
