@@ -39,9 +39,9 @@ def test_a_thread_that_has_not_run_since_its_operation_ended_does_not_wait(tmp_p
     path = script(
         tmp_path,
         "import ringdance.numpy as hvd\nfrom ringdance import session\nhvd.init()\n"
-        "(state,) = session.engine().sets.states()\n"
+        "callers = session.engine().callers\n"
         "class Kept(dict):\n    def pop(self, *words): pass\n"  # as if it had not run yet
-        "state.waiting = Kept()\nhvd.barrier()\nassert state.waiting\n",
+        "callers.waiting = Kept()\nhvd.barrier()\nassert callers.waiting\n",
     )
     line = [sys.executable, "-m", "ringdance", "run", "-np", "2", "python", path]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)

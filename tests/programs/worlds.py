@@ -100,7 +100,7 @@ def _hung(why: str, engines: dict[int, Engine], before: set[int | None]) -> str:
             names = ", ".join(work.name for work in state.pending.in_flight())
             parts.append(
                 f"rank {rank}, set {state.set_id} of {state.members}: round {state.rounds}, in round "
-                f"{state.in_round}, waiting {len(state.waiting)}, joined {state.pending.joined:b}; "
+                f"{state.in_round}, waiting {len(engine.callers.waiting)}, joined {state.pending.joined:b}; "
                 f"pending: {names}"
             )
     for thread in threading.enumerate():
