@@ -109,7 +109,7 @@ class CheckpointFiles:
                 raise ValueError
         except FileNotFoundError:
             pass
-        except (ArithmeticError, ValueError, LookupError, TypeError, OSError):
+        except (ArithmeticError, ValueError, LookupError, TypeError, OSError, RecursionError):
             saved = SavedCheckpoint(number, problem=f"{_manifest(path)} is damaged")
         # The table first: another process that removes a checkpoint begins with the checkpoint's own file.
         for one, size in reversed(list(zip(files, saved.sizes, strict=False))):

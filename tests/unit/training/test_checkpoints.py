@@ -274,7 +274,9 @@ def test_what_another_process_writes_stays_until_that_is_killed(
     saved.close()
 
 
-@pytest.mark.parametrize("content", ["", '{"serial": 3, "tok', "[]", "{}", "null", '{"serial": "x"}'])
+@pytest.mark.parametrize(
+    "content", ["[" * 60_000, "", '{"serial": 3, "tok', "[]", "{}", "null", '{"serial": "x"}']
+)
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
