@@ -113,4 +113,4 @@ def test_lars_with_accumulation_in_half_precision(
     before = read(min((photos / "half").glob("checkpoint-*")))[1]  # after two steps
     assert np.abs(variables[0] - before[0]).max() > 1e-4, "the scaled loss reaches the weights"
     if RANK == 0:
-        assert capsys.readouterr().out.count("evaluation: top-1") == 1
+        assert capsys.readouterr().out.count("epochs: top-1") == 1

@@ -24,6 +24,7 @@ from ringdance.data.order import block
 sys.path.insert(0, str(Path(ringdance.recipes.resnet50.__file__).parent))  # where a copy finds presets.py
 
 import train_torch
+from presets import PRESETS
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -34,7 +35,7 @@ RATE = 0.1
 def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
     """Of 7 images the ranks have unequally many, some fewer than passes; of 1 all but one have padding."""
     torch.manual_seed(RANK)
-    preset = replace(train_torch.PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
+    preset = replace(PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
     given = Namespace(accumulate=passes, width=4, checkpoints=None, keep=1)
     training = train_torch.Training(given, preset, 5, torch.device("cpu"))
     for one in training.model.modules():

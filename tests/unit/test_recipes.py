@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,13 @@ def test_the_rate_scales_with_the_batch():
     assert presets.PRESETS["256"].rate == pytest.approx(3.2)
     assert presets.PRESETS["256"].rate_for(256) == pytest.approx(0.1)
     assert presets.PRESETS["8xV100"].rate_for(256) == pytest.approx(0.256)
+
+
+def test_the_rate_goes_with_another_batch_size():
+    given = Namespace(epochs=3, batch_size=32, optimizer=None, precision=None, image_size=None)
+    one = presets.PRESETS["8xV100"].overridden(given)  # 256 images for each device, 2.048 for 2,048
+    assert (one.epochs, one.batch_size, one.optimizer) == (3, 32, "sgd")
+    assert one.rate_for(8 * 32) == pytest.approx(0.256)
 
 
 def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str]):

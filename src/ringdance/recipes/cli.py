@@ -23,7 +23,7 @@ _EPILOG = """\
 examples:
   ringdance recipes list
   ringdance recipes show resnet50                  its presets: hyper-parameters, sources, published results
-  ringdance recipes copy resnet50 job              train_torch.py, train_keras.py, presets.py into ./job
+  ringdance recipes copy resnet50 job              train_torch.py, train_keras.py and what they share
   ringdance run -np 2 python job/train_torch.py --preset laptop --synthetic --steps 20
   ringdance recipes run deepfm/compare --help      a script of a recipe, without a copy
 """

@@ -7,8 +7,7 @@ import io
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
+from ringdance.recipes.log import TrainingLog, clock
 
 Array = np.ndarray[Any, Any]
 
@@ -258,18 +258,12 @@ def evaluate(training: Training, log: Log) -> bool:
     return False
 
 
-class Log:
-    """The table on rank 0, with time and money so far, and TensorBoard's files."""
+class Log(TrainingLog):
+    """The table of the steps."""
 
     def __init__(self, given: argparse.Namespace, at: Position, rows: int) -> None:
-        self.started = time.perf_counter()
-        self.before, self.given, self.rows_in_epoch = at.seconds, given, rows
-        self.board: Any = None
-        self.clear()
-        if hvd.rank() == 0 and given.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self.board = SummaryWriter(given.tensorboard)
+        super().__init__(given, at.seconds)
+        self.limit, self.earlier, self.rows_in_epoch = given.time_limit, at.seconds, rows
         if at.step:
             self.print(f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its rows are done")
         self.print(
@@ -277,71 +271,24 @@ class Log:
             f"{'cost':>8}"
         )
 
-    def clear(self) -> None:
-        """Begin to count."""
-        self.mark, self.rows, self.waited = time.perf_counter(), 0, 0.0
-
-    def print(self, text: str) -> None:
-        """Print on rank 0."""
-        if hvd.rank() == 0:
-            print(text, flush=True)
-
-    def seconds(self) -> float:
-        """Return the time so far, with that of the runs before."""
-        return self.before + time.perf_counter() - self.started
-
-    def timed(self, loader: Any) -> Iterator[TableBatch]:
-        """Yield the batches, and add up how long the training waits for them."""
-        batches = iter(loader)
-        while True:
-            began = time.perf_counter()
-            batch = next(batches, None)
-            self.waited += time.perf_counter() - began
-            if batch is None:
-                return
-            self.rows += batch.count
-            yield batch
-
     def line(self, at: Position, loss: float, rate: float) -> bool:
         """Print a line on the steps since the last one; return whether the time is over. Collective."""
-        mine = np.array([loss, time.perf_counter() - self.started])
-        mean, seconds = hvd.allreduce(mine, name="loss")
-        passed = time.perf_counter() - self.mark
-        speed, waiting = self.rows / passed, self.waited / passed
+        mean, seconds = hvd.allreduce(np.array([loss, self.seconds() - self.earlier]), name="loss")
+        speed, waiting = self.rates()
         self.print(
             f"{at.epoch + at.done / self.rows_in_epoch:7.2f} {at.step:8} {rate:6.3g} {mean:8.5f} "
-            f"{speed:10,.0f} {waiting:6.1%} {self.time_and_cost()}"
+            f"{speed:10,.0f} {waiting:6.1%} {clock(self.seconds()):>9} {self.cost():>8}"
         )
         self.scalars(at.step, loss=mean, rows_per_second=speed, waiting_for_input=waiting)
-        self.clear()
-        return bool(self.given.time_limit and seconds > self.given.time_limit)
+        return bool(self.limit and seconds > self.limit)
 
     def evaluation(self, at: Position, found: dict[str, float]) -> None:
         """Print what an evaluation has found."""
         self.print(
             f"after step {at.step}: AUC {found['auc']:.5f}, log-loss {found['logloss']:.5f}, calibration "
-            f"{found['calibration']:.4f} of {found['count']:,} rows, {self.time_and_cost().strip()}"
+            f"{found['calibration']:.4f} of {found['count']:,} rows, {clock(self.seconds())} {self.cost():>8}"
         )
         self.scalars(at.step, **{name: found[name] for name in ("auc", "logloss", "calibration")})
-        self.clear()
-
-    def time_and_cost(self) -> str:
-        """Return both so far."""
-        seconds, price = int(self.seconds()), self.given.price_per_hour
-        cost = f"{price * seconds / 3600:.2f}" if price is not None else "-"
-        return f"{seconds // 3600:>3}:{seconds // 60 % 60:02}:{seconds % 60:02} {cost:>8}"
-
-    def scalars(self, step: int, **values: float) -> None:
-        """Write values for TensorBoard."""
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Print the time of all; complete TensorBoard's files."""
-        self.print(f"done in {self.time_and_cost().split()[0]}")
-        if self.board is not None:
-            self.board.close()
 
 
 def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:

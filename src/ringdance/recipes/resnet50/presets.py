@@ -6,7 +6,8 @@ number of devices scale it linearly (Goyal et al. 2017): see ``Preset.rate_for``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
 
 __all__ = ["PRESETS", "Preset"]
 
@@ -55,6 +56,13 @@ class Preset:
     def rate_for(self, batch: int) -> float:
         """Return the peak learning rate for another whole batch: linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
+
+    def overridden(self, given: argparse.Namespace) -> Preset:
+        """Return the preset with what a command line sets; the rate goes with the batch size."""
+        names = ("epochs", "batch_size", "optimizer", "precision", "image_size")
+        values = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+        rate = self.rate * values.get("batch_size", self.batch_size) / self.batch_size
+        return replace(self, rate=rate, **values)
 
 
 _GOYAL = "Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv 1706.02677"

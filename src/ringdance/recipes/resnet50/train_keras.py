@@ -18,9 +18,10 @@ of processes: model, optimizer, epoch and position in the epoch are read from th
 epoch still uses every image exactly once. Only rank 0 reads and writes that directory.
 
 What rank 0 prints: a line every --log-every steps with the loss (cross-entropy and, with SGD, the L2 term),
-images per second of all ranks, the time so far with that of the runs before, and what it has cost, if
---price-per-hour says what all machines together cost. After every --evaluate-every epochs: top-1 and top-5 on
-the split `validation` (or `train`, if the data has no other), each image counted once.
+images per second of all ranks and of each, the share of the time in which training waited for images, the
+time so far with that of the runs before, the time left, and what it has cost, if --price-per-hour says what
+all machines together cost. After every --evaluate-every epochs: top-1 and top-5 on the split `validation` (or
+`train`, if the data has no other), each image counted once.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ import argparse
 import io
 import json
 import os
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,55 +38,15 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
+from options import parser  # type: ignore[import-not-found]  # beside this file
+from options import read as read_options
 from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
 
 import ringdance.keras as hvd
 from ringdance.data import Dataset, Synthetic
+from ringdance.recipes.log import ImageLog
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
-
-
-# Options ---------------------------------------------------------------------------------------------
-
-
-def options() -> argparse.Namespace:
-    """Read the command line."""
-    manual, form = __doc__ or "", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=manual, formatter_class=form, allow_abbrev=False)
-    add = parser.add_argument
-    add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=", ".join(PRESETS))
-    add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
-    add("--synthetic", action="store_true", help="random pixels instead of data")
-    add("--synthetic-images", type=int, default=1_281_167, metavar="N", help="default: as ImageNet has")
-    add("--epochs", type=int, metavar="N", help="length of the schedule")
-    add("--steps", type=int, metavar="N", help="end after so many steps, with a checkpoint")
-    add("--batch-size", type=int, metavar="N", help="images for each rank and pass")
-    add("--accumulate", type=int, default=1, metavar="N", help="passes in each step; default: 1")
-    add("--optimizer", choices=("sgd", "lars"))
-    add("--rate", type=float, metavar="R", help="peak learning rate of the whole batch")
-    add("--precision", choices=("float32", "float16", "bfloat16"))
-    add("--image-size", type=int, metavar="PIXELS")
-    add("--seed", type=int, default=0)
-    add("--checkpoints", metavar="DIR", help="write checkpoints there, and go on from the newest one")
-    add("--checkpoint-every", type=int, default=1000, metavar="STEPS", help="and after epochs; default: 1000")
-    add("--keep", type=int, default=3, metavar="N", help="checkpoints; default: 3")
-    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and at the end; 0: never")
-    add("--log-every", type=int, default=20, metavar="STEPS", help="default: 20")
-    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
-    add("--tensorboard", metavar="DIR", help="write loss, rate, speed and accuracy there")
-    add("--sample-log", metavar="DIR", help="write which images each rank used in each step")
-    given = parser.parse_args()
-    if bool(given.data) == given.synthetic:
-        parser.error("give either --data DIR or --synthetic")
-    return given
-
-
-def chosen(given: argparse.Namespace) -> Preset:
-    """Return the preset with what the command line overrides."""
-    names = ("epochs", "batch_size", "optimizer", "precision", "image_size")
-    preset: Preset = PRESETS[given.preset]
-    found = {name: getattr(given, name) for name in names}
-    return replace(preset, **{name: value for name, value in found.items() if value is not None})
 
 
 # Model -----------------------------------------------------------------------------------------------
@@ -247,63 +206,6 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
-class Log:
-    """The table on rank 0, with time and money so far, and TensorBoard's files."""
-
-    def __init__(self, given: argparse.Namespace, seconds: float) -> None:
-        self.began = time.perf_counter() - seconds
-        self.price = given.price_per_hour
-        self.mark, self.images = time.perf_counter(), 0
-        self.board: Any = None
-        if hvd.rank() == 0 and given.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self.board = SummaryWriter(given.tensorboard)
-        self.print("   epoch     step      rate     loss  images/s      time      cost")
-
-    def print(self, text: str) -> None:
-        """Print on rank 0."""
-        if hvd.rank() == 0:
-            print(text, flush=True)
-
-    def seconds(self) -> float:
-        """Return the time so far, with that of the runs before."""
-        return time.perf_counter() - self.began
-
-    def so_far(self) -> str:
-        """Return the time and the cost so far."""
-        seconds = int(self.seconds())
-        cost = f"{self.price * seconds / 3600:.2f}" if self.price is not None else "-"
-        return f"{seconds // 3600:>3}:{seconds // 60 % 60:02}:{seconds % 60:02}{cost:>10}"
-
-    def line(self, epoch: float, step: int, rate: float, loss: float) -> None:
-        """Print a line on the steps since the last one; a collective call."""
-        now = time.perf_counter()
-        speed = self.images / (now - self.mark)
-        mean = float(hvd.allreduce(np.float32(loss), name="loss"))
-        self.print(f"{epoch:8.2f} {step:8} {rate:9.4g} {mean:8.4f} {speed:9,.0f} {self.so_far()}")
-        self.scalars(step, loss=mean, rate=rate, images_per_second=speed)
-        self.mark, self.images = time.perf_counter(), 0
-
-    def accuracy(self, epoch: int, step: int, found: dict[str, float]) -> None:
-        """Write the result of an evaluation, whose time is not that of steps."""
-        shares = f"top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%} of {found['count']} images"
-        self.print(f"{epoch:8.2f} {step:8}   evaluation: {shares} {self.so_far()}")
-        self.scalars(step, top1=found["top1"], top5=found["top5"])
-        self.mark, self.images = time.perf_counter(), 0
-
-    def scalars(self, step: int, **values: float) -> None:
-        """Write values for TensorBoard."""
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Complete TensorBoard's files."""
-        if self.board is not None:
-            self.board.close()
-
-
 def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, check: Any) -> None:
     """Train from the newest checkpoint to the last epoch."""
     per_rank = preset.batch_size * given.accumulate
@@ -317,28 +219,22 @@ def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, chec
     checkpointer = Checkpointer(given.checkpoints, given.keep, model)
     state = checkpointer.restore()
     step, first, begin = state["step"], state["epoch"], state["position"]
-    log = Log(given, state["seconds"])
-    if step:
-        log.print(f"going on after step {step}: epoch {first}, {begin} of its {len(data)} images are done")
-    samples = Path(given.sample_log) / f"rank-{hvd.rank()}.jsonl" if given.sample_log else None
+    log = ImageLog(given, len(data), preset.epochs, state["seconds"])
+    log.begin(step, first, begin)
     last = step + given.steps if given.steps else None
     classes = len(data.classes)
     for epoch in range(first, int(preset.epochs)):
         position = begin if epoch == first else 0
         loader.set_epoch(epoch, position)
         model.reset_metrics()
-        for batch in loader.batches():
+        for batch in log.timed(loader.batches()):
             current = schedule(epoch + (batch.position - batch.count) / len(data))
             model.optimizer.learning_rate = current
             loss = train_step(model, batch, classes, given.accumulate)
             step, position = step + 1, batch.position
-            log.images += batch.count
-            if samples is not None:
-                used = batch.indices[batch.indices >= 0].tolist()
-                with samples.open("a") as file:
-                    file.write(json.dumps({"step": step, "epoch": epoch, "samples": used}) + "\n")
+            log.use(step, epoch, batch)
             if step % given.log_every == 0 or position == len(data):
-                log.line(epoch + position / len(data), step, current, loss)
+                log.line(step, epoch * len(data) + position, current, loss)
                 model.reset_metrics()
             done = {"step": step, "epoch": epoch, "position": position, "seconds": log.seconds()}
             if step % given.checkpoint_every == 0 or position == len(data) or step == last:
@@ -347,7 +243,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, chec
                 break
         over = epoch + 1 == int(preset.epochs) or step == last
         if given.evaluate_every and (over or (epoch + 1) % given.evaluate_every == 0):
-            log.accuracy(epoch + 1, step, evaluate(model, check))
+            log.evaluation(step, epoch + 1, evaluate(model, check))
         if over:
             break
     checkpointer.close()
@@ -356,18 +252,14 @@ def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, chec
 
 def main() -> None:
     """Train as the command line says."""
-    given = options()
+    given = read_options(parser(__doc__ or ""))
     hvd.init()
     use_own_gpu()
-    preset = chosen(given)
+    preset = PRESETS[given.preset].overridden(given)
     keras.utils.set_random_seed(given.seed)
-    if given.synthetic:
-        data: Any = Synthetic(given.synthetic_images)
-        check = data
-    else:
-        data = Dataset.open(given.data, "train")
-        other = (Path(given.data) / "validation.json").exists()
-        check = Dataset.open(given.data, "validation") if other else data
+    data: Any = Synthetic(given.synthetic_images) if given.synthetic else Dataset.open(given.data, "train")
+    found = given.data and (Path(given.data) / "validation.json").exists()
+    check = Dataset.open(given.data, "validation") if found else data
     model = build(preset, len(data.classes), given.accumulate)
     checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False).loader
     if hvd.rank() == 0:

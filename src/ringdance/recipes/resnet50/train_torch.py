@@ -28,74 +28,22 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from options import parser, read  # type: ignore[import-not-found]  # beside this file
 from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import ringdance.torch as hvd
 from ringdance.data import Batch, Dataset, Synthetic
+from ringdance.recipes.log import ImageLog
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
-
-
-# Options --------------------------------------------------------------------------------------------------
-
-
-def options() -> argparse.Namespace:
-    """Read the command line."""
-    manual, form = __doc__ or "", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=manual, formatter_class=form, allow_abbrev=False)
-    add = parser.add_argument
-    names = f"default: 8xV100; {', '.join(PRESETS)}"
-    add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=names)
-    add("--data", metavar="DIR", help="a data set that `ringdance data prepare` has written")
-    add("--synthetic", action="store_true", help="random pixels instead of data")
-    add("--synthetic-images", type=int, default=1_281_167, metavar="N", help="default: 1,281,167")
-    add("--epochs", type=int, metavar="N", help="length of the schedule")
-    add("--steps", type=int, metavar="N", help="end after so many steps of this run, with a checkpoint")
-    add("--batch-size", type=int, metavar="N", help="images for each rank and pass")
-    add("--accumulate", type=int, default=1, metavar="N", help="passes in each step; default: 1")
-    add("--optimizer", choices=("sgd", "lars"))
-    add("--rate", type=float, metavar="R", help="peak learning rate of the whole batch, not scaled further")
-    add("--precision", choices=("float32", "float16", "bfloat16"))
-    add("--image-size", type=int, metavar="PIXELS")
-    add("--width", type=int, default=64, help="channels of the first stage; default: 64")
-    add("--threads", type=int, metavar="N", help="that decode images; default: the cores of each rank")
-    add("--seed", type=int, default=0)
-    add("--checkpoints", metavar="DIR", help="write them there, also after each epoch; go on from the newest")
-    add("--checkpoint-every", type=int, default=1000, metavar="STEPS", help="default: 1000")
-    add("--keep", type=int, default=3, metavar="N", help="checkpoints; default: 3")
-    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="default: 1; 0: never")
-    add("--log-every", type=int, default=20, metavar="STEPS", help="default: 20")
-    add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
-    add("--tensorboard", metavar="DIR", help="write loss, rate, speed and accuracy there")
-    add("--sample-log", metavar="DIR", help="write there which images each rank used in each step")
-    given = parser.parse_args()
-    if bool(given.data) == given.synthetic:
-        parser.error("give either --data DIR or --synthetic")
-    for name in ("epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")
-    if given.image_size is not None and given.image_size <= 32:
-        parser.error(f"--image-size {given.image_size}: give 33 or more: the network halves it five times")
-    return given
-
-
-def chosen(given: argparse.Namespace) -> Preset:
-    """Return the preset with what the command line overrides."""
-    names = ("epochs", "batch_size", "optimizer", "precision", "image_size")
-    preset: Preset = PRESETS[given.preset]
-    overridden = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    return replace(preset, **overridden)
 
 
 # Model ----------------------------------------------------------------------------------------------------
@@ -266,8 +214,8 @@ def train(given: argparse.Namespace, training: Training, data: Any, loader: Any,
         peak, preset.epochs, preset.schedule, preset.warmup_epochs, milestones=preset.milestones
     )
     at = training.restore()
-    log = Log(given, at, len(data), preset.epochs)
-    samples = Path(given.sample_log) / f"rank-{hvd.rank()}.jsonl" if given.sample_log else None
+    log = ImageLog(given, len(data), preset.epochs, at.seconds)
+    log.begin(at.step, at.epoch, at.done)
     last = at.step + given.steps if given.steps else None
     while at.epoch < preset.epochs and at.step != last:
         loader.set_epoch(at.epoch, at.done)
@@ -275,12 +223,9 @@ def train(given: argparse.Namespace, training: Training, data: Any, loader: Any,
             rate = schedule(at.epoch + at.done / len(data))
             loss = training.step(batch, rate)
             at.step, at.done = at.step + 1, batch.position
-            if samples:
-                used = batch.indices[batch.indices >= 0].tolist()
-                with samples.open("a") as file:
-                    print(json.dumps({"step": at.step, "epoch": at.epoch, "samples": used}), file=file)
+            log.use(at.step, at.epoch, batch)
             if at.step % given.log_every == 0 or at.done == len(data):
-                log.line(at, at.epoch * len(data) + at.done, rate, loss)
+                log.line(at.step, at.epoch * len(data) + at.done, rate, float(loss))  # waits for the GPU
             if at.step == last or (at.step % given.checkpoint_every == 0 and at.done < len(data)):
                 at.seconds = log.seconds()
                 training.save(at)
@@ -291,117 +236,33 @@ def train(given: argparse.Namespace, training: Training, data: Any, loader: Any,
             training.save(at)
         over = at.epoch >= preset.epochs
         if given.evaluate_every and (over or (at.done == 0 and at.epoch % given.evaluate_every == 0)):
-            log.evaluation(at, training.evaluate(check))
+            log.evaluation(at.step, at.epoch, training.evaluate(check))
     if training.checkpoints:
         training.checkpoints.close()
     log.close()
 
 
-# What is shown --------------------------------------------------------------------------------------------
-
-
-class Log:
-    """The table on rank 0, with time and money so far, and TensorBoard's files."""
-
-    def __init__(self, given: argparse.Namespace, at: Position, images: int, epochs: float) -> None:
-        self.began = time.perf_counter() - at.seconds
-        self.price, self.epoch, self.total, self.board = given.price_per_hour, images, images * epochs, None
-        self.images = self.waited = 0.0
-        self.mark = time.perf_counter()
-        if hvd.rank() == 0 and given.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self.board = SummaryWriter(given.tensorboard)
-        if at.step:
-            self.print(f"going on after step {at.step}: epoch {at.epoch}, {at.done} of its images are done")
-        self.print(
-            f"{'epoch':>8} {'step':>8} {'rate':>9} {'loss':>8} {'images/s':>9} {'per rank':>9} {'input':>6} "
-            f"{'time':>9} {'left':>9}{'cost':>10}"
-        )
-
-    def print(self, text: str) -> None:
-        """Print on rank 0."""
-        if hvd.rank() == 0:
-            print(text, flush=True)
-
-    def seconds(self) -> float:
-        """Return the time so far, with that of the runs before."""
-        return time.perf_counter() - self.began
-
-    def timed(self, loader: Any) -> Iterator[Batch]:
-        """Yield the batches, and add up how long the training waits for them."""
-        batches = iter(loader)
-        while True:
-            began = time.perf_counter()
-            batch = next(batches, None)
-            self.waited += time.perf_counter() - began
-            if batch is None:
-                return
-            self.images += batch.count
-            yield batch
-
-    def line(self, at: Position, done: int, rate: float, loss: Tensor) -> None:
-        """Print a line on the steps since the last one; a collective call."""
-        mean = float(hvd.allreduce(loss, name="loss"))  # waits for the GPU, too
-        now = time.perf_counter()
-        speed, waiting = self.images / (now - self.mark), self.waited / (now - self.mark)
-        left = clock((self.total - done) / speed)
-        self.print(
-            f"{done / self.epoch:8.2f} {at.step:8} {rate:9.4g} {mean:8.4f} {speed:9,.1f} "
-            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9}{self.cost():>10}"
-        )
-        self.scalars(at.step, loss=mean, rate=rate, images_per_second=speed, waiting_for_input=waiting)
-        self.mark, self.images, self.waited = time.perf_counter(), 0.0, 0.0
-
-    def evaluation(self, at: Position, found: dict[str, float]) -> None:
-        """Print what an evaluation has found."""
-        self.print(
-            f"after {at.epoch} epochs: top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%} of "
-            f"{found['count']} images"
-        )
-        self.scalars(at.step, top1=found["top1"], top5=found["top5"])
-        self.mark, self.images, self.waited = time.perf_counter(), 0.0, 0.0
-
-    def cost(self) -> str:
-        """Return the cost so far."""
-        return f"{self.price * self.seconds() / 3600:.2f}" if self.price is not None else "-"
-
-    def scalars(self, step: int, **values: float) -> None:
-        """Write values for TensorBoard."""
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Print the time and the cost of all; complete TensorBoard's files."""
-        cost = f", cost {self.cost()}" if self.price is not None else ""
-        self.print(f"done in {clock(self.seconds())}{cost}")
-        if self.board is not None:
-            self.board.close()
-
-
-def clock(seconds: float) -> str:
-    """Return hours, minutes and seconds."""
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
-
-
 def main() -> None:
     """Train as the command line says."""
-    given = options()
+    options = parser(__doc__ or "")
+    options.add_argument("--width", type=int, default=64, help="channels of the first stage; default: 64")
+    options.add_argument(
+        "--threads", type=int, metavar="N", help="that decode images; default: the cores of each rank"
+    )
+    given = read(options)
+    if given.image_size is not None and given.image_size <= 32:
+        size = given.image_size
+        options.error(f"--image-size {size}: give 33 or more: the network halves it five times")
     hvd.init()
-    preset = chosen(given)
+    preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.manual_seed(given.seed)
-    if given.synthetic:
-        data: Any = Synthetic(given.synthetic_images)
-        check: Any = data
-    else:
-        data = Dataset.open(given.data, "train")
-        found = (Path(given.data) / "validation.json").exists()
-        check = Dataset.open(given.data, "validation") if found else data
+    data: Any = Synthetic(given.synthetic_images) if given.synthetic else Dataset.open(given.data, "train")
+    found = given.data and (Path(given.data) / "validation.json").exists()
+    check = Dataset.open(given.data, "validation") if found else data
     sizes = {"image_size": preset.image_size, "device": device, "threads": given.threads, "seed": given.seed}
     per_rank = preset.batch_size * given.accumulate
     loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, **sizes)
