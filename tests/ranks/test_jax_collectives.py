@@ -92,6 +92,19 @@ def test_gradients(wrap: Wrap) -> None:
     same(group(mine()), 3 * like)
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_what_is_not_linear_has_no_gradient(wrap: Wrap) -> None:
+    def loss(x: Any, stop: Any) -> Any:
+        found = [hvd.allreduce(x, op=op) for op in (hvd.Min, hvd.Max, hvd.Product)]
+        return x.sum() + sum(stop(one).sum() for one in found), found
+
+    with pytest.raises(ArgumentError, match=rf"on rank {RANK}: .* only of Average and Sum"):
+        wrap(jax.grad(lambda x: loss(x, jnp.asarray)[0]))(mine())
+    # Results beside the loss need no gradient.
+    gradient, _ = wrap(jax.grad(lambda x: loss(x, jax.lax.stop_gradient), has_aux=True))(mine())
+    same(gradient, jnp.ones((2 * SIZE, 3)))
+
+
 def test_second_derivative(wrap: Wrap) -> None:
     def loss(x: Any) -> Any:
         return (hvd.allreduce(x, op=hvd.Sum) ** 2).sum()

@@ -51,6 +51,18 @@ def test_allreduce(way: Any, op: str) -> None:
     np.testing.assert_allclose(scaled, 6 * wanted)
 
 
+@several
+@both
+def test_what_is_not_linear_has_no_gradient(way: Any) -> None:
+    def total(x: Any, stop: Any) -> Any:
+        return x + sum(stop(hvd.allreduce(x, op=op)) for op in (hvd.Min, hvd.Max, hvd.Product))
+
+    with pytest.raises(ArgumentError, match=rf"on rank {RANK}: .* only of Average and Sum"):
+        gradient_of(way, lambda x: total(x, tf.identity), mine((4,)), [1.0])
+    got = gradient_of(way, lambda x: total(x, tf.stop_gradient), mine((4,)), [1.0])
+    np.testing.assert_array_equal(got, 1.0)
+
+
 @both
 @pytest.mark.parametrize("op", OPS)
 def test_grouped_allreduce(way: Any, op: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ringdance.torch as hvd
+from ringdance.errors import ArgumentError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -214,6 +215,22 @@ def test_gradient_of_allreduce(op: int) -> None:
     x = leaf(4)
     torch.autograd.backward(hvd.grouped_allreduce([x, x], op=op), [given, given])
     assert x.grad.tolist() == [2 * total] * 4
+
+
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product, hvd.Adasum])
+def test_what_is_not_linear_has_no_gradient(op: int) -> None:
+    x = leaf(4)
+    if SIZE == 1:  # the identity
+        hvd.allreduce(x, op=op).sum().backward()
+        assert x.grad.tolist() == [1.0] * 4
+        return
+    if op == hvd.Adasum and SIZE & (SIZE - 1):
+        return
+    largest = hvd.allreduce(x, op=op, name="found")  # a result may be asked for
+    with pytest.raises(ArgumentError, match=rf"allreduce.found on rank {RANK}: .* only of Average and Sum"):
+        largest.sum().backward()
+    (x.sum() + hvd.allreduce(x.detach(), op=op).sum()).backward()
+    assert x.grad.tolist() == [1.0] * 4
 
 
 def test_gradients_of_the_others() -> None:

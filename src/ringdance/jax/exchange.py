@@ -25,13 +25,13 @@ from jax.interpreters import batching, mlir
 
 from ringdance import session
 from ringdance.core.recorder import Profiler
-from ringdance.core.request import Collective, ReduceOp
+from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError, CollectiveError
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
-from ringdance.training.collectives import Call, Keep
+from ringdance.training.collectives import Call, Keep, own_rows
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -132,19 +132,14 @@ def origin_of(error: RuntimeError) -> CollectiveError | None:
 
 def _backward(engine: Engine, what: JaxCall, inputs: tuple[Array, ...]) -> list[Array]:
     """Run the gradient of a call, see ``Backward``: on the gradients of its results."""
-    rule, members = what.call.backward(), engine.members(what.call.set_id)
-    scale = rule.scale * (len(members) if rule.times_size else 1)
-    if scale != 1.0:
-        inputs = tuple([one * one.dtype.type(scale) for one in inputs])
+    rule = what.call.backward(engine)
+    if rule.scale != 1.0:
+        inputs = tuple([one * one.dtype.type(rule.scale) for one in inputs])
     results: list[Array] = rule.call.submit(engine, inputs).wait()
     if rule.keep is Keep.ROOT and engine.rank != rule.root:
         return [np.zeros_like(one) for one in results]
     if rule.keep is Keep.OWN_ROWS:
-        counts = np.array([what.rows], np.int64)
-        gathered = Call(Collective.ALLGATHER, set_id=what.call.set_id).submit(engine, (counts,)).wait()[0]
-        first = gathered[: members.index(engine.rank)].sum(axis=0)
-        rows = zip(results, first, what.rows, strict=True)
-        return [one[start : start + count] for one, start, count in rows]
+        return own_rows(engine, what.call.set_id, results, what.rows)
     return results
 
 

@@ -66,8 +66,9 @@ def _forward(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[tuple[Any, ..
 def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     if what.back:
         raise NotImplementedError(f"The gradient of {what.call.kind.name.lower()} has no gradient here.")
+    rule = what.call.backward(session.engine())
     if what.call.kind is Collective.ALLTOALL:
-        return (_alltoall_back(what.call.backward().call, what.rows[0], received, gradients[0]),)
+        return (_alltoall_back(rule.call, what.rows[0], received, gradients[0]),)
     # Integers have no gradient, and what JAX passes for them cannot be exchanged.
     floating = [index for index, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
     chosen = [gradients[index] for index in floating]
@@ -77,7 +78,7 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
         rows = tuple([what.rows[index] for index in floating])
         shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
     if what.call.kind is Collective.ALLREDUCE:  # its gradient has a gradient too
-        back = JaxCall(what.call.backward().call)
+        back = JaxCall(rule.call)
     else:
         back = JaxCall(what.call, True, None, rows)
     done = iter(_recorded(back, shapes, *chosen) if chosen else ())

@@ -272,7 +272,8 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
         op: has its ``inputs`` and ``outputs``.
         gradients: of the outputs.
     """
-    rule = call.backward()
+    engine = session.engine()
+    rule = call.backward(engine)
     back, keep = rule.call, rule.keep
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     name = None if graph is None else f"{call.kind.name.title()}Gradient"
@@ -282,11 +283,8 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
         return _rows_gradient(back, op, gradients)
     if keep is Keep.PADDED:
         return _padded(perform(back, [gradients[0], op.outputs[1]], name)[0], op.inputs)
-    engine = session.engine()
-    members = engine.members(call.set_id)
-    scale = rule.scale * (len(members) if rule.times_size else 1)
-    if scale != 1.0:
-        gradients = [one * tf.cast(scale, one.dtype) for one in gradients]
+    if rule.scale != 1.0:
+        gradients = [one * tf.cast(rule.scale, one.dtype) for one in gradients]
     results = perform(back, gradients, name)
     if keep is Keep.ROOT:  # a session runs only what results depend on, so all ranks' depend on the call
         here = engine.rank == rule.root
@@ -295,7 +293,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
         key = None if back.name is None else f"{back.name}.rows"
         gathered = perform(Call(Collective.ALLGATHER, key, set_id=call.set_id), [rows[None]], name)[0]
-        first = tf.reduce_sum(gathered[: members.index(engine.rank)], 0)
+        first = tf.reduce_sum(gathered[: engine.members(call.set_id).index(engine.rank)], 0)
         return [one[first[index] : first[index] + rows[index]] for index, one in enumerate(results)]
     return results
 

@@ -17,7 +17,7 @@ from ringdance.torch._private import compiler_disable, profiler_running
 from ringdance.torch.memory import Array, Compression, array_of, from_array
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError
-from ringdance.training.collectives import Backward, Call, Keep
+from ringdance.training.collectives import Call, Keep, own_rows
 
 __all__ = ["copy_back", "run", "run_in_place", "start", "submit"]
 
@@ -165,7 +165,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, splits: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.backward, ctx.received = call.backward(), None
+        ctx.call, ctx.received = call, None
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         results = run(call, tensors, splits=splits)
         if call.kind is Collective.ALLTOALL:
@@ -176,20 +176,17 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     @compiler_disable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, *_gradients(ctx.backward, gradients[: len(ctx.rows)], ctx.rows, ctx.received)
+        return None, None, *_gradients(ctx.call, gradients[: len(ctx.rows)], ctx.rows, ctx.received)
 
 
-def _gradients(back: Backward, given: Tensors, rows: list[int], received: Tensor | None) -> list[Tensor]:
-    """Return the gradients of the tensors from those of the results; ``rows``: of the tensors."""
+def _gradients(call: Call, given: Tensors, rows: list[int], received: Tensor | None) -> list[Tensor]:
+    """Return the gradients of a call's tensors from those of its results; ``rows``: of the tensors."""
     engine = session.engine()
-    members = engine.members(back.call.set_id)
-    scale = back.scale * (len(members) if back.times_size else 1)
-    results = run(back.call, [one * scale for one in given] if scale != 1.0 else given, splits=received)
+    back = call.backward(engine)
+    scaled = [one * back.scale for one in given] if back.scale != 1.0 else given
+    results = run(back.call, scaled, splits=received)
     if back.keep is Keep.OWN_ROWS:
-        counts = np.array([rows], np.int64)
-        gathered = Call(Collective.ALLGATHER, set_id=back.call.set_id).submit(engine, (counts,)).wait()[0]
-        starts = gathered[: members.index(engine.rank)].sum(axis=0).tolist()
-        return [one[start : start + count] for one, start, count in zip(results, starts, rows, strict=True)]
+        return own_rows(engine, call.set_id, results, rows)
     if back.keep is Keep.ROOT:
         return results if engine.rank == back.root else [torch.zeros_like(one) for one in results]
     if back.keep is Keep.PADDED:

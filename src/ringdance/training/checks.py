@@ -103,6 +103,16 @@ def check_size(operation: ReduceOp, size: int) -> None:
         )
 
 
+def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
+    """Raise UnsupportedOperationError if a reduction over several ranks has no gradient."""
+    if size > 1 and operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise UnsupportedOperationError(
+            f"{where}: there is no gradient of op=hvd.{operation.name.title()}, only of Average and Sum. Use "
+            "one of these, or keep the call out of the gradient: x.detach() in PyTorch, tf.stop_gradient(x), "
+            "jax.lax.stop_gradient(x)."
+        )
+
+
 def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: int) -> None:
     """Raise ArgumentError if the root of a broadcast is not a member of the process set."""
     if root not in members:

@@ -25,6 +25,7 @@ from ringdance import session
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
+from ringdance.training import checks
 from ringdance.training.checks import check_root, check_size, describe, pick_operation, split_rows
 from ringdance.training.process_sets import ProcessSet, set_id
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "Backward", "Call", "Keep", "allreduce_call", "barrier", "join", "movement", "on_join", "prepared",
-    "reducescatter_call", "reduction",
+    "Backward", "Call", "Keep", "allreduce_call", "barrier", "join", "movement", "on_join", "own_rows",
+    "prepared", "reducescatter_call", "reduction",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -170,8 +171,15 @@ class Call:
         if self.step_mark:
             session.mark_step(StepMark(self.step_mark))
 
-    def backward(self) -> Backward:
-        """Return how the gradient of the call is computed."""
+    def backward(self, engine: Engine) -> Backward:
+        """Return how the gradient of the call is computed.
+
+        Raises:
+            UnsupportedOperationError: several ranks reduce by Min, Max, Product or Adasum: not linear.
+        """
+        size = len(engine.members(self.set_id))
+        what = self.full_name or self.kind.name.lower()
+        checks.check_gradient(self.operation, size, f"{what} on rank {engine.rank}")
         name = None if self.name is None else f"{self.name}.grad"
         same: dict[str, Any] = {"name": name, "set_id": self.set_id, "grouped": self.grouped}
         if self.kind is Collective.ALLREDUCE:
@@ -179,9 +187,8 @@ class Call:
         if self.kind is Collective.ALLTOALL:
             return Backward(self.but(name=name, equal_splits=False), Keep.PADDED)
         if self.kind is Collective.REDUCESCATTER:
-            scale = self.prescale * self.postscale
-            times_size = self.operation is ReduceOp.SUM
-            return Backward(Call(Collective.ALLGATHER, **same), Keep.ALL, scale, times_size)
+            scale = self.prescale * self.postscale * (size if self.operation is ReduceOp.SUM else 1)
+            return Backward(Call(Collective.ALLGATHER, **same), Keep.ALL, scale)
         average = Call(Collective.ALLREDUCE, operation=ReduceOp.AVERAGE, **same)
         keep = Keep.OWN_ROWS if self.kind is Collective.ALLGATHER else Keep.ROOT
         return Backward(average, keep, root=self.root)
@@ -210,15 +217,21 @@ class Backward:
         call: what is called with the gradients of the results; an alltoall with the received splits.
         keep: what of its results is the gradient.
         scale: multiplies the gradients before the call.
-        times_size: whether they are multiplied by the number of ranks too.
         root: the rank that keeps the gradient of a broadcast.
     """
 
     call: Call
     keep: Keep = Keep.ALL
     scale: float = 1.0
-    times_size: bool = False
     root: int = -1
+
+
+def own_rows(engine: Engine, set_id: int, gathered: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """Return what this rank has given to each gathered tensor: so many ``rows``. A collective."""
+    counts = np.array([rows], np.int64)
+    everywhere = Call(Collective.ALLGATHER, set_id=set_id).submit(engine, (counts,)).wait()[0]
+    first = everywhere[: engine.members(set_id).index(engine.rank)].sum(axis=0).tolist()
+    return [one[start : start + count] for one, start, count in zip(gathered, first, rows, strict=True)]
 
 
 # A call with these fields, the same object each time: its description is then made once. Not for call sites
