@@ -197,6 +197,33 @@ def test_memory_is_shared_where_it_can_be() -> None:
     assert array_of(jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+def test_64_bits_of_numpy_stay_whole() -> None:
+    """JAX would cut them to 32: counters, seeds, sums of losses."""
+    large, third = np.array([2**40 + RANK]), np.float64(RANK + 1 / 3)
+    tree = {"step": large, "seed": np.array(2**63 + RANK, np.uint64), "loss": np.full((2, 2), third).T}
+    found = hvd.broadcast_parameters(tree, root_rank=SIZE - 1)
+    assert found["step"].tolist() == [2**40 + SIZE - 1]
+    assert int(found["seed"]) == 2**63 + SIZE - 1
+    assert found["loss"].tolist() == [[SIZE - 1 + 1 / 3] * 2] * 2
+    assert {one.dtype.name for one in found.values()} == {"int64", "uint64", "float64"}
+    total = hvd.allreduce(large, op=hvd.Sum)
+    assert total.tolist() == [SIZE * 2**40 + SIZE * (SIZE - 1) // 2]
+    total += 1
+    assert large.tolist() == [2**40 + RANK]  # results have their own memory
+    assert hvd.allreduce(third, op=hvd.Max).item() == SIZE - 1 + 1 / 3
+    assert hvd.allgather(large).tolist() == [2**40 + rank for rank in range(SIZE)]
+    assert hvd.alltoall(np.repeat(large, SIZE)).tolist() == [2**40 + rank for rank in range(SIZE)]
+    both = hvd.grouped_allreduce([third, jnp.float32(third)], compression=hvd.Compression.fp16)
+    assert [one.dtype.name for one in both] == ["float32", "float32"]
+    assert isinstance(hvd.allreduce(np.float32(third)), jax.Array)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert isinstance(hvd.allreduce(large), jax.Array)
+        assert hvd.allreduce(large).dtype == "int64"
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 def test_broadcast_of_a_pytree() -> None:
     def tree(rank: int) -> Any:
         others = [f"rank {rank}", np.ones(2) * rank]

@@ -151,7 +151,7 @@ def is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
-def eager(what: JaxCall, values: Sequence[Any]) -> list[jax.Array]:
+def eager(what: JaxCall, values: Sequence[Any]) -> list[Any]:
     """Run an exchange now, after programs in the background: in the order of the calls."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))

@@ -1,4 +1,8 @@
-"""Convert between JAX arrays and NumPy views, without copying where that is possible."""
+"""Convert between JAX arrays and NumPy views, without copying where that is possible.
+
+JAX has no 64-bit types unless ``jax_enable_x64`` is set, and cuts what it is given to 32 bits. So NumPy's
+values of 64 bits stay NumPy arrays, as arguments and as results.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,20 @@ from ringdance.errors import ArgumentError
 from ringdance.training.gradients.compression import compression_for
 from ringdance.training.memory import array_at
 
-__all__ = ["Compression", "array_of", "from_array"]
+__all__ = ["Compression", "array_of", "exact", "from_array"]
 
 Array = np.ndarray[Any, Any]
+
+
+def exact(value: Any) -> Any:
+    """Return what is given as a JAX array; as NumPy's where JAX would cut it to 32 bits."""
+    if isinstance(value, (np.ndarray, np.generic)) and _is_cut(value.dtype):
+        return np.asarray(value)
+    return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
+
+
+def _is_cut(dtype: Any) -> bool:
+    return dtype.kind in "iuf" and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def array_of(value: Any) -> Array:
@@ -25,9 +40,7 @@ def array_of(value: Any) -> Array:
     Raises:
         ArgumentError: it is spread over the devices of several processes.
     """
-    if not isinstance(value, jax.Array):
-        value = jax.numpy.asarray(value)
-    if not value.is_fully_addressable:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise ArgumentError(
             "An array that is spread over several processes cannot be exchanged: give each rank its own."
         )
@@ -40,18 +53,21 @@ def array_of(value: Any) -> Array:
     return writable
 
 
-def from_array(array: Array, like: Any = None) -> jax.Array:
-    """Return an array of the engine as a JAX array on the device of ``like``.
+def from_array(array: Array, like: Any = None) -> Any:
+    """Return an array of the engine as a JAX array on the device of ``like``; itself if JAX would cut it.
 
     On the CPU it shares the memory if that is aligned to 64 bytes, as the engine's is.
     """
+    if _is_cut(array.dtype):
+        return array
     sharding = like.sharding if isinstance(like, jax.Array) else None
     return jax.device_put(array, sharding, may_alias=True)
 
 
 def _floating_dtype(array: Any) -> Any:
-    """Return the array's data type if it is floating, else None."""
-    return array.dtype if jax.numpy.issubdtype(array.dtype, jax.numpy.floating) else None
+    """Return JAX's data type for the array if it is floating, else None."""
+    floating = jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+    return jax.dtypes.canonicalize_dtype(array.dtype) if floating else None
 
 
 Compression = compression_for(

@@ -23,7 +23,7 @@ from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
 from ringdance.jax.exchange import JaxCall, Shapes, compiled, eager, is_traced
-from ringdance.jax.memory import Compression
+from ringdance.jax.memory import Compression, exact
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
 from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
@@ -105,10 +105,9 @@ def _run(
     call: Call, arrays: Values, splits: tuple[int, ...] | None = None, compression: Any = Compression.none
 ) -> list[Any]:
     """Exchange arrays now or in the traced program; of an alltoall also return received splits."""
-    pairs = [
-        compression.compress(array if isinstance(array, jax.Array) else jnp.asarray(array))
-        for array in arrays
-    ]
+    if is_traced(arrays):  # programs have JAX's types
+        arrays = [jnp.asarray(array) for array in arrays]
+    pairs = [compression.compress(exact(array)) for array in arrays]
     if not pairs:
         raise ArgumentError("A group needs at least one array.")
     values = [value for value, _ in pairs]

@@ -24,7 +24,8 @@ def broadcast_parameters(
 ) -> Any:
     """Return ``params`` with the leaves of global rank ``root_rank``: parameters, optimizer state, anything.
 
-    Arrays, random keys included, go in one exchange; other leaves (numbers, strings) as an object.
+    Arrays, random keys included, go in one exchange; other leaves (numbers, strings) as an object. NumPy
+    arrays of types that JAX does not have enabled (64 bits) stay NumPy arrays.
 
     Args:
         params: a pytree of equal structure, shapes and types on all ranks; it is not changed.
