@@ -116,6 +116,23 @@ def test_bfloat16_parameters() -> None:
         assert far(found, train(optax.sgd(0.1), list(range(SIZE)), small)) < 5e-2
 
 
+@pytest.mark.parametrize(("kind", "of_gradients"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_accumulation_of_other_types_than_the_parameters(kind: str, of_gradients: str) -> None:
+    """As the optimizer gives for the reduced sum of the passes, types included."""
+    params = jnp.ones(3, kind)
+    plain, tx = optax.adam(0.1), hvd.distributed(optax.adam(0.1), backward_passes_per_step=2)
+    small = 1 + 1 / 128  # the last bit of bfloat16: a sum of two is exact in float32 only
+    found, state = jax.jit(tx.update)(jnp.full(3, small + RANK, of_gradients), tx.init(params), params)
+    assert not found.any()
+    assert state.gradients.tolist() == np.float32(jnp.full(3, small + RANK, of_gradients)).tolist()
+    found, state = jax.jit(tx.update)(jnp.full(3, 2.0, of_gradients), state, params)
+    total = jnp.full(3, 2 + small + (SIZE - 1) / 2, of_gradients)
+    expected, after = jax.jit(plain.update)(total, plain.init(params), params)
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=1e-2)
+    both = (found, state.inner), (expected, after)
+    assert len({tuple(leaf.dtype for leaf in jax.tree.leaves(one)) for one in both}) == 1
+
+
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_process_set(passes: int) -> None:

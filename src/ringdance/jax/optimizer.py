@@ -21,11 +21,17 @@ _numbers = itertools.count()  # all ranks make their transformations in one orde
 
 
 class DistributedState(NamedTuple):
-    """State of ``distributed`` with accumulation: that of the inner transformation, and what is summed."""
+    """State of ``distributed`` with several passes: of the inner transformation, and what is summed."""
 
     inner: Any
     passes: jax.Array  # since the last exchange, int32
-    gradients: Any  # sums of these passes
+    gradients: Any  # sums of these passes, at least float32
+
+
+def _cast(tree: Any, like: Any) -> Any:
+    """Return arrays in the types of others; random keys as they are."""
+    same = lambda one, other: one if one.dtype == other.dtype else one.astype(other.dtype)  # noqa: E731
+    return jax.tree.map(same, tree, like)
 
 
 def distributed(
@@ -73,23 +79,25 @@ def distributed(
         state = inner.init(params)
         if passes == 1:
             return state
-        return DistributedState(state, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        # At least float32: 16-bit floats are summed in that.
+        sums = jax.tree.map(lambda one: jnp.zeros_like(one) + jnp.float32(0), params)
+        return DistributedState(state, jnp.zeros((), jnp.int32), sums)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if passes == 1:
             return inner.update(reduced(gradients), state, params, **extra)  # type: ignore[no-any-return]
-        total = jax.tree.map(jnp.add, state.gradients, gradients)
+        total = _cast(jax.tree.map(jnp.add, state.gradients, gradients), state.gradients)
 
-        def exchange() -> tuple[Any, Any]:
-            updates, after = inner.update(reduced(total), state.inner, params, **extra)
-            return updates, DistributedState(
-                after, jnp.zeros_like(state.passes), jax.tree.map(jnp.zeros_like, total)
-            )
+        def exchange(total: Any, state: Any) -> Any:
+            return inner.update(reduced(_cast(total, gradients)), state, params, **extra)
 
-        def wait() -> tuple[Any, Any]:
-            nothing = jax.tree.map(jnp.zeros_like, gradients)
-            return nothing, DistributedState(state.inner, state.passes + 1, total)
+        def wait(total: Any, state: Any) -> Any:
+            updates, after = jax.eval_shape(exchange, total, state)  # may have wider types than the state
+            return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), updates), _cast(state, after)
 
-        return jax.lax.cond(state.passes + 1 == passes, exchange, wait)  # type: ignore[no-any-return]
+        last = state.passes + 1 == passes
+        updates, after = jax.lax.cond(last, exchange, wait, total, state.inner)
+        sums = jax.tree.map(lambda one: jnp.where(last, 0, one), total)
+        return updates, DistributedState(after, jnp.where(last, 0, state.passes + 1), sums)
 
     return optax.GradientTransformationExtraArgs(init, update)
