@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from types import TracebackType
@@ -34,8 +34,8 @@ from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.loopback import single_transport
 
 __all__ = [
-    "CAUSE_MARK", "add_profiler", "bind", "engine", "init", "is_initialized", "mark_step", "metrics",
-    "pause_stall_check", "regroup", "shutdown", "start_timeline", "stop_timeline",
+    "CAUSE_MARK", "add_profiler", "at_init", "bind", "engine", "init", "is_initialized", "mark_step",
+    "metrics", "pause_stall_check", "regroup", "shutdown", "start_timeline", "stop_timeline",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -65,6 +65,7 @@ class _Process:
     monitoring = Monitoring()
     clean: bool = True  # every engine so far has stopped by agreement
     profilers: tuple[Profiler, ...] = ()
+    at_init: tuple[Callable[[], None], ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
 
 
@@ -102,6 +103,13 @@ def add_profiler(profiler: Profiler) -> None:
     _process.profilers += (profiler,)
     if _process.engine is not None:
         _process.engine.profilers = _process.profilers
+
+
+def at_init(function: Callable[[], None]) -> None:
+    """Call a function each time that this process has joined a job; now, if it is in one."""
+    _process.at_init += (function,)
+    if _process.engine is not None:
+        function()
 
 
 def metrics() -> dict[str, Any]:
@@ -172,6 +180,8 @@ def init(comm: Any = None) -> None:
             previous = sys.excepthook
             sys.excepthook = lambda kind, error, trace: _on_exception(previous, kind, error, trace)
         _process.pid = os.getpid()
+        for function in _process.at_init:
+            function()
 
 
 def shutdown() -> None:

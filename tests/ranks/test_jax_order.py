@@ -182,3 +182,17 @@ def test_an_error_in_a_program_in_flight_does_not_reach_the_next() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
         started[0].block_until_ready()
     assert float(started[1]) == 2 * SIZE
+
+
+def test_programs_are_traced_again_at_another_size() -> None:
+    """A program of one process has no exchange in it; in a larger job it must, and the other way round."""
+    program = jax.jit(lambda x: (total(x), hvd.allgather(x)))
+    mean = jax.jit(hvd.allreduce)
+    for comm in (None, [RANK], None):
+        hvd.shutdown()
+        hvd.init(comm)
+        assert hvd.size() == (SIZE if comm is None else 1)
+        ranks = list(range(1, SIZE + 1)) if comm is None else [RANK + 1]
+        found, gathered = program(jnp.full(1, RANK + 1.0))
+        assert (float(found[0]), gathered.tolist()) == (sum(ranks), ranks)
+        assert float(mean(RANK + 1.0)) == sum(ranks) / len(ranks)

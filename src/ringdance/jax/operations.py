@@ -113,7 +113,7 @@ def _run(
     values = [value for value, _ in pairs]
     shapes, rows = _shapes(call, values)
     what = JaxCall(call, splits=splits, rows=rows)
-    alone = len(session.engine().members(call.set_id)) == 1 and splits is None
+    alone = session.engine().size == 1 and splits is None
     if not is_traced(values):
         results = list(eager(what, values))
     elif alone and call.prescale == call.postscale == 1.0:

@@ -39,6 +39,21 @@ def by_address() -> bool:
     return known and session.engine().settings.jax_ffi != "off" and ffi.available()
 
 
+# The rank and the size for which programs have been traced.
+_world: list[tuple[int, int]] = []
+
+
+def _forget_programs() -> None:
+    """Let JAX trace again what was traced at another size: its shapes differ, alone nothing is exchanged."""
+    engine = session.engine()
+    world = engine.rank, engine.size
+    if _world not in ([], [world]):
+        jax.clear_caches()
+    _world[:] = [world]
+
+
+session.at_init(_forget_programs)
+
 # One operation for a whole program, without an effect.
 
 _program = core.Primitive("ringdance_program")
