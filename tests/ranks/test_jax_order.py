@@ -17,7 +17,7 @@ import pytest
 from other_settings import other_settings
 
 import ringdance.jax as hvd
-from ringdance.jax import exchange, programs
+from ringdance.jax import _private, exchange, programs
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -182,6 +182,25 @@ def test_an_error_in_a_program_in_flight_does_not_reach_the_next() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
         started[0].block_until_ready()
     assert float(started[1]) == 2 * SIZE
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_constants_are_exchanged_when_the_program_runs(
+    seen: Seen, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while it is traced: a branch that is not taken exchanges nothing, a loop in each round."""
+    if not known:
+        monkeypatch.setattr(_private, "no_trace", bool)
+    constant = jnp.float32(RANK + 1)
+    assert float(jax.lax.cond(RANK < 0, lambda: total(constant), lambda: constant)) == RANK + 1
+    jax.effects_barrier()
+    assert seen == []
+    loop = jax.jit(lambda: jax.lax.fori_loop(0, 3, lambda _, carry: carry + total(constant), 0.0))
+    assert [float(loop()) for _ in range(2)] == [3 * SIZE * (SIZE + 1) / 2] * 2
+    assert seen == [RANK + 1] * 6
+    # Beside what is differentiated, rows of any number, and at once.
+    found = jax.grad(lambda x: x * float(hvd.allgather(jnp.full(RANK + 1, 2.0)).sum()))(1.0)
+    assert float(found) == SIZE * (SIZE + 1)
 
 
 def test_programs_are_traced_again_at_another_size() -> None:

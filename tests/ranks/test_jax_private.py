@@ -91,6 +91,7 @@ def test_without_the_lowering_of_programs(unknown: str, monkeypatch: pytest.Monk
         ("callback", "_callback_op_sharding", "one_device_of", None),
         ("sharding_impls", "SPMDAxisContext", "SPMDAxisContext", ()),
         ("effects", "ordered_effects", "EFFECT", None),
+        ("core", "trace_state_clean", "no_trace", bool),
     ],
 )
 def test_names_are_looked_up(

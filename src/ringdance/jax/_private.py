@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
-    "EFFECT", "SPMDAxisContext", "abstract_token", "lowering_to_hlo", "one_device_of",
+    "EFFECT", "SPMDAxisContext", "abstract_token", "lowering_to_hlo", "no_trace", "one_device_of",
     "replace_lowering_to_hlo",
 ]
 
@@ -47,6 +47,10 @@ EFFECT = _declare_effect()
 # jax._src.core.abstract_token: the type of what an ordered effect passes from one operation to the next,
 # for XLA's foreign function interface. Without it programs call Python with arrays.
 abstract_token: Any = _find("core", "abstract_token")
+
+# jax._src.core.trace_state_clean: whether JAX traces nothing at all, at once. Without it calls outside of
+# programs take some microseconds longer to find that out.
+no_trace: Callable[[], bool] = _find("core", "trace_state_clean", bool)
 
 # jax._src.sharding_impls.SPMDAxisContext: how a program is lowered within shard_map and pmap. Without it a
 # collective there is not refused with an explanation, but fails in JAX's own way.

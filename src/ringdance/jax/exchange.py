@@ -36,7 +36,7 @@ from ringdance.training.collectives import Call, Keep, own_rows
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["JaxCall", "Shapes", "compiled", "eager", "is_traced", "origin_of"]
+__all__ = ["JaxCall", "Shapes", "compiled", "eager", "in_program", "is_traced", "origin_of"]
 
 Array = np.ndarray[Any, Any]
 Shapes = tuple[tuple[int, ...], ...]
@@ -149,6 +149,11 @@ def _backward(engine: Engine, what: JaxCall, inputs: tuple[Array, ...]) -> list[
 def is_traced(values: Sequence[Any]) -> bool:
     """Return whether JAX is tracing a program, so that there are no values yet."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def in_program(values: Sequence[Any]) -> bool:
+    """Return whether JAX is tracing a program to which an exchange of these values, or constants, belongs."""
+    return is_traced(values) or (not _private.no_trace() and is_traced([jax.numpy.zeros(())]))
 
 
 def eager(what: JaxCall, values: Sequence[Any]) -> list[Any]:

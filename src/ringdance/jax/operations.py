@@ -22,7 +22,7 @@ from ringdance import session
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
-from ringdance.jax.exchange import JaxCall, Shapes, compiled, eager, is_traced
+from ringdance.jax.exchange import JaxCall, Shapes, compiled, eager, in_program, is_traced
 from ringdance.jax.memory import Compression, exact
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
@@ -105,7 +105,8 @@ def _run(
     call: Call, arrays: Values, splits: tuple[int, ...] | None = None, compression: Any = Compression.none
 ) -> list[Any]:
     """Exchange arrays now or in the traced program; of an alltoall also return received splits."""
-    if is_traced(arrays):  # programs have JAX's types
+    traced = in_program(arrays)
+    if traced:  # programs have JAX's types
         arrays = [jnp.asarray(array) for array in arrays]
     pairs = [compression.compress(exact(array)) for array in arrays]
     if not pairs:
@@ -114,8 +115,8 @@ def _run(
     shapes, rows = _shapes(call, values)
     what = JaxCall(call, splits=splits, rows=rows)
     alone = session.engine().size == 1 and splits is None
-    if not is_traced(values):
-        results = list(eager(what, values))
+    if not traced:
+        results = eager(what, values)
     elif alone and call.prescale == call.postscale == 1.0:
         results = [*values, jnp.array(rows, np.int32)] if call.kind is Collective.ALLTOALL else values
     else:
