@@ -12,6 +12,7 @@ import pytest
 from steps import counting_steps
 
 import ringdance.jax as hvd
+from ringdance.errors import ArgumentError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -114,6 +115,22 @@ def test_bfloat16_parameters() -> None:
         assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
         assert same_on_all_ranks(found)
         assert far(found, train(optax.sgd(0.1), list(range(SIZE)), small)) < 5e-2
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_nan_on_one_rank_skips_the_step_on_all(jit: bool) -> None:
+    params, gradients = jnp.ones(3), jnp.full(3, jnp.nan if RANK == 0 else 1.0)
+    tx = hvd.distributed(optax.apply_if_finite(optax.sgd(0.1), 3))
+    update = jax.jit(tx.update) if jit else tx.update
+    found, state = update(gradients, tx.init(params), params)
+    assert not found.any()
+    found, state = update(jnp.full(3, RANK + 1.0), state, params)
+    np.testing.assert_allclose(found, -0.1 * (SIZE + 1) / 2, rtol=1e-6)
+    if SIZE > 1:  # the other way round the rank would leave out the exchange
+        tx = optax.apply_if_finite(hvd.distributed(optax.sgd(0.1)), 3)
+        update = jax.jit(tx.update) if jit else tx.update
+        with pytest.raises(ArgumentError, match=r"Write hvd.distributed\(optax.apply_if_finite"):
+            update(gradients, tx.init(params), params)
 
 
 @pytest.mark.parametrize(("kind", "of_gradients"), [("bfloat16", "float32"), ("float32", "bfloat16")])

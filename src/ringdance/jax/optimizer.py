@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ringdance import session
+from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import reduce_gradients
 from ringdance.training.checks import pick_operation
@@ -34,6 +37,19 @@ def _cast(tree: Any, like: Any) -> Any:
     return jax.tree.map(same, tree, like)
 
 
+def _check_caller() -> None:
+    """Raise ArgumentError within ``optax.apply_if_finite``: a rank with a NaN would skip the exchange."""
+    frame = sys._getframe(1)
+    while session.engine().size > 1 and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_qualname.startswith("apply_if_finite."):
+            raise ArgumentError(
+                "optax.apply_if_finite(hvd.distributed(tx)) looks at the gradients of this rank: where they "
+                "are not finite it leaves out the exchange, for which the others wait. Write "
+                "hvd.distributed(optax.apply_if_finite(tx, ...)): all ranks then look at reduced gradients."
+            )
+
+
 def distributed(
     tx: Any, *, op: int = Average, compression: Any = Compression.none, backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False, gradient_predivide_factor: float = 1.0,
@@ -55,7 +71,8 @@ def distributed(
         process_set: the ranks that take part; on others the transformation is local.
 
     Raises:
-        ArgumentError: an argument is wrong.
+        ArgumentError: an argument is wrong; from ``update`` where several ranks take part: it is called by
+            ``optax.apply_if_finite``, which belongs within: ``distributed(optax.apply_if_finite(tx, 3))``.
     """
     import optax
 
@@ -71,6 +88,7 @@ def distributed(
         leaves, structure = jax.tree.flatten(gradients)
         if not leaves or not takes_part(process_set):
             return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
+        _check_caller()
         scales = prescale, postscale * share
         done = reduce_gradients(leaves, name, operation, *scales, process_set, compression)
         return jax.tree.unflatten(structure, done)
