@@ -41,6 +41,16 @@ def test_a_program_for_two_devices_exchanges_once() -> None:
     np.testing.assert_array_equal(gradient, 2 * SIZE * expected)
 
 
+def test_rows_that_cannot_be_divided_among_the_devices() -> None:
+    """At once, where shapes may change: an odd number of rows for two devices."""
+    rows = sharded(jnp.arange(4.0 * SIZE - 2), "here")
+    part = hvd.reducescatter(rows, op=hvd.Sum)
+    assert part.tolist() == [SIZE * one for one in np.array_split(np.arange(4.0 * SIZE - 2), SIZE)[RANK]]
+    found, received = hvd.alltoall(rows, splits=[1] * SIZE)
+    assert (found.tolist(), received.tolist()) == ([RANK] * SIZE, [1] * SIZE)
+    assert hvd.allgather(rows).sharding == rows.sharding
+
+
 @pytest.mark.skipif(SEVERAL_DEVICES, reason="JAX 0.10 can")
 def test_older_versions_say_that_they_cannot() -> None:
     with pytest.raises(ArgumentError, match=r"JAX 0\.10 or newer"):
