@@ -41,6 +41,24 @@ def test_a_program_for_two_devices_exchanges_once() -> None:
     np.testing.assert_array_equal(gradient, 2 * SIZE * expected)
 
 
+@pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
+@pytest.mark.ranks(2, 3)
+def test_after_a_failure_programs_exchange_again() -> None:
+    """JAX hands the failure on: a call outside of programs raises it once more, a new job drops it."""
+    total = jax.jit(partial(hvd.allreduce, op=hvd.Sum))
+    for again in (False, True):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
+            jax.block_until_ready(total(sharded(jnp.ones(2 + RANK))))
+        if again:
+            hvd.shutdown()
+            hvd.init()
+        else:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="MismatchError"):
+                hvd.barrier()
+        assert total(sharded(jnp.ones(2))).tolist() == [SIZE] * 2
+        assert hvd.allreduce(sharded(jnp.ones(2))).tolist() == [1.0] * 2
+
+
 def test_rows_that_cannot_be_divided_among_the_devices() -> None:
     """At once, where shapes may change: an odd number of rows for two devices."""
     rows = sharded(jnp.arange(4.0 * SIZE - 2), "here")

@@ -92,6 +92,7 @@ def test_without_the_lowering_of_programs(unknown: str, monkeypatch: pytest.Monk
         ("sharding_impls", "SPMDAxisContext", "SPMDAxisContext", ()),
         ("effects", "ordered_effects", "EFFECT", None),
         ("core", "trace_state_clean", "no_trace", bool),
+        ("dispatch", "runtime_tokens", "drop_tokens", int),
     ],
 )
 def test_names_are_looked_up(

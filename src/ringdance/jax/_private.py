@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
-    "EFFECT", "SPMDAxisContext", "abstract_token", "lowering_to_hlo", "no_trace", "one_device_of",
-    "replace_lowering_to_hlo",
+    "EFFECT", "SPMDAxisContext", "abstract_token", "drop_tokens", "lowering_to_hlo", "no_trace",
+    "one_device_of", "replace_lowering_to_hlo",
 ]
 
 
@@ -47,6 +47,10 @@ EFFECT = _declare_effect()
 # jax._src.core.abstract_token: the type of what an ordered effect passes from one operation to the next,
 # for XLA's foreign function interface. Without it programs call Python with arrays.
 abstract_token: Any = _find("core", "abstract_token")
+
+# jax._src.dispatch.runtime_tokens: what the next program of this thread waits for. After an exchange has
+# failed in a program with tokens, later ones fail too until these are dropped; without this name, for ever.
+drop_tokens: Callable[[], Any] = getattr(_find("dispatch", "runtime_tokens"), "clear", int)
 
 # jax._src.core.trace_state_clean: whether JAX traces nothing at all, at once. Without it calls outside of
 # programs take some microseconds longer to find that out.

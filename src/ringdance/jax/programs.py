@@ -45,6 +45,7 @@ _world: list[tuple[int, int]] = []
 
 def _forget_programs() -> None:
     """Let JAX trace again what was traced at another size: its shapes differ, alone nothing is exchanged."""
+    _private.drop_tokens()
     engine = session.engine()
     world = engine.rank, engine.size
     if _world not in ([], [world]):
@@ -128,8 +129,15 @@ def _watch(device: Any) -> None:
 
 
 def settle() -> None:
-    """Wait until all exchanges in programs that this thread has started are complete."""
-    jax.effects_barrier()
+    """Wait until all exchanges in programs that this thread has started are complete.
+
+    Where these have tokens and one has failed, raise its error, once.
+    """
+    try:
+        jax.effects_barrier()
+    except RuntimeError:
+        _private.drop_tokens()
+        raise
     for start in tuple(_last.values()):
         start().block_until_ready()
 
