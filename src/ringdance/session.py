@@ -64,7 +64,6 @@ class _Process:
     mpi: bool = False
     monitoring = Monitoring()
     clean: bool = True  # every engine so far has stopped by agreement
-    profilers: tuple[Profiler, ...] = ()
     at_init: tuple[Callable[[], None], ...] = ()
     failed: bool = False  # an uncaught exception is on its way out
 
@@ -100,9 +99,7 @@ def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
 
 def add_profiler(profiler: Profiler) -> None:
     """Show waits in a framework's profiler too, whenever that is running."""
-    _process.profilers += (profiler,)
-    if _process.engine is not None:
-        _process.engine.profilers = _process.profilers
+    at_init(lambda: engine().profilers.append(profiler))
 
 
 def at_init(function: Callable[[], None]) -> None:
@@ -169,7 +166,6 @@ def init(comm: Any = None) -> None:
             settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
         _configure_log(settings)
         _process.engine = _start(comm, settings)
-        _process.engine.profilers = _process.profilers
         _process.comm = comm
         _process.monitoring.start(_process.engine)
         _export_ranks(_process.engine)

@@ -111,6 +111,8 @@ def test_second_derivative(wrap: Wrap) -> None:
 
     found = wrap(jax.grad(lambda x: jax.grad(loss)(x).sum()))(mine())
     same(found, 2.0 * SIZE**2 * np.ones((2 * SIZE, 3)))
+    found = wrap(jax.grad(lambda x: jax.grad(lambda x: (hvd.allgather(x) ** 2).sum())(x).sum()))(mine())
+    same(found, 2.0 / SIZE * np.ones((2 * SIZE, 3)))
 
 
 def test_loops_branches_and_order() -> None:

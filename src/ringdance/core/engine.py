@@ -80,7 +80,7 @@ class Engine:
         self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
         self.recorder = Recorder(settings.recorder_batches, settings.flight_recorder_dir, ring)
         self.recorder.ring.describe(self.rank, self.size, self.identity.host)
-        self.profilers: Sequence[Profiler] = ()
+        self.profilers: list[Profiler] = []
         self.report = report or (lambda text: None)
         self.end: EngineEnd
         self._stop_work = Work(Request(Description(Collective.BARRIER)), "shutdown", self._wait)

@@ -14,8 +14,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,10 +30,7 @@ from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
-from ringdance.training.collectives import Call, Keep, own_rows
-
-if TYPE_CHECKING:
-    from ringdance.core.engine import Engine
+from ringdance.training.collectives import Call
 
 __all__ = ["JaxCall", "Shapes", "compiled", "eager", "in_program", "is_traced", "origin_of"]
 
@@ -44,29 +40,17 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class JaxCall:
-    """A call with what JAX fixes about it beside the arrays; hashable, and convertible to text.
+    """A call with what JAX fixes about it beside the arrays; hashable.
 
     Args:
         call: the collective and its options.
-        back: whether to run its gradient instead.
-        splits: of an alltoall, rows for each member.
+        splits: of an alltoall outside of programs, rows for each member.
         rows: of each input, for collectives that change the number of rows.
     """
 
     call: Call
-    back: bool = False
     splits: tuple[int, ...] | None = None
     rows: tuple[int, ...] = ()
-
-    def text(self) -> str:
-        """Return the exchange as text."""
-        return json.dumps([self.call.text(), self.back, self.splits, self.rows])
-
-
-@lru_cache(maxsize=4096)
-def _from_text(text: str) -> JaxCall:
-    call, back, splits, rows = json.loads(text)
-    return JaxCall(Call.from_text(call), back, None if splits is None else tuple(splits), tuple(rows))
 
 
 # Running it, on NumPy arrays.
@@ -88,14 +72,11 @@ def run(
         CollectiveError: it failed, or a result has another shape than compiled code expects.
     """
     engine, call = session.engine(), what.call
-    if what.back:
-        results = _backward(engine, what, inputs)
-    else:
-        splits = None if what.splits is None else np.array(what.splits, np.int64)
-        work = call.submit(engine, inputs, outputs if call.keeps_shapes else None, (splits,))
-        results = work.wait()
-        if work.received_splits is not None:
-            results = [*results, work.received_splits[0].astype(np.int32)]
+    splits = None if what.splits is None else np.array(what.splits, np.int64)
+    work = call.submit(engine, inputs, outputs if call.keeps_shapes else None, (splits,))
+    results: list[Array] = work.wait()
+    if work.received_splits is not None:
+        results = [*results, work.received_splits[0].astype(np.int32)]
     for result, shape in zip(results, shapes or (), strict=False):
         if result.shape != shape:
             raise CollectiveError(
@@ -107,8 +88,7 @@ def run(
         for result, output in zip(results, outputs, strict=True):
             if result is not output:
                 output[...] = result
-    if not what.back:
-        call.completed()
+    call.completed()
     return results
 
 
@@ -128,19 +108,6 @@ def _run_compiled(
 def origin_of(error: RuntimeError) -> CollectiveError | None:
     """Return the error of a collective because of which a compiled program failed, or None."""
     return next((one for one in _last_error if f"{type(one).__name__}: {one}" in str(error)), None)
-
-
-def _backward(engine: Engine, what: JaxCall, inputs: tuple[Array, ...]) -> list[Array]:
-    """Run the gradient of a call, see ``Backward``: on the gradients of its results."""
-    rule = what.call.backward(engine)
-    if rule.scale != 1.0:
-        inputs = tuple([one * one.dtype.type(rule.scale) for one in inputs])
-    results: list[Array] = rule.call.submit(engine, inputs).wait()
-    if rule.keep is Keep.ROOT and engine.rank != rule.root:
-        return [np.zeros_like(one) for one in results]
-    if rule.keep is Keep.OWN_ROWS:
-        return own_rows(engine, what.call.set_id, results, what.rows)
-    return results
 
 
 # From JAX: at once, or as a part of a compiled program.
@@ -270,7 +237,7 @@ def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
     aliases = {}
-    if what.call.keeps_shapes and not what.back:
+    if what.call.keeps_shapes:
         aliases = {index + 1: index + 1 for index in range(len(operands))}
     token = _private.abstract_token
     inner = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
@@ -278,7 +245,7 @@ def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any
         [(aval.shape, np.dtype(aval.dtype).name) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
     lowered = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)(
-        inner, ctx.tokens_in.get(EFFECT), *operands, what=what.text(), shapes=json.dumps(memory)
+        inner, ctx.tokens_in.get(EFFECT), *operands, what=what.call.text(), shapes=json.dumps(memory)
     )
     token, *results = lowered
     ctx.set_tokens_out(mlir.TokenSet({EFFECT: token}))
@@ -287,7 +254,7 @@ def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any
 
 def _call_from_xla(text: str, inputs: list[Array], outputs: list[Array]) -> None:
     shapes = tuple([output.shape for output in outputs])
-    _run_compiled(_from_text(text), tuple(inputs), tuple(outputs), shapes)
+    _run_compiled(JaxCall(Call.from_text(text)), tuple(inputs), tuple(outputs), shapes)
 
 
 _Span = jax.profiler.TraceAnnotation

@@ -26,7 +26,7 @@ from ringdance.jax.exchange import JaxCall, Shapes, compiled, eager, in_program,
 from ringdance.jax.memory import Compression, exact
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
-from ringdance.training.collectives import Call, allreduce_call, movement, reducescatter_call
+from ringdance.training.collectives import Call, Keep, allreduce_call, movement, reducescatter_call
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -64,24 +64,30 @@ def _forward(what: JaxCall, shapes: Shapes, *values: Any) -> tuple[tuple[Any, ..
 
 
 def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    if what.back:
-        raise NotImplementedError(f"The gradient of {what.call.kind.name.lower()} has no gradient here.")
-    rule = what.call.backward(session.engine())
+    engine = session.engine()
+    rule = what.call.backward(engine)
     if what.call.kind is Collective.ALLTOALL:
         return (_alltoall_back(rule.call, what.rows[0], received, gradients[0]),)
     # Integers have no gradient, and what JAX passes for them cannot be exchanged.
     floating = [index for index, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+    if not floating:
+        return (None,) * len(gradients)
     chosen = [gradients[index] for index in floating]
+    rows = [what.rows[index] for index in floating] if what.rows else []
     shapes = tuple([one.shape for one in chosen])
-    rows: tuple[int, ...] = ()
-    if what.rows:
-        rows = tuple([what.rows[index] for index in floating])
+    if what.call.kind is Collective.REDUCESCATTER:
+        chosen = [one * rule.scale for one in chosen]
         shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
-    if what.call.kind is Collective.ALLREDUCE:  # its gradient has a gradient too
-        back = JaxCall(rule.call)
-    else:
-        back = JaxCall(what.call, True, None, rows)
-    done = iter(_recorded(back, shapes, *chosen) if chosen else ())
+    back = JaxCall(rule.call, rows=_shapes(rule.call, chosen)[1])
+    results = _recorded(back, shapes, *chosen)
+    if rule.keep is Keep.ROOT and engine.rank != rule.root:
+        results = tuple(map(jnp.zeros_like, results))
+    if rule.keep is Keep.OWN_ROWS:
+        counts = _run(Call(Collective.ALLGATHER, set_id=what.call.set_id), [jnp.array([rows])])[0]
+        first = counts[: engine.members(what.call.set_id).index(engine.rank)].sum(axis=0)
+        given = zip(results, first, rows, strict=True)
+        results = tuple([jax.lax.dynamic_slice_in_dim(*one) for one in given])
+    done = iter(results)
     return tuple([next(done) if index in floating else None for index in range(len(gradients))])
 
 
