@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
+import traceback
 from typing import Any, NamedTuple
 
 import jax
@@ -39,15 +39,13 @@ def _cast(tree: Any, like: Any) -> Any:
 
 def _check_caller() -> None:
     """Raise ArgumentError within ``optax.apply_if_finite``: a rank with a NaN would skip the exchange."""
-    frame = sys._getframe(1)
-    while session.engine().size > 1 and frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_qualname.startswith("apply_if_finite."):
-            raise ArgumentError(
-                "optax.apply_if_finite(hvd.distributed(tx)) looks at the gradients of this rank: where they "
-                "are not finite it leaves out the exchange, for which the others wait. Write "
-                "hvd.distributed(optax.apply_if_finite(tx, ...)): all ranks then look at reduced gradients."
-            )
+    callers = [frame.f_code.co_qualname for frame, _ in traceback.walk_stack(None)]
+    if session.engine().size > 1 and any(name.startswith("apply_if_finite.") for name in callers):
+        raise ArgumentError(
+            "optax.apply_if_finite(hvd.distributed(tx)) looks at the gradients of this rank: where they "
+            "are not finite it leaves out the exchange, for which the others wait. Write "
+            "hvd.distributed(optax.apply_if_finite(tx, ...)): there all ranks look at the reduced gradients."
+        )
 
 
 def distributed(

@@ -19,6 +19,10 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray))
 
 
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def broadcast_parameters(
     params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -35,21 +39,13 @@ def broadcast_parameters(
     leaves, structure = jax.tree.flatten(params)
     if session.engine().size == 1 or not leaves:
         return params
-    arrays = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
-    keys = {
-        index: jax.random.key_impl(leaves[index]) for index in arrays
-        if jax.dtypes.issubdtype(leaves[index].dtype, jax.dtypes.prng_key)
-    }
-    if arrays:
-        sent = [jax.random.key_data(leaves[index]) if index in keys else leaves[index] for index in arrays]
-        received = grouped_broadcast(sent, root_rank, "broadcast_parameters", process_set)
-        for index, leaf in zip(arrays, received, strict=True):
-            leaves[index] = jax.random.wrap_key_data(leaf, impl=keys[index]) if index in keys else leaf
-    others = [index for index, leaf in enumerate(leaves) if not _is_array(leaf)]
-    if others:
-        objects = broadcast_object(
-            [leaves[index] for index in others], root_rank, "broadcast_parameters.others", process_set
-        )
-        for index, leaf in zip(others, objects, strict=True):
-            leaves[index] = leaf
+    name = "broadcast_parameters"
+    arrays = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in leaves if _is_array(leaf)]
+    others = [leaf for leaf in leaves if not _is_array(leaf)]
+    received = iter(grouped_broadcast(arrays, root_rank, name, process_set) if arrays else ())
+    objects = iter(broadcast_object(others, root_rank, f"{name}.others", process_set) if others else ())
+    for index, leaf in enumerate(leaves):
+        leaves[index] = next(received if _is_array(leaf) else objects)
+        if _is_key(leaf):
+            leaves[index] = jax.random.wrap_key_data(leaves[index], impl=jax.random.key_impl(leaf))
     return jax.tree.unflatten(structure, leaves)

@@ -17,7 +17,7 @@ from ringdance.torch._private import compiler_disable, profiler_running
 from ringdance.torch.memory import Array, Compression, array_of, from_array
 from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError
-from ringdance.training.collectives import Call, Keep, own_rows
+from ringdance.training.collectives import Call, Keep
 
 __all__ = ["copy_back", "run", "run_in_place", "start", "submit"]
 
@@ -186,7 +186,9 @@ def _gradients(call: Call, given: Tensors, rows: list[int], received: Tensor | N
     scaled = [one * back.scale for one in given] if back.scale != 1.0 else given
     results = run(back.call, scaled, splits=received)
     if back.keep is Keep.OWN_ROWS:
-        return own_rows(engine, call.set_id, results, rows)
+        counts = Call(Collective.ALLGATHER, set_id=call.set_id).submit(engine, (np.array([rows]),)).wait()[0]
+        starts = counts[: engine.members(call.set_id).index(engine.rank)].sum(axis=0).tolist()
+        return [one[start : start + count] for one, start, count in zip(results, starts, rows, strict=True)]
     if back.keep is Keep.ROOT:
         return results if engine.rank == back.root else [torch.zeros_like(one) for one in results]
     if back.keep is Keep.PADDED:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "Backward", "Call", "Keep", "allreduce_call", "barrier", "join", "movement", "on_join", "own_rows",
-    "prepared", "reducescatter_call", "reduction",
+    "Backward", "Call", "Keep", "allreduce_call", "barrier", "join", "movement", "on_join", "prepared",
+    "reducescatter_call", "reduction",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -224,14 +224,6 @@ class Backward:
     keep: Keep = Keep.ALL
     scale: float = 1.0
     root: int = -1
-
-
-def own_rows(engine: Engine, set_id: int, gathered: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """Return what this rank has given to each gathered tensor: so many ``rows``. A collective."""
-    counts = np.array([rows], np.int64)
-    everywhere = Call(Collective.ALLGATHER, set_id=set_id).submit(engine, (counts,)).wait()[0]
-    first = everywhere[: engine.members(set_id).index(engine.rank)].sum(axis=0).tolist()
-    return [one[start : start + count] for one, start, count in zip(gathered, first, rows, strict=True)]
 
 
 # A call with these fields, the same object each time: its description is then made once. Not for call sites
