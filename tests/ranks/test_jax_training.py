@@ -117,6 +117,17 @@ def test_bfloat16_parameters() -> None:
         assert far(found, train(optax.sgd(0.1), list(range(SIZE)), small)) < 5e-2
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_loss_that_the_optimizer_is_given_is_that_of_all_ranks(passes: int) -> None:
+    """Else the ranks would take steps of different length: here that is the loss / |gradient|^2."""
+    options = {"backward_passes_per_step": passes, "average_aggregated_gradients": True}
+    params, tx = jnp.ones(3), hvd.distributed(optax.polyak_sgd(), **options)
+    state = tx.init(params)
+    for _ in range(passes):
+        found, state = jax.jit(tx.update)(params, state, params, value=jnp.float32(RANK))
+    np.testing.assert_allclose(found, -(SIZE - 1) / 2 / 3, rtol=1e-5)
+
+
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_nan_on_one_rank_skips_the_step_on_all(jit: bool) -> None:
     params, gradients = jnp.ones(3), jnp.full(3, jnp.nan if RANK == 0 else 1.0)

@@ -31,8 +31,9 @@ from ringdance.jax._private import EFFECT
 from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
 from ringdance.training.collectives import Call
+from ringdance.training.elastic import remember
 
-__all__ = ["JaxCall", "Shapes", "compiled", "eager", "in_program", "is_traced", "origin_of"]
+__all__ = ["JaxCall", "Shapes", "compiled", "eager", "in_program", "is_traced"]
 
 Array = np.ndarray[Any, Any]
 Shapes = tuple[tuple[int, ...], ...]
@@ -92,22 +93,14 @@ def run(
     return results
 
 
-_last_error: list[CollectiveError] = []  # of a program
-
-
 def _run_compiled(
     what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
 ) -> list[Array]:
     try:
         return run(what, inputs, outputs, shapes)
     except CollectiveError as error:
-        _last_error[:] = [error]
+        remember(error)
         raise
-
-
-def origin_of(error: RuntimeError) -> CollectiveError | None:
-    """Return the error of a collective because of which a compiled program failed, or None."""
-    return next((one for one in _last_error if f"{type(one).__name__}: {one}" in str(error)), None)
 
 
 # From JAX: at once, or as a part of a compiled program.
@@ -155,12 +148,10 @@ def _batched(
         raise ArgumentError("Adasum weighs whole tensors: within vmap it is not defined.")
     moved: list[Any] = []
     after: list[int | None] = []
-    count = 0
     for value, axis in zip(values, axes, strict=True):
-        new = None if axis is None else min(1, value.ndim - 1)
-        after.append(new)
-        moved.append(value if new is None else jax.numpy.moveaxis(value, axis, new))
-        count = count if new is None else moved[-1].shape[new]
+        after.append(None if axis is None else min(1, value.ndim - 1))
+        moved.append(value if axis is None else jax.numpy.moveaxis(value, axis, after[-1]))
+    count = next(one.shape[new] for one, new in zip(moved, after, strict=True) if new is not None)
     # An alltoall also returns how many rows came from each rank: the same for the whole batch.
     after += [None] * (len(shapes) - len(after))
     larger = [
@@ -236,9 +227,7 @@ def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any
     """Lower to a call with the addresses of XLA's memory, in place where possible."""
     if _devices(ctx) > 1 or not by_address():
         return _by_callback(ctx, *operands, what=what, shapes=shapes, **rest)
-    aliases = {}
-    if what.call.keeps_shapes:
-        aliases = {index + 1: index + 1 for index in range(len(operands))}
+    aliases = {index + 1: index + 1 for index in range(len(operands)) if what.call.keeps_shapes}
     token = _private.abstract_token
     inner = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
     memory = [

@@ -80,7 +80,7 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
         shapes = tuple([(count, *one.shape[1:]) for count, one in zip(rows, chosen, strict=True)])
     back = JaxCall(rule.call, rows=_shapes(rule.call, chosen)[1])
     results = _recorded(back, shapes, *chosen)
-    if rule.keep is Keep.ROOT and engine.rank != rule.root:
+    if rule.keep is Keep.ROOT and engine.rank != what.call.root:
         results = tuple(map(jnp.zeros_like, results))
     if rule.keep is Keep.OWN_ROWS:
         counts = _run(Call(Collective.ALLGATHER, set_id=what.call.set_id), [jnp.array([rows])])[0]
@@ -98,10 +98,7 @@ def _alltoall_back(call: Call, rows: int, received: Any, gradient: Any) -> Any:
         splits = None
     back = JaxCall(call, splits=splits, rows=(gradient.shape[0],))
     returned, _ = _recorded(back, (gradient.shape, received.shape), gradient)
-    missing = rows - returned.shape[0]
-    if missing:
-        returned = jnp.concatenate([returned, jnp.zeros((missing, *returned.shape[1:]), returned.dtype)])
-    return returned
+    return jnp.pad(returned, [(0, rows - returned.shape[0]), *[(0, 0)] * (returned.ndim - 1)])
 
 
 _recorded.defvjp(_forward, _backward)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
-from ringdance.jax.operations import reduce_gradients
+from ringdance.jax.operations import allreduce, reduce_gradients
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes, scales_of
@@ -55,7 +55,8 @@ def distributed(
 ) -> Any:
     """Return an optax transformation that reduces gradients over the ranks and passes them to ``tx``.
 
-    All leaves go in one exchange. What ``tx`` does (clipping, weight decay) sees reduced gradients.
+    All leaves go in one exchange. What ``tx`` does (clipping, weight decay) sees reduced gradients, and the
+    mean of the ranks' ``value`` where ``update`` is given one, as for ``optax.contrib.reduce_on_plateau``.
     Works within ``jit`` and outside.
 
     Args:
@@ -91,6 +92,12 @@ def distributed(
         done = reduce_gradients(leaves, name, operation, *scales, process_set, compression)
         return jax.tree.unflatten(structure, done)
 
+    def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        if extra.get("value") is not None and takes_part(process_set):
+            value = allreduce(extra["value"], f"{name}.value", process_set=process_set)
+            extra = {**extra, "value": value}
+        return inner.update(reduced(gradients), state, params, **extra)
+
     def init(params: Any) -> Any:
         state = inner.init(params)
         if passes == 1:
@@ -101,11 +108,11 @@ def distributed(
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if passes == 1:
-            return inner.update(reduced(gradients), state, params, **extra)  # type: ignore[no-any-return]
+            return step(gradients, state, params, extra)  # type: ignore[no-any-return]
         total = _cast(jax.tree.map(jnp.add, state.gradients, gradients), state.gradients)
 
         def exchange(total: Any, state: Any) -> Any:
-            return inner.update(reduced(_cast(total, gradients)), state, params, **extra)
+            return step(_cast(total, gradients), state, params, extra)
 
         def wait(total: Any, state: Any) -> Any:
             updates, after = jax.eval_shape(exchange, total, state)  # may have wider types than the state

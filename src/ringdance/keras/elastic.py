@@ -33,11 +33,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         from ringdance.tensorflow.elastic import run as run_in_tensorflow
 
         return run_in_tensorflow(func)
-    if backend == "jax":
-        from ringdance.jax.exchange import origin_of
-
-        return elastic.run_translating(func, RuntimeError, origin_of)
-    return elastic.run(func)
+    return elastic.run_translating(func, RuntimeError) if backend == "jax" else elastic.run(func)
 
 
 class KerasState(VariablesState):

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.errors import origin_of
 from ringdance.tensorflow.gradients import variable_of
 from ringdance.tensorflow.state import broadcast_variables
 from ringdance.training import elastic
@@ -28,7 +27,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Collectives may fail within a ``tf.function`` as well as eagerly.
     """
-    return elastic.run_translating(func, tf.errors.OpError, origin_of)
+    return elastic.run_translating(func, tf.errors.OpError)
 
 
 class TensorFlowState(VariablesState):

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringdance import errors
 from ringdance.training.checks import UnsupportedOperationError
 
-__all__ = ["as_tensorflow", "code_of", "origin_of", "remember"]
+__all__ = ["as_tensorflow", "code_of"]
 
 # The first that fits; those that Horovod raises for a mismatch, a wrong argument and so on.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
@@ -39,20 +39,6 @@ def _kind(error: BaseException) -> Any:
 def code_of(error: BaseException) -> int:
     """Return TensorFlow's number for this kind of error."""
     return int(_kind(error)(None, None, "").error_code)
-
-
-# The error of the last operation that failed in a graph: TensorFlow passes on its message only.
-_last: list[BaseException] = []
-
-
-def remember(error: BaseException) -> None:
-    """Keep the error of an operation of a graph."""
-    _last[:] = [error]
-
-
-def origin_of(error: Any) -> BaseException | None:
-    """Return the error of a collective because of which a graph failed, or ``None``."""
-    return next((ours for ours in _last if str(ours) and str(ours) in str(error)), None)
 
 
 @lru_cache

@@ -287,8 +287,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
         gradients = [one * tf.cast(rule.scale, one.dtype) for one in gradients]
     results = perform(back, gradients, name)
     if keep is Keep.ROOT:  # a session runs only what results depend on, so all ranks' depend on the call
-        here = engine.rank == rule.root
-        return [tf.where(here, one, tf.zeros_like(one)) for one in results]
+        return [tf.where(engine.rank == call.root, one, tf.zeros_like(one)) for one in results]
     if keep is Keep.OWN_ROWS:
         rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in op.inputs])
         key = None if back.name is None else f"{back.name}.rows"

@@ -190,7 +190,7 @@ def _gradients(call: Call, given: Tensors, rows: list[int], received: Tensor | N
         starts = counts[: engine.members(call.set_id).index(engine.rank)].sum(axis=0).tolist()
         return [one[start : start + count] for one, start, count in zip(results, starts, rows, strict=True)]
     if back.keep is Keep.ROOT:
-        return results if engine.rank == back.root else [torch.zeros_like(one) for one in results]
+        return results if engine.rank == call.root else [torch.zeros_like(one) for one in results]
     if back.keep is Keep.PADDED:
         (result,) = results[:1]
         missing = result.new_zeros((rows[0] - result.shape[0], *result.shape[1:]))

@@ -45,21 +45,17 @@ class Gradients:
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
-        parameter = self.parameters[index]
-        return parameter.numel() * parameter.element_size()
+        return self.parameters[index].nbytes
 
     def kinds(self, computed: bytearray) -> bytearray:
         """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""
         kinds = bytearray(len(computed))
         for index, parameter in enumerate(self.parameters):
-            if not computed[index]:
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            kinds[index] = DENSE
-            if gradient.is_sparse:
+            gradient = parameter.grad if computed[index] else None
+            if gradient is not None and gradient.is_sparse:
                 kinds[index] = gradient.sparse_dim() + (AS_DENSE if self.sparse_as_dense else 0)
+            elif gradient is not None:
+                kinds[index] = DENSE
         return kinds
 
     def buffers(self, indices: Sequence[int], zeros: bytes) -> tuple[Array, ...]:

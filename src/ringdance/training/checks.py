@@ -107,9 +107,8 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
     """Raise UnsupportedOperationError if a reduction over several ranks has no gradient."""
     if size > 1 and operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UnsupportedOperationError(
-            f"{where}: there is no gradient of op=hvd.{operation.name.title()}, only of Average and Sum. Use "
-            "one of these, or keep the call out of the gradient: x.detach() in PyTorch, tf.stop_gradient(x), "
-            "jax.lax.stop_gradient(x)."
+            f"{where}: {operation.name.title()} has no gradient, only Average and Sum have. Use one of these,"
+            " or leave the call out of it (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
 
 

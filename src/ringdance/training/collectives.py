@@ -26,7 +26,6 @@ from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError
 from ringdance.training import checks
-from ringdance.training.checks import check_root, check_size, describe, pick_operation, split_rows
 from ringdance.training.process_sets import ProcessSet, set_id
 
 if TYPE_CHECKING:
@@ -137,13 +136,13 @@ class Call:
             if number or kind is not Collective.ALLREDUCE or self.operation is ReduceOp.ADASUM:
                 members = _members(engine, number)
                 if kind is Collective.BROADCAST:
-                    check_root(self.root, members, self.name, number)
+                    checks.check_root(self.root, members, self.name, number)
                 elif kind is Collective.ALLTOALL:
                     rows = tuple([
-                        split_rows(view, one, len(members), name or "alltoall", engine)
+                        checks.split_rows(view, one, len(members), name or "alltoall", engine)
                         for view, one in zip(inputs, splits or [None] * len(inputs), strict=True)
                     ])
-                check_size(self.operation, len(members))
+                checks.check_size(self.operation, len(members))
         except ArgumentError as error:
             self.refuse(engine, error)
             raise
@@ -156,7 +155,7 @@ class Call:
             (name or "").encode()
         except UnicodeEncodeError:
             raise ArgumentError(f"name={name!r} cannot be encoded: it has a surrogate.") from None
-        return describe(self.kind, dtypes, shapes, self.operation, *scales, self.root), name
+        return checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:
         """Make the call fail on the peers, once for each error: see Note [Refused calls]."""
@@ -191,7 +190,7 @@ class Call:
             return Backward(Call(Collective.ALLGATHER, **same), Keep.ALL, scale)
         average = Call(Collective.ALLREDUCE, operation=ReduceOp.AVERAGE, **same)
         keep = Keep.OWN_ROWS if self.kind is Collective.ALLGATHER else Keep.ROOT
-        return Backward(average, keep, root=self.root)
+        return Backward(average, keep)
 
 
 _FIELDS = [one.name for one in fields(Call) if one.init]
@@ -217,13 +216,11 @@ class Backward:
         call: what is called with the gradients of the results; an alltoall with the received splits.
         keep: what of its results is the gradient.
         scale: multiplies the gradients before the call.
-        root: the rank that keeps the gradient of a broadcast.
     """
 
     call: Call
     keep: Keep = Keep.ALL
     scale: float = 1.0
-    root: int = -1
 
 
 # A call with these fields, the same object each time: its description is then made once. Not for call sites
@@ -236,7 +233,7 @@ def _reduction(
     kind: Collective, name: str | None, op: int | None, prescale: float, postscale: float, number: int,
     grouped: bool, step_mark: int,
 ) -> Call:
-    operation = pick_operation(None, op)
+    operation = checks.pick_operation(None, op)
     return Call(kind, name, operation, prescale, postscale, number, -1, grouped, step_mark=step_mark)
 
 
@@ -253,7 +250,7 @@ def reduction(
     try:
         if average is None and type(prescale) is type(postscale) is float and (op is None or type(op) is int):
             return _reduction(kind, name, op, prescale, postscale, number, grouped, step_mark)
-        operation = pick_operation(average, op)
+        operation = checks.pick_operation(average, op)
         scales = float(prescale), float(postscale)
         return prepared(kind, name, operation, *scales, number, -1, grouped, False, (), step_mark)
     except (ArgumentError, TypeError, ValueError) as error:

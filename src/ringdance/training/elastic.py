@@ -37,7 +37,8 @@ from ringdance.training import basics
 from ringdance.training.objects import broadcast_object
 
 __all__ = [
-    "ElasticIndices", "ObjectState", "State", "VariablesState", "restart", "run", "run_fn", "run_translating",
+    "ElasticIndices", "ObjectState", "State", "VariablesState", "remember", "restart", "run", "run_fn",
+    "run_translating",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -355,15 +356,21 @@ class ElasticIndices:
         return self.num_samples
 
 
-def run_translating(
-    func: Callable[..., T], errors: Any, origin_of: Callable[[Any], BaseException | None]
-) -> Callable[..., T]:
+# The error of the last collective that failed in a compiled function: frameworks pass on its message only.
+_last: list[BaseException] = []
+
+
+def remember(error: BaseException) -> None:
+    """Keep the error of a collective in a compiled function, for ``run_translating``."""
+    _last[:] = [error]
+
+
+def run_translating(func: Callable[..., T], errors: Any) -> Callable[..., T]:
     """As ``run``, where a framework raises errors of its own for failed collectives.
 
     Args:
         func: takes a ``State`` first.
         errors: the framework's class of errors.
-        origin_of: returns the error of a collective behind one of them, or ``None``.
     """
 
     @functools.wraps(func)
@@ -371,6 +378,6 @@ def run_translating(
         try:
             return func(*args, **kwargs)
         except errors as error:
-            raise origin_of(error) or error from None
+            raise next((ours for ours in _last if str(ours) and str(ours) in str(error)), error) from None
 
     return run(translated)

@@ -20,7 +20,8 @@ import tensorflow as tf
 
 from ringdance.core.exchange import aligned_empty
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.errors import code_of, remember
+from ringdance.tensorflow.errors import code_of
+from ringdance.training.elastic import remember
 from ringdance.training.memory import array_at
 
 __all__ = ["Context", "Slot", "drop", "register"]
