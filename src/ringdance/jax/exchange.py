@@ -133,8 +133,7 @@ _primitive.multiple_results = True
 
 
 def _abstract(*avals: Any, what: JaxCall, shapes: Shapes, dtypes: tuple[Any, ...]) -> Any:
-    results = [jax.core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return results, {EFFECT}
+    return [jax.core.ShapedArray(*one) for one in zip(shapes, dtypes, strict=True)], {EFFECT}
 
 
 def _batched(
@@ -158,8 +157,7 @@ def _batched(
         shape if new is None else (*shape[:new], count, *shape[new:])
         for shape, new in zip(shapes, after, strict=True)
     ]
-    done = _primitive.bind(*moved, what=what, shapes=tuple(larger), dtypes=dtypes)
-    return done, after
+    return _primitive.bind(*moved, what=what, shapes=tuple(larger), dtypes=dtypes), after
 
 
 _primitive.def_impl(lambda *values, what, **_: eager(what, values))
@@ -233,10 +231,9 @@ def _by_ffi(ctx: Any, *operands: Any, what: JaxCall, shapes: Shapes, **rest: Any
     memory = [
         [(aval.shape, np.dtype(aval.dtype).name) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
-    lowered = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)(
+    token, *results = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)(
         inner, ctx.tokens_in.get(EFFECT), *operands, what=what.call.text(), shapes=json.dumps(memory)
     )
-    token, *results = lowered
     ctx.set_tokens_out(mlir.TokenSet({EFFECT: token}))
     return results
 

@@ -94,8 +94,7 @@ def distributed(
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
         if extra.get("value") is not None and takes_part(process_set):
-            value = allreduce(extra["value"], f"{name}.value", process_set=process_set)
-            extra = {**extra, "value": value}
+            extra = {**extra, "value": allreduce(extra["value"], f"{name}.value", process_set=process_set)}
         return inner.update(reduced(gradients), state, params, **extra)
 
     def init(params: Any) -> Any:

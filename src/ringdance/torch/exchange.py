@@ -192,7 +192,6 @@ def _gradients(call: Call, given: Tensors, rows: list[int], received: Tensor | N
     if back.keep is Keep.ROOT:
         return results if engine.rank == call.root else [torch.zeros_like(one) for one in results]
     if back.keep is Keep.PADDED:
-        (result,) = results[:1]
-        missing = result.new_zeros((rows[0] - result.shape[0], *result.shape[1:]))
-        return [torch.cat([result, missing]) if len(missing) else result]
+        missing = results[0].new_zeros((rows[0] - results[0].shape[0], *results[0].shape[1:]))
+        return [torch.cat([results[0], missing]) if len(missing) else results[0]]
     return results

@@ -177,8 +177,7 @@ class Call:
             UnsupportedOperationError: several ranks reduce by Min, Max, Product or Adasum: not linear.
         """
         size = len(engine.members(self.set_id))
-        what = self.full_name or self.kind.name.lower()
-        checks.check_gradient(self.operation, size, f"{what} on rank {engine.rank}")
+        checks.check_gradient(self.operation, size, f"{self.full_name or 'allreduce'} on rank {engine.rank}")
         name = None if self.name is None else f"{self.name}.grad"
         same: dict[str, Any] = {"name": name, "set_id": self.set_id, "grouped": self.grouped}
         if self.kind is Collective.ALLREDUCE:
