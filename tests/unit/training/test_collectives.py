@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,11 @@ from ringdance.training.collectives import Call, Keep, movement, prepared, reduc
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 
+def ranks(size: int) -> Any:
+    """Return what a gradient asks the engine of the last of so many ranks."""
+    return SimpleNamespace(rank=size - 1, members=lambda _: tuple(range(size)))
+
+
 def test_a_call_as_text() -> None:
     call = Call(Collective.ALLREDUCE, "x", ReduceOp.MAX, 2.0, 0.5, 3, grouped=True, tables=("a", "b"))
     assert Call.from_text(call.text()) == call
@@ -27,26 +34,34 @@ def test_a_call_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "back", "keep", "scale", "times_size"),
+    ("call", "back", "keep", "scale"),
     [
-        (Call(Collective.ALLREDUCE, "x", ReduceOp.MIN, 2.0, 3.0, grouped=True),
-         Call(Collective.ALLREDUCE, "x.grad", ReduceOp.MIN, 2.0, 3.0, grouped=True), Keep.ALL, 1.0, False),
+        (Call(Collective.ALLREDUCE, "x", ReduceOp.AVERAGE, 2.0, 3.0, grouped=True),
+         Call(Collective.ALLREDUCE, "x.grad", ReduceOp.AVERAGE, 2.0, 3.0, grouped=True), Keep.ALL, 1.0),
         (Call(Collective.ALLGATHER, "x", set_id=2),
-         Call(Collective.ALLREDUCE, "x.grad", ReduceOp.AVERAGE, set_id=2), Keep.OWN_ROWS, 1.0, False),
+         Call(Collective.ALLREDUCE, "x.grad", ReduceOp.AVERAGE, set_id=2), Keep.OWN_ROWS, 1.0),
         (Call(Collective.BROADCAST, root=1), Call(Collective.ALLREDUCE, None, ReduceOp.AVERAGE),
-         Keep.ROOT, 1.0, False),
+         Keep.ROOT, 1.0),
         (Call(Collective.ALLTOALL, "x", equal_splits=True), Call(Collective.ALLTOALL, "x.grad"),
-         Keep.PADDED, 1.0, False),
+         Keep.PADDED, 1.0),
         (Call(Collective.REDUCESCATTER, "x", ReduceOp.SUM, 2.0, 3.0),
-         Call(Collective.ALLGATHER, "x.grad"), Keep.ALL, 6.0, True),
+         Call(Collective.ALLGATHER, "x.grad"), Keep.ALL, 6.0 * 4),
         (Call(Collective.REDUCESCATTER, "x", ReduceOp.AVERAGE), Call(Collective.ALLGATHER, "x.grad"),
-         Keep.ALL, 1.0, False),
+         Keep.ALL, 1.0),
     ],
 )  # fmt: skip
-def test_gradients(call: Call, back: Call, keep: Keep, scale: float, times_size: bool) -> None:
-    found = call.backward()
+def test_gradients(call: Call, back: Call, keep: Keep, scale: float) -> None:
+    found = call.backward(ranks(4))
     assert found.call == back
-    assert (found.keep, found.scale, found.times_size, found.root) == (keep, scale, times_size, call.root)
+    assert (found.keep, found.scale) == (keep, scale)
+
+
+@pytest.mark.parametrize("name", ["MIN", "MAX", "PRODUCT", "ADASUM"])
+def test_what_is_not_linear_has_no_gradient(name: str) -> None:
+    call = Call(Collective.ALLREDUCE, "x", ReduceOp[name])
+    assert call.backward(ranks(1)).call == call.but(name="x.grad")
+    with pytest.raises(ArgumentError, match=rf"allreduce\.x on rank 3: {name.title()} has no gradient"):
+        call.backward(ranks(4))
 
 
 def test_equal_arguments_give_one_call() -> None:
