@@ -70,6 +70,23 @@ POLLED = """
     except hvd.HorovodInternalError as error:
         print(f"rank {hvd.rank()} got {type(error).__name__}: {error}", flush=True)
 """ + TOGETHER
+POOL = """
+    import threading
+    import time
+    import tensorflow as tf
+    import horovod.tensorflow as hvd
+
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    hvd.init()
+
+    def run(name, seconds):
+        time.sleep(seconds)
+        tf.function(lambda: hvd.allreduce(tf.ones(3), name=name))()
+
+    names = "ab" if hvd.rank() else "ba"
+    for seconds, name in enumerate(names):
+        threading.Thread(target=run, args=(name, seconds)).start()
+"""
 
 
 @pytest.fixture
@@ -178,3 +195,11 @@ def test_polled_handles(start: Start) -> None:
         assert f"'allreduce.of.rank.{rank}'" in warning
     assert warning.count(line_with(POLLED, "here all are")) == 2
     assert sorted(errors_in(output)) == [0, 1], output
+
+
+def test_programs_side_by_side_in_one_thread_of_tensorflow(start: Start) -> None:
+    """Two threads, in another order on rank 1: none of TensorFlow's is left for what the other waits for."""
+    code, output = start("mpiexec", 2, POOL, **STALL, RINGDANCE_DEADLOCK_TIME="2")
+    assert code != 0
+    assert "all 1 threads in which TensorFlow runs operations wait" in output
+    assert "set_inter_op_parallelism_threads(3)" in output

@@ -219,8 +219,9 @@ class Hosts:
         left = [f"{name}: process {pid}: {line[-150:]}" for pid, line in self.processes(name).items()]
         root = Path(f"/proc/{self._init[name]}/root")
         for directory in ("dev/shm", "run/tmp"):
-            # (What PyTorch keeps for the next run is no job's; flight records are left to be read.)
-            kept = ("torchinductor", "ringdance-flight-")
+            # (What PyTorch keeps for the next run is no job's, nor what a killed TensorFlow has left;
+            # flight records are left to be read.)
+            kept = ("torchinductor", "ringdance-flight-", "__autograph_generated_file", "__pycache__")
             paths = [path for path in (root / directory).iterdir() if not path.name.startswith(kept)]
             left += [f"{name}: /{directory}/{path.name}" for path in paths]
         # (/tmp is all hosts'. If the lock is still held, it is another run's job, with hosts of the

@@ -22,7 +22,7 @@ from nets import (
 from steps import counting_steps
 
 import ringdance.keras as hvd
-from ringdance.errors import ArgumentError
+from ringdance.errors import ArgumentError, MismatchError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -57,6 +57,21 @@ def test_twenty_steps_of_fit_equal_one_process(make: Any, options: dict[str, Any
     expected = alone(make(**options), ALL)
     assert far(expected, model().get_weights()) > 1e-3
     assert far(found, expected) < 1e-6
+
+
+@pytest.mark.ranks(2, 3, 4)
+@every_backend
+@pytest.mark.parametrize("dropped", [False, True])
+def test_other_gradients_on_rank_0_are_refused(dropped: bool) -> None:
+    variables = [keras.Variable([1.0, 2.0], name=name) for name in "ab"]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(variables)
+    given = keras.ops.ones(2)
+    pairs = zip([given, None] if RANK == 0 else [None, given], variables, strict=True)
+    with pytest.raises(MismatchError, match=r"Mismatched gradients.*none of 2"):
+        optimizer.apply_gradients([pair for pair in pairs if pair[0] is not None or not dropped])
+    optimizer.apply_gradients([(None, variables[0]), (given * (RANK + 1), variables[1])])
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variables[1]), [0.5 - SIZE / 2, 1.5 - SIZE / 2])
 
 
 @pytest.mark.parametrize(("policy", "wrapped", "options"), [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import keras
@@ -13,6 +15,7 @@ from other_settings import other_settings
 from steps import counting_steps
 
 import ringdance.tensorflow as hvd
+from ringdance.errors import MismatchError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -115,6 +118,77 @@ def test_the_same_variables_twice(way: Any) -> None:
         for number, one in enumerate(way(step)(), 1):
             assert np.ptp(one.numpy()) == 0
             assert float(one[0]) == pytest.approx(2 * number * MEAN)
+
+
+@several
+@both
+@pytest.mark.parametrize("others", ["none", "another", "dense"])
+def test_other_gradients_on_rank_0(way: Any, others: str) -> None:
+    """Never the mean of two variables' gradients, and no wait: one error on all ranks."""
+    first, second = tf.Variable(tf.ones((9, 2))), tf.Variable(tf.ones((9, 2)))
+
+    def step(alike: bool) -> Any:
+        with tf.GradientTape() as tape:
+            if alike or RANK == 0:
+                loss = tf.reduce_sum(tf.gather(first, [1, 2]) if others == "dense" else first)
+            else:
+                loss = tf.reduce_sum({"none": tf.ones(3), "another": second, "dense": first}[others])
+        return hvd.DistributedGradientTape(tape).gradient(loss, [first, second])
+
+    function = way(step)
+    with pytest.raises((MismatchError, tf.errors.FailedPreconditionError), match="Mismatched gradients"):
+        function(False)
+    got, nothing = function(True)
+    assert tf.reduce_sum(got).numpy() == (4 if others == "dense" else 18)
+    assert nothing is None
+
+
+def test_two_tapes_of_one_recording() -> None:
+    weight = tf.Variable([1.0])
+    with tf.GradientTape(persistent=True) as recording:
+        loss = weight * (RANK + 1.0)
+    summed = hvd.DistributedGradientTape(recording, op=hvd.Sum)
+    mean = hvd.DistributedGradientTape(recording)
+    assert summed.gradient(loss, weight).numpy() == [MEAN * SIZE]
+    assert mean.gradient(loss, weight).numpy() == [MEAN]
+
+
+@several
+@pytest.mark.parametrize("named", [False, True])
+def test_equal_models_in_two_threads(named: bool) -> None:
+    """In another order on rank 0: with names each its own mean; without, an error before the second step."""
+    models = [tf.Variable([1.0]), tf.Variable([1.0])]
+    turns, stop = [threading.Event(), threading.Event()], threading.Event()
+    found: dict[int, Any] = {}
+
+    def train(number: int, **how: Any) -> None:
+        turns[number].wait(30)
+        try:
+            with tf.GradientTape() as tape:
+                loss = models[number] * (10.0 * number + RANK)
+            found[number] = hvd.DistributedGradientTape(tape, **how).gradient(loss, models[number]).numpy()
+        except ValueError as error:
+            found[number] = str(error)
+        turns[1 - number].set()
+        stop.wait(30)
+
+    names = [{"name": f"model.{number}"} if named else {} for number in range(2)]
+    threads = [threading.Thread(target=train, args=(one,), kwargs=names[one]) for one in range(2)]
+    for one in threads:
+        one.start()
+    for number in range(2) if named else [RANK == 0]:
+        turns[number].set()
+    for event in turns:
+        event.wait(30)
+    while len(found) < 2:
+        time.sleep(0.01)
+    stop.set()
+    for one in threads:
+        one.join()
+    if named:
+        assert found == {0: [MEAN - 1], 1: [MEAN + 9]}
+    else:
+        assert "name of its own" in str(found[int(RANK != 0)])
 
 
 @several

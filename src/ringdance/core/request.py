@@ -50,6 +50,7 @@ class Description:
     ``shapes`` holds one shape for each tensor of the request; for collectives whose first
     dimension may differ between ranks (allgather, alltoall) only the rest of it.
     What differs from call to call (that dimension, splits) travels with the exchange.
+    ``pattern``: of gradients, which variables have none or only rows, see ``options.pattern_of``.
     """
 
     kind: Collective
@@ -60,6 +61,7 @@ class Description:
     postscale: float = 1.0
     root: int = -1
     detail: tuple[int, ...] = ()
+    pattern: str = ""
 
     def digest(self) -> int:
         """Return a 32-bit number, the same on all ranks for equal descriptions."""

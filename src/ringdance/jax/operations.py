@@ -187,10 +187,10 @@ def grouped_allreduce(
 
 def reduce_gradients(
     arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
-    compression: Any = Compression.none,
+    pattern: str, compression: Any = Compression.none,
 ) -> list[Any]:
     """Return the reductions of all gradients of a step, which ends with it."""
-    call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER)
+    call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
 
 

@@ -15,7 +15,7 @@ from ringdance.jax.memory import Compression
 from ringdance.jax.operations import allreduce, reduce_gradients
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
-from ringdance.training.gradients.options import check_passes, scales_of
+from ringdance.training.gradients.options import check_passes, pattern_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
 __all__ = ["DistributedState", "distributed"]
@@ -85,11 +85,13 @@ def distributed(
 
     def reduced(gradients: Any) -> Any:
         leaves, structure = jax.tree.flatten(gradients)
+        every = jax.tree.leaves(gradients, is_leaf=lambda one: one is None)
+        pattern = pattern_of(["none" if one is None else "dense" for one in every])
         if not leaves or not takes_part(process_set):
             return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
         _check_caller()
         scales = prescale, postscale * share
-        done = reduce_gradients(leaves, name, operation, *scales, process_set, compression)
+        done = reduce_gradients(leaves, name, operation, *scales, process_set, pattern, compression)
         return jax.tree.unflatten(structure, done)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:

@@ -43,8 +43,8 @@ def zero_accumulators(optimizer: Any) -> None:
             one.assign(keras.ops.zeros_like(one))
 
 
-def trainable_variables(optimizer: Any) -> list[Any]:
-    """Return the variables that an optimizer was built for, in the order of its gradients.
+def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> list[Any]:
+    """Return the variables that an optimizer was built for, in the order of its gradients, or ``otherwise``.
 
     Optimizer._trainable_variables: those of ``apply()`` without variables. Without it an error asks for them.
     """
@@ -53,6 +53,8 @@ def trainable_variables(optimizer: Any) -> list[Any]:
         found = getattr(one, "_trainable_variables", None)
         if found:
             return list(found)
+    if otherwise is not None:
+        return otherwise
     if not hasattr(optimizer, "_trainable_variables"):
         raise ArgumentError(f"With Keras {keras.__version__} apply() needs trainable_variables.")
     return []

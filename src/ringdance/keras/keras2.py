@@ -69,6 +69,7 @@ class Keras2Distributed(Distributed):
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         known: Any = super()
         pairs, sums = list(grads_and_vars), self._agg_helper
+        self._remember([variable for _, variable in pairs])
         if sums is not None and aggregate:
             pairs, aggregate = self.aggregate_gradients(pairs), False
 

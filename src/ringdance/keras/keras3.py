@@ -34,6 +34,7 @@ class Keras3Distributed(Distributed):
         known: Any = self
         given = None if trainable_variables is None else list(trainable_variables)
         variables = _private.trainable_variables(self) if given is None else given
+        self._remember(_private.trainable_variables(self, variables))
         # Other lengths are a mistake that Keras explains; with accumulation it is done afterwards.
         if len(gradients) == len(variables) and not known.gradient_accumulation_steps:
             gradients = self._reduce(gradients, variables)

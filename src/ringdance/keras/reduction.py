@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringdance import session
@@ -13,7 +12,7 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import Compression, forms, keras, ops, variables_of
 from ringdance.training import basics
-from ringdance.training.gradients.options import reduce_shared, scales_of
+from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 __all__ = ["Distributed", "GradientReduction", "binding", "init", "is_distributed", "true_on_all"]
@@ -53,7 +52,7 @@ def true_on_all(condition: Any, name: str, process_set: ProcessSet = global_proc
     return ops.cast(least, "bool")
 
 
-_numbers: dict[tuple[str, int], Iterator[int]] = {}
+_order = UseOrder()
 
 
 class GradientReduction:
@@ -94,7 +93,7 @@ class GradientReduction:
     def name(self) -> str:
         """The name of the exchanges."""
         key = self._base_name, set_id(self.process_set)
-        return f"{self._base_name}.{next(_numbers.setdefault(key, itertools.count()))}"
+        return f"{self._base_name}.{_order.number(key, self)}"
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""
@@ -106,16 +105,17 @@ class GradientReduction:
             if keras.backend.backend() == "torch":
                 session.mark_step()
             return list(gradients)
+        pattern = pattern_of(["none" if one is None else "dense" for one in gradients])
         present = [one for one in gradients if one is not None]
-        reduced = iter(self._reduced(present) if present else ())
+        reduced = iter(self._reduced(present, pattern) if present else ())
         return [None if one is None else next(reduced) for one in gradients]
 
-    def _reduced(self, tensors: list[Any]) -> list[Any]:
+    def _reduced(self, tensors: list[Any], pattern: str) -> list[Any]:
         reduce = binding().operations.reduce_gradients
         packed = [self.compression.compress(one) for one in tensors]
         small = [one for one, _ in packed]
         scales = self.prescale, self.postscale
-        small = reduce(small, self.name, int(self.operation), *scales, self.process_set)
+        small = reduce(small, self.name, int(self.operation), *scales, self.process_set, pattern)
         return [self.compression.decompress(one, pair[1]) for one, pair in zip(small, packed, strict=True)]
 
 
@@ -137,6 +137,7 @@ class Distributed:
     _factor: float = 1.0  # of reduced gradients: a sum of several passes where Keras takes their mean
     _local_layers: tuple[Any, ...] = ()
     _local_variables: tuple[Any, ...] = ()
+    _given: tuple[Any, ...] = ()  # variables of the step, also those without a gradient, which Keras drops
 
     @property
     def variables(self) -> list[Any]:
@@ -147,7 +148,22 @@ class Distributed:
         """Leave this variable's gradient on this rank; see ``scale_local_gradients``."""
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
 
+    def _remember(self, variables: Sequence[Any]) -> None:
+        object.__setattr__(self, "_given", tuple(variables))
+
     def _reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return reduced gradients of some of the variables of the step."""
+        place = {id(one): index for index, one in enumerate(self._given)}
+        if len(variables) == len(place) or any(id(one) not in place for one in variables):
+            return self._reduce_all(gradients, variables)
+        places = [place[id(one)] for one in variables]
+        every: list[Any] = [None] * len(place)
+        for index, one in zip(places, gradients, strict=True):
+            every[index] = one
+        reduced = self._reduce_all(every, self._given)
+        return [reduced[index] for index in places]
+
+    def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         layers = [variable for layer in self._local_layers for variable in layer.trainable_variables]
         ids = set().union(*map(forms, [*self._local_variables, *layers]))
         # An average over the ranks is n times smaller than the sum; so is the gradient of one rank alone.

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -27,12 +28,22 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import number, perform, perform_all, plain, reduce_rows
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
-from ringdance.training.gradients.options import check_groups, parts_of, reduce_shared, scales_of
+from ringdance.training.gradients.options import (
+    UseOrder,
+    check_groups,
+    parts_of,
+    pattern_of,
+    reduce_shared,
+    scales_of,
+)
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 __all__ = ["GradientReducer", "groups_of", "variable_of"]
 
 Tensor = Any
+
+
+_order = UseOrder()
 
 
 def variable_of(one: Any) -> Any:
@@ -124,21 +135,21 @@ class GradientReducer:
 
     def _reduce(self, gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
         results = list(gradients)
-        reduced = [index for index, one in enumerate(gradients) if one is not None]
         if self.sparse_as_dense:
-            for index in reduced:
-                results[index] = tf.convert_to_tensor(results[index])
-        sparse = [index for index in reduced if isinstance(results[index], tf.IndexedSlices)]
-        dense = [index for index in reduced if index not in set(sparse)]
-        key = self._key(variables)
-        mark = self.step_mark
+            results = [one if one is None else tf.convert_to_tensor(one) for one in results]
+        kinds = [_kind(one) for one in results]
+        sparse = [index for index, kind in enumerate(kinds) if kind == "rows"]
+        dense = [index for index, kind in enumerate(kinds) if kind == "dense"]
+        call = partial(self._call, self._key(variables), pattern_of(kinds))
         with tf.name_scope(f"{self.name}_Allreduce"):
             if dense:
                 with tf.device(self.devices[0]):
-                    self._reduce_dense(results, dense, variables, key, StepMark.NONE if sparse else mark)
+                    self._reduce_dense(results, dense, variables, call, last=not sparse)
             if sparse:
                 with tf.device(self.devices[1]):
-                    self._reduce_sparse(results, sparse, variables, key, mark)
+                    self._reduce_sparse(results, sparse, variables, call("rows" if dense else 0, True))
+            if not dense and not sparse and variables:  # others may have some, and wait for this rank
+                perform(call(0, True), [tf.zeros(1)])
         return results
 
     def _key(self, variables: Sequence[Any]) -> str:
@@ -146,16 +157,22 @@ class GradientReducer:
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph is None or graph.building_function:
-            return key
+            last = variable_of(variables[-1]) if variables else None
+            if not isinstance(last, tf.Variable):
+                return key
+            number = _order.number((key, set_id(self.process_set)), last)
+            return f"{key}.{number}" if number else key
         return str(graph.unique_name(key))  # a session may run two exchanges at once
 
-    def _call(self, name: str, grouped: bool, mark: StepMark) -> Call:
-        number = set_id(self.process_set)
-        given = (Collective.ALLREDUCE, name, self.operation, *self.scales, number, -1, grouped)
-        return prepared(*given, step_mark=mark)
+    def _call(self, key: str, pattern: str, part: int | str, last: bool) -> Call:
+        """Return the call of a part of a step's gradients; the first has one name, whatever it holds."""
+        given = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
+        mark = self.step_mark if last else StepMark.NONE
+        return prepared(*given, set_id(self.process_set), -1, True, step_mark=mark, pattern=pattern)
 
     def _reduce_dense(
-        self, results: list[Tensor], dense: list[int], variables: Sequence[Any], key: str, mark: StepMark
+        self, results: list[Tensor], dense: list[int], variables: Sequence[Any],
+        call: Callable[[int, bool], Call], last: bool,
     ) -> None:
         index_of = {id(variable_of(variables[index])): index for index in dense}
         groups = check_groups(self.groups, dense, lambda one: index_of.get(id(variable_of(one))))
@@ -165,10 +182,7 @@ class GradientReducer:
         buckets += parts_of(rest, lambda index: _nbytes(variables[index]))
         pairs = {index: self.compression.compress(results[index]) for index in dense}
         calls = [
-            (
-                self._call(f"{key}.{number}", True, mark if bucket is buckets[-1] else StepMark.NONE),
-                [pairs[index][0] for index in bucket],
-            )
+            (call(number, last and bucket is buckets[-1]), [pairs[index][0] for index in bucket])
             for number, bucket in enumerate(buckets)
         ]
         for bucket, tensors in zip(buckets, perform_all(calls), strict=True):
@@ -176,7 +190,7 @@ class GradientReducer:
                 results[index] = self.compression.decompress(tensor, pairs[index][1])
 
     def _reduce_sparse(
-        self, results: list[Tensor], sparse: list[int], variables: Sequence[Any], key: str, mark: StepMark
+        self, results: list[Tensor], sparse: list[int], variables: Sequence[Any], call: Call
     ) -> None:
         if self.operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise NotImplementedError(
@@ -184,11 +198,15 @@ class GradientReducer:
                 "sparse_as_dense=True."
             )
         names = [str(getattr(variable_of(variables[index]), "name", index)) for index in sparse]
-        call = self._call(f"{key}.rows", False, mark)
         tables = [variable_of(variables[index]).shape[0] for index in sparse]
         reduced = reduce_rows(call, [results[index] for index in sparse], names, perform, tables)
         for index, one in zip(sparse, reduced, strict=True):
             results[index] = one
+
+
+def _kind(gradient: Tensor) -> str:
+    """Return what kind of gradient it is, for ``pattern_of``."""
+    return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
 def _nbytes(variable: Any) -> int:

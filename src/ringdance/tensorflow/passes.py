@@ -41,7 +41,7 @@ class PassSums:
         Args:
             gradients: dense tensors or None.
             variables: what they belong to.
-            reduce: gets those that are not None, and their variables.
+            reduce: gets the sums, ``None`` for what never had a gradient, and the variables.
 
         Raises:
             ArgumentError: there are IndexedSlices.
@@ -50,17 +50,24 @@ class PassSums:
             raise ArgumentError(
                 "backward_passes_per_step > 1 cannot sum IndexedSlices: set sparse_as_dense=True."
             )
-        there = [index for index, one in enumerate(gradients) if one is not None]
-        known = [variables[index] for index in there]
-        sums = [self._sum_of(variables[index], gradients[index]) for index in there]
-        added = [one.assign_add(gradients[index]) for one, index in zip(sums, there, strict=True)]
+        pairs = list(zip(variables, gradients, strict=True))
+        every = [self._sum_of(*pair) for pair in pairs]
+        there = [index for index, one in enumerate(every) if one is not None]
+        if not there:
+            return reduce(gradients, variables)
+        sums = [every[index] for index in there]
+        added = [every[index].assign_add(one) for index, one in enumerate(gradients) if one is not None]
         with tf.control_dependencies(added):
             count = self.counter.assign((self.counter.read_value() + 1) % self.passes)
             self._full = tf.equal(count, 0)
 
         def reduced() -> list[Any]:
             divisor = self.passes if self.average else 1
-            results = reduce([one.read_value() / tf.cast(divisor, one.dtype) for one in sums], known)
+            means = [
+                None if one is None else one.read_value() / tf.cast(divisor, one.dtype) for one in every
+            ]
+            done = reduce(means, variables)
+            results = [done[index] for index in there]
             with tf.control_dependencies(results):
                 cleared = [one.assign(tf.zeros_like(one)) for one in sums]
             with tf.control_dependencies(cleared):
@@ -93,9 +100,12 @@ class PassSums:
             one.assign(tf.zeros_like(one))
 
     def _sum_of(self, variable: Any, gradient: Any) -> Any:
-        if self.counter is None:
-            self.counter = _variable((), tf.int32)
+        """Return the sum of a variable's gradients; None: it has not had one yet."""
         if id(variable) not in self._sums:
+            if gradient is None:
+                return None
+            if self.counter is None:
+                self.counter = _variable((), tf.int32)
             self._sums[id(variable)] = variable, _variable(gradient.shape, gradient.dtype)
         return self._sums[id(variable)][1]
 

@@ -65,7 +65,8 @@ def DistributedGradientTape(
     gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
     compression: Any = Compression.none, sparse_as_dense: bool = False, op: int = Average,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
-    process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True,
+    process_set: ProcessSet = global_process_set, scale_local_gradients: bool = True, *,
+    name: str = "DistributedGradientTape",
 ) -> Any:
     """Return a tape that shares the recording of ``gradtape`` and whose ``gradient`` reduces over the ranks.
 
@@ -83,12 +84,13 @@ def DistributedGradientTape(
         groups: a number of groups, or lists of variables, that are exchanged together.
         process_set: the ranks that take part; on others gradients stay local.
         scale_local_gradients: divide gradients of local sources by the number of ranks.
+        name: of the exchanges, the same on all ranks; one for each model where threads train several.
 
     Raises:
         ArgumentError: an argument is wrong.
     """
     reducer = GradientReducer(
-        "DistributedGradientTape", compression=compression, sparse_as_dense=sparse_as_dense, op=op,
+        name, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
         predivide=gradient_predivide_factor, groups=groups_of(groups, num_groups), process_set=process_set,
         scale_local_gradients=scale_local_gradients, device_dense=device_dense, device_sparse=device_sparse,
         step_mark=StepMark.GRADIENTS,
@@ -96,9 +98,10 @@ def DistributedGradientTape(
     base = type(gradtape)
     if issubclass(base, _Tape):
         raise ArgumentError("This tape is a DistributedGradientTape already.")
-    result: Any = object.__new__(type(base.__name__, (_Tape, base), {"__module__": __name__}))
+    # Not an attribute of the tape: of one recording there may be several distributed tapes.
+    options = {"__module__": __name__, "_reducer": reducer}
+    result: Any = object.__new__(type(base.__name__, (_Tape, base), options))
     result.__dict__ = gradtape.__dict__
-    result._reducer = reducer
     return result
 
 

@@ -124,11 +124,12 @@ def grouped_allreduce_(
 
 @compiler_disable
 def reduce_gradients(
-    tensors: Tensors, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet
+    tensors: Tensors, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
+    pattern: str,
 ) -> list[Tensor]:
     """Reduce all gradients of a step, which ends with it; results may use the memory of the inputs."""
-    given = [one.detach().contiguous() for one in tensors]
-    reduced = grouped_allreduce_(given, None, name, op, prescale, postscale, process_set)
+    call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
+    reduced: list[Tensor] = run_in_place(call, [one.detach().contiguous() for one in tensors])
     session.mark_step()
     return reduced
 

@@ -55,6 +55,7 @@ class Call:
         equal_splits: of an alltoall without splits.
         tables: names of tables of which rows are reduced: see ``training.gradients.sparse.submit``.
         step_mark: of a step's last exchange: who marks the step when it is complete, see ``completed``.
+        pattern: of a reduction of gradients: see ``options.pattern_of``.
     """
 
     kind: Collective
@@ -68,6 +69,7 @@ class Call:
     equal_splits: bool = False
     tables: tuple[str, ...] = ()
     step_mark: int = 0  # a StepMark; hashing a member of an Enum takes long
+    pattern: str = ""
     # Data types and shapes of the last submission with their description: comparing is quicker than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
@@ -155,7 +157,8 @@ class Call:
             (name or "").encode()
         except UnicodeEncodeError:
             raise ArgumentError(f"name={name!r} cannot be encoded: it has a surrogate.") from None
-        return checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root), name
+        described = checks.describe(self.kind, dtypes, shapes, self.operation, *scales, self.root)
+        return replace(described, pattern=self.pattern), name
 
     def refuse(self, engine: Engine, error: Exception | str) -> None:
         """Make the call fail on the peers, once for each error: see Note [Refused calls]."""
@@ -230,15 +233,16 @@ prepared = lru_cache(maxsize=4096)(Call)
 @lru_cache(maxsize=4096)
 def _reduction(
     kind: Collective, name: str | None, op: int | None, prescale: float, postscale: float, number: int,
-    grouped: bool, step_mark: int,
+    grouped: bool, step_mark: int, pattern: str,
 ) -> Call:
+    scales = prescale, postscale
     operation = checks.pick_operation(None, op)
-    return Call(kind, name, operation, prescale, postscale, number, -1, grouped, step_mark=step_mark)
+    return Call(kind, name, operation, *scales, number, -1, grouped, False, (), step_mark, pattern)
 
 
 def reduction(
     kind: Collective, name: str | None, average: bool | None, op: int | None, prescale: float,
-    postscale: float, process_set: ProcessSet, grouped: bool = False, step_mark: int = 0,
+    postscale: float, process_set: ProcessSet, grouped: bool = False, step_mark: int = 0, pattern: str = "",
 ) -> Call:
     """Return the call of an allreduce or reducescatter from a user's arguments.
 
@@ -248,10 +252,10 @@ def reduction(
     number = set_id(process_set)
     try:
         if average is None and type(prescale) is type(postscale) is float and (op is None or type(op) is int):
-            return _reduction(kind, name, op, prescale, postscale, number, grouped, step_mark)
+            return _reduction(kind, name, op, prescale, postscale, number, grouped, step_mark, pattern)
         operation = checks.pick_operation(average, op)
         scales = float(prescale), float(postscale)
-        return prepared(kind, name, operation, *scales, number, -1, grouped, False, (), step_mark)
+        return prepared(kind, name, operation, *scales, number, -1, grouped, False, (), step_mark, pattern)
     except (ArgumentError, TypeError, ValueError) as error:
         _refuse_early(Call(kind, name, set_id=number, grouped=grouped), error)
         raise

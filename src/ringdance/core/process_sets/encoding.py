@@ -41,12 +41,12 @@ def _encode(value: Any) -> bytes:
 
 
 def _fields(d: Description) -> list[Any]:
-    return [d.kind, d.dtypes, d.shapes, d.operation, d.prescale, d.postscale, d.root, d.detail]
+    return [d.kind, d.dtypes, d.shapes, d.operation, d.prescale, d.postscale, d.root, d.detail, d.pattern]
 
 
 def _description(fields: list[Any]) -> Description:
-    kind, dtypes, shapes, operation, prescale, postscale, root, detail = fields
+    kind, dtypes, shapes, operation, prescale, postscale, root, detail, pattern = fields
     return Description(
         Collective(kind), tuple(dtypes), tuple(map(tuple, shapes)), ReduceOp(operation),
-        float(prescale), float(postscale), root, tuple(detail),
+        float(prescale), float(postscale), root, tuple(detail), str(pattern),
     )  # fmt: skip

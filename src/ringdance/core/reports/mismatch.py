@@ -25,6 +25,7 @@ def _dtypes(description: Description) -> str:
 
 
 _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], str]], ...] = (
+    ("gradients", lambda d: d.pattern, lambda d: d.pattern or "all dense"),
     ("element types", lambda d: tuple(dict.fromkeys(d.dtypes)), _dtypes),
     ("operations", lambda d: d.kind, lambda d: d.kind.name.lower()),
     ("numbers of tensors in the group", lambda d: len(d.shapes), lambda d: str(len(d.shapes))),
@@ -37,6 +38,8 @@ _CHECKS: tuple[tuple[str, Callable[[Description], Any], Callable[[Description], 
     ("ranks of the process set", lambda d: d.detail, lambda d: str(list(d.detail))),
 )
 _ADVICE = {
+    "gradients": "Compute those of the same variables on all ranks, zeros for one that the loss leaves out; "
+    "rows of a table on all ranks, or on none (sparse_as_dense=True).",
     "element types": "Cast to one dtype on all ranks before the call.",
     "operations": "Call the same operation on all ranks under one name; give others another name.",
     "shapes": "Give the tensor the same shape on all ranks, or use allgather for unequal lengths.",

@@ -58,15 +58,16 @@ def shard(
         # The global seed of tf.random.set_seed() counts too.
         same["seed (with that of tf.random.set_seed)"] = tf.compat.v1.get_seed(seed)
     rank, size = check_plan(ends, same, process_set)
+    first = data
     if shuffle:
         data = data.shuffle(max(count, 1) if shuffle is True else shuffle, seed=seed)
     if known:
         plan = Shard(count, ends=ends, seed=seed, layout=layout, rank=rank, size=size)
-        result = _by_number(data, plan)
+        result = _by_number(data, plan, first)
     elif count == tf.data.INFINITE_CARDINALITY or ends == "join":
         result = data.shard(size, rank)
     else:
-        result = _in_rounds(data, ends, rank, size)
+        result = _in_rounds(data, ends, rank, size, first)
     options = tf.data.Options()
     options.deterministic = True  # orders that differ between ranks would miss samples
     return result.with_options(options)
@@ -92,24 +93,40 @@ def _of_tensors(
     return chosen.apply(tf.data.experimental.assert_cardinality(len(plan)))
 
 
-def _lengthened(data: Dataset, number: int) -> Dataset:
-    """Append the first ``number`` elements, cyclically if there are fewer."""
-    return data.concatenate(data.take(number).repeat().take(number)) if number else data
+# Note [Padding]: each iterator of a data set that was shuffled draws another order, and the next one depends
+# on how many were made. So padding must not make one on some ranks only, or only where an epoch is read to
+# its end.
 
 
-def _by_number(data: Dataset, plan: Shard) -> Dataset:
-    more = total_of(plan.length, plan.size, plan.ends) - plan.length
-    data = _lengthened(data, more) if more > 0 else data.take(plan.length + more)
+def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
+    """Distribute a data set of known length; ``first``: its elements in any order, for padding."""
+    total = total_of(plan.length, plan.size, plan.ends)
+    if total > plan.length:  # choose_from_datasets makes its iterators at once; see Note [Padding]
+        padding = first.take(total - plan.length).repeat()
+        choice = tf.data.Dataset.range(total).map(lambda number: tf.cast(number >= plan.length, tf.int64))
+        data = tf.data.Dataset.choose_from_datasets([data, padding], choice)
     start, stop, step = plan.span()
-    return data.skip(start).take(stop - start) if step == 1 else data.shard(plan.size, plan.rank)
+    if step == 1:
+        return data.skip(start).take(stop - start)
+    return data.take(total).shard(plan.size, plan.rank)
 
 
-def _in_rounds(data: Dataset, ends: str, rank: int, size: int) -> Dataset:
-    """Distribute a data set of unknown length in rounds of ``size`` elements."""
-    if ends == "pad":
-        data = data.concatenate(data.take(size - 1).repeat(size).take(size - 1))
+def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -> Dataset:
+    """Distribute a data set of unknown length in rounds of ``size`` elements; ``first``: as for the other."""
+    padding = _in_memory(first.take(size - 1)).repeat()
 
     def own(*parts: Any) -> Dataset:
-        return tf.data.Dataset.zip(parts[0] if len(parts) == 1 else parts).skip(rank).take(1)
+        row = tf.data.Dataset.zip(parts[0] if len(parts) == 1 else parts)
+        return row.concatenate(padding).skip(rank).take(1)
 
-    return data.window(size, drop_remainder=True).flat_map(own)
+    return data.window(size, drop_remainder=ends == "drop").flat_map(own)
+
+
+def _in_memory(data: Dataset) -> Dataset:
+    """Return a data set of the same few elements that makes no iterator of the given one."""
+    if not tf.executing_eagerly():
+        return data
+    kept = data.take(0)
+    for one in data:
+        kept = kept.concatenate(tf.data.Dataset.from_tensors(one))
+    return kept

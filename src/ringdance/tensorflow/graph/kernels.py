@@ -10,27 +10,32 @@ thread is enough.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from threading import get_ident
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import StepMark
-from ringdance.core.request import Collective
+from ringdance.core.request import Collective, Work
 from ringdance.tensorflow.graph import capi, in_flight
 from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, collectives
 from ringdance.training.collectives import Call
-from ringdance.training.gradients.options import wants_overlap
+from ringdance.training.gradients.options import usable_cores, wants_overlap
 from ringdance.training.gradients.sparse import submit
 
 __all__ = ["NUMBERS", "call_of", "register_all", "run", "text_of"]
 
 Array = np.ndarray[Any, Any]
+
+_log = logging.getLogger("ringdance")
 
 NUMBERS: dict[str, Callable[[int], int]] = {
     "size": lambda set_id: len(session.engine().members(set_id)),
@@ -92,13 +97,36 @@ def _call(prepared: tuple[Call, list[Slot], list[Call]], context: Context) -> No
     if call.keeps_shapes:
         one = _submit(call, slots, [], engine, context, wake=False)
         try:
-            one.work.wait()
+            _wait_for(one.work)
         finally:
             in_flight.release(one)
         call.completed()
         return
     for index, array in enumerate(run(call, context.inputs())):
         context.set_output(index, array)
+
+
+_waiting: set[int] = set()  # the threads of TensorFlow's that wait in kernels
+
+
+def _wait_for(work: Work) -> None:
+    """Wait; say so if no thread is left in which TensorFlow could run what another rank waits for."""
+    _waiting.add(get_ident())
+    try:
+        work.wait(session.engine().settings.deadlock_time / 2)
+    except TimeoutError:
+        threads = tf.config.threading.get_inter_op_parallelism_threads() or usable_cores()
+        if len(_waiting) >= threads:
+            _log.warning(
+                "ringdance: rank %d: all %d threads in which TensorFlow runs operations wait for exchanges, "
+                "one for '%s'. Where Python threads run programs side by side, another rank may wait for one "
+                "that gets no thread here: run them in one order on all ranks, or call "
+                "tf.config.threading.set_inter_op_parallelism_threads(%d) before hvd.init().",
+                basics.rank(), threads, work.name, threads + 2,
+            )  # fmt: skip
+        work.wait()
+    finally:
+        _waiting.discard(get_ident())
 
 
 @lru_cache(maxsize=1)  # TensorFlow's threads do not change once it computes, and reading their number is slow
@@ -139,7 +167,7 @@ def _wait(_: str, context: Context) -> None:
     for number in context.inputs():
         one = in_flight.take(int(number))
         try:
-            one.work.wait()
+            _wait_for(one.work)
             one.call.completed()
         except BaseException as problem:
             error = error or problem

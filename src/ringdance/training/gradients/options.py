@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
 __all__ = [
-    "check_groups", "check_passes", "own_cores", "parts_of", "reduce_shared", "scales_of", "share_of_cores",
-    "spare_cores", "usable_cores", "wants_overlap",
+    "UseOrder", "check_groups", "check_passes", "own_cores", "parts_of", "pattern_of", "reduce_shared",
+    "scales_of", "share_of_cores", "spare_cores", "usable_cores", "wants_overlap",
 ]
 
 
@@ -72,6 +74,43 @@ def parts_of(indices: Sequence[int], nbytes: Callable[[int], int]) -> list[list[
         parts[-1].append(index)
         filled += nbytes(index)
     return [part[::-1] for part in parts]
+
+
+class UseOrder:
+    """Numbers for what would have the same name, in the order of first use."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread]]] = {}
+
+    def number(self, key: Any, owner: Any) -> int:
+        """Return the number of ``owner`` (a weak reference is kept) among those of ``key``, from 0.
+
+        Raises:
+            ArgumentError: threads that run side by side use several, so the order may differ between ranks.
+        """
+        known, thread = self._known.setdefault(key, []), threading.current_thread()
+        for number, (one, _) in enumerate(known):
+            if one() is owner:
+                return number
+        if any(one() is not None and user is not thread and user.is_alive() for one, user in known):
+            raise ArgumentError(
+                f"Two threads reduce the gradients of equal models ({key}), maybe in another order on other "
+                "ranks: give each DistributedOptimizer or DistributedGradientTape a name of its own (name=)."
+            )
+        known.append((weakref.ref(owner), thread))
+        return len(known) - 1
+
+
+def pattern_of(kinds: Sequence[str]) -> str:
+    """Return which gradients a step has, as text that the ranks compare; "" where all are dense.
+
+    Args:
+        kinds: for each variable "dense", "rows" or "none".
+    """
+    found = {kind: [number for number, one in enumerate(kinds) if one == kind] for kind in ("none", "rows")}
+    return "; ".join(
+        f"{kind} of {len(kinds)} {', '.join(map(str, numbers))}" for kind, numbers in found.items() if numbers
+    )
 
 
 def scales_of(operation: ReduceOp, predivide: float) -> tuple[float, float]:

@@ -156,6 +156,7 @@ class SparseExchange:
         name: key that matches the ranks' calls; ``None`` matches by order.
         average: whether sums are divided by the number of ranks.
         set_id: process set.
+        pattern: which gradients the step has, see ``options.pattern_of``.
 
     Raises:
         ArgumentError: a key that the table does not have; peers get the same message.
@@ -163,7 +164,7 @@ class SparseExchange:
 
     def __init__(
         self, engine: Engine, parts: Sequence[Rows], names: Sequence[str], *, name: str | None = None,
-        average: bool = False, set_id: int = 0,
+        average: bool = False, set_id: int = 0, pattern: str = "",
     ) -> None:
         self.engine = engine
         self.names = list(names)
@@ -174,9 +175,9 @@ class SparseExchange:
         self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
         # Rows of each table, and how many ranks take part: those that have joined add zeros.
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
+        self._first = Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
         self._check()
-        call = self._call(Collective.ALLREDUCE, "counts")
-        self._agreed = call.submit(engine, (self._counts,), (self._counts,))
+        self._agreed = self._first.submit(engine, (self._counts,), (self._counts,))
 
     def _call(
         self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM, grouped: bool = False
@@ -191,7 +192,7 @@ class SparseExchange:
                     f"{name}: rows {int(part.keys[0])} to {int(part.keys[-1])} on rank {self.engine.rank} "
                     f"({self.engine.hosts[self.engine.rank]}), but the table has {part.table}."
                 )
-                self._call(Collective.ALLREDUCE, "counts").refuse(self.engine, error)
+                self._first.refuse(self.engine, error)
                 raise error
 
     def wait(self) -> list[Rows]:
@@ -292,7 +293,9 @@ def submit(call: Call, engine: Engine, inputs: Sequence[Array]) -> Work:
     columns = list(zip(inputs[::3], inputs[1::3], inputs[2::3], strict=True))
     parts = [Rows(keys.astype(np.int64, copy=False), values, int(table)) for values, keys, table in columns]
     average = call.operation is ReduceOp.AVERAGE
-    exchange = SparseExchange(engine, parts, call.tables, name=call.name, average=average, set_id=call.set_id)
+    exchange = SparseExchange(
+        engine, parts, call.tables, name=call.name, average=average, set_id=call.set_id, pattern=call.pattern
+    )
 
     def finish(work: Work, _: float | None) -> None:
         results: list[Array] = []
