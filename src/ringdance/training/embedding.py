@@ -96,8 +96,10 @@ class EmbeddingTable:
                 f"{self.name}: ids {low} to {high} ({ids.dtype}) on rank {engine.rank} "
                 f"({engine.hosts[engine.rank]}), but they are integers, and the table has {self.rows} rows."
             )
-            kind, what = (Collective.ALLTOALL, "ids") if self.sharded else (Collective.ALLREDUCE, "counts")
-            Call(kind, f"{self.name}.{what}").refuse(engine, error)
+            first = SparseExchange.first_call(self.name)
+            if self.sharded:
+                first = Call(Collective.ALLTOALL, f"{self.name}.ids")
+            first.refuse(engine, error)
             raise error
         keys, places = _unique(ids.reshape(-1).astype(np.int64, copy=False))
         found = _Lookup(keys)

@@ -175,9 +175,14 @@ class SparseExchange:
         self.parts = [Rows(*merge(part.keys, part.values), part.table) for part in parts]
         # Rows of each table, and how many ranks take part: those that have joined add zeros.
         self._counts = np.array([*(len(part.keys) for part in self.parts), 1], np.int64)
-        self._first = Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
+        self._first = self.first_call(name, set_id, pattern)
         self._check()
         self._agreed = self._first.submit(engine, (self._counts,), (self._counts,))
+
+    @staticmethod
+    def first_call(name: str | None, set_id: int = 0, pattern: str = "") -> Call:
+        """Return the call with which it begins."""
+        return Call(Collective.ALLREDUCE, name, set_id=set_id, grouped=True, pattern=pattern)
 
     def _call(
         self, kind: Collective, what: str, operation: ReduceOp = ReduceOp.SUM, grouped: bool = False
