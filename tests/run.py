@@ -167,6 +167,7 @@ def run_job(job: Job, options: list[str], limit: float, show: Callable[[str], ob
         show(line)
 
     with tempfile.TemporaryDirectory(prefix="ringdance-tests-", ignore_cleanup_errors=True) as directory:
+        os.chmod(directory, 0o755)  # some tests have users of their own
         job = replace(job, environ=own_temporary(Path(directory, "tmp")) | job.environ)
         run = run_command if job.command else run_ranks if job.ranks else run_plain
         problems = run(job, Path(directory), options, limit, keep)
