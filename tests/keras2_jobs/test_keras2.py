@@ -267,6 +267,54 @@ def test_a_saved_model_goes_on(kind: str, name: str, tmp_path: Path) -> None:
 
 
 @kinds
+def test_layers_built_in_the_first_step_are_broadcast(kind: str) -> None:
+    class Lazy(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = keras.layers.Dense(4), keras.layers.Dense(1)
+
+        def call(self, inputs: Any) -> Any:
+            return self.late(self.early(inputs))
+
+    keras.utils.set_random_seed(RANK)
+    net = Lazy()
+    net.early.build((None, 6))
+    net.built = True
+    net.compile(hvd.DistributedOptimizer(sgd(kind)), "mse")
+    fit(net, [RANK], 3, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert len(net.get_weights()) == 4
+    assert same_on_all_ranks(net)
+
+
+def test_warm_up_with_several_steps_in_an_execution() -> None:
+    net = model()
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", steps_per_execution=4)
+    warm_up = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
+    fit(net, [RANK], 4, epochs=2, callbacks=[warm_up])
+    assert float(net.optimizer.learning_rate) == pytest.approx(0.1)
+
+
+def test_a_loaded_optimizer_reduces_as_the_saved_one(tmp_path: Path) -> None:
+    net = model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.01), op=hvd.Sum, backward_passes_per_step=2, local_layers=net.layers[-1],
+        scale_local_gradients=False,
+    )
+    net.compile(optimizer, "mse")
+    fit(net, [RANK], 2)
+    path = shared(tmp_path) / "model.keras"
+    if RANK == 0:
+        net.save(path)
+    hvd_tensorflow.broadcast_object(None)
+    loaded = hvd.load_model(path)
+    loaded.set_weights(net.get_weights())
+    for one in (net, loaded):
+        fit(one, [RANK])
+    assert far(loaded.get_weights(), net.get_weights()) < 1e-6
+    assert SIZE == 1 or not same_on_all_ranks(loaded)
+
+
+@kinds
 def test_elastic_state(kind: str) -> None:
     net, optimizer = model(RANK), hvd.DistributedOptimizer(sgd(kind), backward_passes_per_step=2)
     net.compile(optimizer, "mse")

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 import zipfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -29,6 +30,7 @@ from nets import (
 
 import ringdance.keras as hvd
 from ringdance.errors import ArgumentError, CollectiveError, MismatchError
+from ringdance.keras.library import read
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -70,6 +72,80 @@ def test_ranks_that_begin_differently_train_as_rank_zero() -> None:
     assert far(found, alone(sgd(), ALL, seed=1)) < 1e-6
 
 
+class Lazy(keras.Model):
+    """One layer has no variables before the first step, though the model is built."""
+
+    def __init__(self, trainable: bool) -> None:
+        super().__init__()
+        self.early, self.late = keras.layers.Dense(4), keras.layers.Dense(4, trainable=trainable)
+        self.out = keras.layers.Dense(1)
+
+    def build(self, shape: Any) -> None:
+        self.early.build(shape)
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.late(self.early(inputs)))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("trainable", [True, False])
+def test_layers_built_in_the_first_step_are_broadcast(trainable: bool) -> None:
+    keras.utils.set_random_seed(RANK)
+    net = Lazy(trainable)
+    net.build((None, 8))
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+    net.fit(
+        *data([RANK], 3), batch_size=ROWS, verbose=0,
+        callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
+    assert len(net.get_weights()) == 6
+    assert same_on_all_ranks(net.get_weights())
+
+
+class TwoOptimizers(keras.Model):
+    """As GANs: each half has an optimizer, which is an attribute; a step moves both by their variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = [keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="second")]
+        self.optimizers = {
+            name: hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), name=name) for name in ("one", "two")
+        }
+
+    def call(self, inputs: Any) -> Any:
+        return self.halves[1](self.halves[0](inputs))
+
+    def train_on(self) -> None:
+        for half, optimizer in zip(self.halves, self.optimizers.values(), strict=True):
+            gradients = [keras.ops.ones(one.shape) * (RANK + 1.0) for one in half.trainable_variables]
+            optimizer.apply(gradients, half.trainable_variables)
+
+
+def test_optimizers_held_as_attributes_are_broadcast() -> None:
+    """Rank 0 alone goes on with momentum from a file; after the first step all have it."""
+    keras.utils.set_random_seed(RANK)
+    net = TwoOptimizers()
+    net(np.ones((1, 8), "float32"))
+    if RANK == 0:
+        for half, optimizer in zip(net.halves, net.optimizers.values(), strict=True):
+            optimizer.build(half.trainable_variables)
+            for one in optimizer.variables[2:]:
+                one.assign(keras.ops.ones(one.shape))
+    broadcast = callbacks.BroadcastGlobalVariablesCallback(0)
+    broadcast.set_model(net)
+    broadcast.on_train_begin()
+    assert same_on_all_ranks(net.get_weights())
+    for batch in range(3):
+        broadcast.on_train_batch_begin(batch)
+        net.train_on()
+    slots = [values for one in net.optimizers.values() for values in map(read, one.variables)]
+    assert len(slots) == 2 * (2 + 2 * 2)
+    assert same_on_all_ranks(slots)
+    assert same_on_all_ranks(net.get_weights())
+    assert hvd.elastic.KerasState(net)._read()[-1].shape == slots[-1].shape
+
+
 def test_local_variables_are_not_broadcast() -> None:
     net = model(RANK + 1)
     net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
@@ -100,9 +176,11 @@ def test_metrics_are_averaged() -> None:
             average.on_epoch_end(0, {"a": 1.0} if RANK != 1 else {"a": 1.0, "b": 2.0})
 
 
-def rates(*more: Any, epochs: int = 3, steps: int = 4) -> tuple[list[float], list[dict[str, float]]]:
+def rates(
+    *more: Any, epochs: int = 3, steps: int = 4, **compiled: Any
+) -> tuple[list[float], list[dict[str, float]]]:
     spy, net = Spy(), model()
-    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **FEW_STEPS)
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse", **(compiled or FEW_STEPS))
     net.fit(*data([RANK], steps), batch_size=ROWS, epochs=epochs, verbose=0, callbacks=[*more, spy])
     return spy.rates, spy.logs
 
@@ -112,6 +190,18 @@ def test_warm_up() -> None:
     progress = [min((batch + 1) / 4 / 2, 1.0) for batch in range(12)]
     assert found == pytest.approx([0.1 / SIZE * (one * (SIZE - 1) + 1) for one in progress], rel=1e-5)
     assert [one["lr"] for one in logs] == pytest.approx([0.1 / SIZE * ((SIZE - 1) / 2 + 1), 0.1, 0.1])
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("together", [3, 4])
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="torch makes one step in an execution")
+def test_warm_up_with_several_steps_in_an_execution(together: int) -> None:
+    warm_up = callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
+    found, logs = rates(warm_up, steps_per_execution=together)
+    firsts = [epoch * 4 + batch for epoch in range(3) for batch in range(0, 4, together)]
+    progress = [min((step + 1) / 4 / 2, 1.0) for step in firsts]
+    assert found == pytest.approx([0.1 / SIZE * (one * (SIZE - 1) + 1) for one in progress], rel=1e-5)
+    assert [one["lr"] for one in logs][1:] == pytest.approx([0.1, 0.1])
 
 
 def test_schedules() -> None:
@@ -194,6 +284,79 @@ def test_save_and_load(shared: Path) -> None:
     assert not hasattr(plain.optimizer, "_reduction")
     config = net.optimizer.get_config()
     assert type(net.optimizer).from_config(config).get_config() == config
+
+
+@pytest.mark.every_backend
+def test_a_loaded_optimizer_reduces_as_the_saved_one(shared: Path) -> None:
+    """A sum over two passes and over the ranks; one layer is local."""
+    path, net = shared / "options.keras", model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.01), op=hvd.Sum, backward_passes_per_step=2, local_layers=net.layers[-1],
+        scale_local_gradients=False,
+    )
+    net.compile(optimizer, "mse")
+    x, y = data([RANK], 4)
+    net.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    if RANK == 0:
+        net.save(path)
+    hvd.broadcast_object(None)
+    loaded = hvd.load_model(path)
+    loaded.set_weights(net.get_weights())
+    for one in (net, loaded):
+        one.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    assert far(loaded.get_weights(), net.get_weights()) < 1e-6
+    if SIZE > 1:
+        assert not same_on_all_ranks(loaded.get_weights()[-2:]), "the last layer is local"
+    again = shared / f"again-{RANK}.keras"
+    loaded.save(again)
+    assert hvd.load_model(again).optimizer._options == optimizer._options
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_process_set_is_found_again_or_refused(shared: Path) -> None:
+    path, net = shared / "set.keras", model()
+    first = hvd.add_process_set([0])
+    net.compile(hvd.DistributedOptimizer(sgd(), process_set=first), "mse")
+    net.optimizer.build(net.trainable_variables)
+    if RANK == 0:
+        net.save(path)
+    hvd.broadcast_object(None)
+    assert hvd.load_model(path).optimizer._reduction.process_set.ranks == [0]
+    hvd.remove_process_set(first)
+    with pytest.raises(ArgumentError, match=r"ranks \[0\]: use add_process_set"):
+        hvd.load_model(path)
+
+
+def test_files_without_options_give_the_defaults_with_a_warning(tmp_path: Path) -> None:
+    net = model()
+    net.compile(hvd.DistributedOptimizer(sgd(), op=hvd.Sum), keras.losses.MeanSquaredError())
+    net.optimizer.build(net.trainable_variables)
+    net.save(tmp_path / "old.h5")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert hvd.load_model(tmp_path / "old.h5").optimizer._options["op"] == hvd.Average
+    said = [str(one.message) for one in caught if "does not say how gradients" in str(one.message)]
+    assert len(said) == (RANK == 0)
+
+
+class WithLate(keras.Model):
+    """Its local layer comes after its optimizer in the order of names."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.dense, self.output_layer = keras.layers.Dense(4), keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.output_layer(self.dense(inputs))
+
+
+def test_local_layers_are_saved_where_plain_keras_looks(tmp_path: Path) -> None:
+    net = WithLate()
+    net.compile(hvd.PartialDistributedOptimizer(sgd(), local_layers=net.output_layer), "mse")
+    net.fit(*data([RANK], 1), verbose=0)
+    net.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras", custom_objects={"WithLate": WithLate})
+    assert far(plain.get_weights(), net.get_weights()) == 0
 
 
 def test_a_file_is_loaded_without_us(shared: Path) -> None:

@@ -232,3 +232,13 @@ def test_eager_errors_are_of_both_families() -> None:
         hvd.allreduce(tf.zeros(RANK + 1), name="both")
     with pytest.raises(ValueError, match="not more than"):
         hvd.alltoall(tf.zeros(SIZE), [SIZE] * SIZE, name="both")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_batch_normalization_far_from_zero(masked: bool) -> None:
+    inputs = [np.random.default_rng(rank).normal(1000, 0.05, (50 + rank, 1, 2)) for rank in range(SIZE)]
+    layer = hvd.SyncBatchNormalization(momentum=0.0)
+    mask = np.ones((len(inputs[RANK]), 1), bool) if masked else None
+    layer(inputs[RANK].astype("float32"), training=True, mask=mask)
+    variance = np.concatenate(inputs).astype("float32").astype(float).var((0, 1))
+    np.testing.assert_allclose(layer.moving_variance, variance, rtol=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -164,6 +165,14 @@ def test_sync_batch_norm_equals_batch_norm_on_the_joined_batch(dims: int, affine
         assert torch.allclose(hvd.allreduce(sync.bias.grad, op=hvd.Sum), plain.bias.grad)
     sync.eval(), plain.eval()
     assert torch.allclose(sync(x), plain(whole)[own])
+
+
+def test_sync_batch_norm_far_from_zero() -> None:
+    inputs = [np.random.default_rng(rank).normal(1000, 0.05, (50 + rank, 2)) for rank in range(SIZE)]
+    sync = hvd.SyncBatchNorm(2, momentum=1.0)
+    sync(torch.tensor(inputs[RANK], dtype=torch.float32))
+    variance = np.concatenate(inputs).astype("float32").astype(float).var(0, ddof=1)
+    np.testing.assert_allclose(sync.running_var, variance, rtol=1e-3)
 
 
 def test_sync_batch_norm_more() -> None:

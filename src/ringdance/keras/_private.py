@@ -14,7 +14,10 @@ from typing import Any
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
 
-__all__ = ["check_accumulation", "register_as", "trainable_variables", "without_xla", "zero_accumulators"]
+__all__ = [
+    "check_accumulation", "layers_in", "register_as", "trainable_variables", "without_xla",
+    "zero_accumulators",
+]
 
 # Optimizer._backend_apply_gradients and ._clip_gradients: overridden, Keras calls them with the variables and
 # with the gradients of an update. Optimizer._iterations: counts the steps, not the updates. Without
@@ -58,6 +61,15 @@ def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> l
     if not hasattr(optimizer, "_trainable_variables"):
         raise ArgumentError(f"With Keras {keras.__version__} apply() needs trainable_variables.")
     return []
+
+
+def layers_in(model: Any) -> list[Any]:
+    """Return the layers in a model and in its layers.
+
+    Model._flatten_layers: those that layers hold, too. Without it they are taken to have their variables.
+    """
+    flatten = getattr(model, "_flatten_layers", None)
+    return list(model.layers if flatten is None else flatten(include_self=False, recursive=True))
 
 
 def without_xla(has_exchange: Callable[[Any], bool]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringdance import session
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.keras.library import KERAS2, build, forms, is_built, keras, number, variables_of
+from ringdance.keras.library import KERAS2, forms, is_built, keras, number
 from ringdance.keras.values import broadcast_variables
+from ringdance.keras.variables import is_complete, optimizers_of, variables_with
 from ringdance.training.objects import allgather_json
 
 __all__ = [
@@ -26,10 +28,11 @@ _CHANGE_TRAINING = tuple([
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Broadcasts the root's model and optimizer, once, when training starts or resumes from a checkpoint.
+    """Broadcasts the root's model and optimizers, when training starts or resumes from a checkpoint.
 
-    This happens before the first step if the model has its variables, else after that step (a subclassed
-    model on TensorFlow has none before). Put it first in the list of callbacks.
+    That happens before the first step; after it once more, if on some rank a layer or an optimizer had no
+    variables before (layers that a subclassed model has not called yet, optimizers that it holds as
+    attributes). Put it first in the list of callbacks.
 
     Args:
         root_rank: global rank.
@@ -50,32 +53,35 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if all variables exist."""
-        if not self.model.built:
+        """Broadcast what all ranks have."""
+        if self._done:
             return
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None:  # on TensorFlow the first step would do it
-            build(optimizer, self.model.trainable_variables)
-        self._broadcast()
+        complete = is_complete(self.model, getattr(self.model, "optimizer", None))
+        choices = [self._variables(optimizers_of(self.model)), self._variables([])]
+        every = allgather_json([complete, *map(len, choices)], "broadcast")
+        for place, found in enumerate(choices, 1):
+            if len({one[place] for one in every}) == 1:
+                broadcast_variables(found, self.root_rank)
+                break
+        self._done = all(one[0] for one in every)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first step, if not done before."""
+        """Broadcast after the first step what was made in it."""
         if batch:
             self._broadcast()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Broadcast after an epoch of one step, if not done before."""
+        """Broadcast after an epoch of one step what was made in it."""
         self._broadcast()
 
     def _broadcast(self) -> None:
-        if self._done:
-            return
-        self._done = True
+        if not self._done:
+            self._done = True
+            broadcast_variables(self._variables(optimizers_of(self.model)), self.root_rank)
+
+    def _variables(self, optimizers: Sequence[Any]) -> list[Any]:
         local = set().union(*map(forms, self._local))
-        found = [*self.model.variables, *variables_of(getattr(self.model, "optimizer", None))]
-        unique = {id(one): one for one in found}.values()
-        kept = [one for one in unique if local.isdisjoint(forms(one))]
-        broadcast_variables(kept, self.root_rank)
+        return [one for one in variables_with(self.model, optimizers) if local.isdisjoint(forms(one))]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -273,6 +279,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate batch by batch from ``initial_lr / size`` to ``initial_lr``.
 
+    With ``steps_per_execution`` the steps of one execution have the rate of the first of them.
+
     Args:
         initial_lr: the rate for all ranks together: that of one process times the number of ranks.
         warmup_epochs: how many epochs it takes.
@@ -290,9 +298,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
         def multiplier(epoch: float) -> float:
             # So that the rate is the full one in the last batch of the warm-up.
-            epoch += 1.0 / (self.steps_per_epoch or 1)
+            part = min(1.0, (epoch + 1.0 / (self.steps_per_epoch or 1)) / warmup_epochs)
             size = session.engine().size
-            return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
+            return (1.0 + part * (size - 1)) / size
 
         super().__init__(
             initial_lr, multiplier, start_epoch=0, end_epoch=warmup_epochs, staircase=False,
@@ -300,8 +308,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write the learning rate to the logs; print it at the end of the warm-up."""
+        """Write the learning rate to the logs; at the end of the warm-up set the full one, and print it."""
+        if epoch == math.ceil(self.warmup_epochs) - 1:
+            # The last batch may not have begun an execution of several steps.
+            self.model.optimizer.learning_rate = self.initial_lr
+            if self.verbose > 0 and session.engine().rank == 0:
+                print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self.initial_lr:g}.")
         super().on_epoch_end(epoch, logs)
-        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and session.engine().rank == 0:
-            rate = number(self.model.optimizer.learning_rate)
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ringdance.errors import ArgumentError
-from ringdance.keras.library import build, keras, read, variables_of
+from ringdance.keras.library import keras, read
 from ringdance.keras.values import broadcast_variables
+from ringdance.keras.variables import is_complete, optimizers_of, variables_with
 from ringdance.training import elastic
 from ringdance.training.elastic import ObjectState, State, VariablesState
 
@@ -41,7 +42,7 @@ class KerasState(VariablesState):
 
     Args:
         model: a model that has its weights.
-        optimizer: by default the one that the model was compiled with.
+        optimizer: by default the one that the model was compiled with, and those that it holds as attributes.
         kwargs: more attributes; see ObjectState.
 
     Raises:
@@ -53,20 +54,22 @@ class KerasState(VariablesState):
             raise ArgumentError("KerasState needs a model that has its weights: model.build(shape).")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if self.optimizer is not None:
-            build(self.optimizer, model.trainable_variables)
+        is_complete(model, self.optimizer)  # the state has an optimizer's momentum from the beginning
         super().__init__(**kwargs)
 
     def _variables(self) -> list[Any]:
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
-        found = [*self.model.variables, *variables_of(self.optimizer)]
-        return list({id(one): one for one in found}.values())
+        return variables_with(self.model, [self.optimizer, *optimizers_of(self.model)])
 
     def _read(self) -> list[Any]:
         return [read(one) for one in self._variables()]
 
     def _assign(self, values: list[Any]) -> None:
+        made = len(self._variables()) - len(values)
+        if made:
+            raise ArgumentError(
+                f"KerasState: {made} variables were made after the state was saved. Call the model on a "
+                "batch, and build its optimizers, before KerasState(model)."
+            )
         for one, array in zip(self._variables(), values, strict=True):
             one.assign(array)
         self._clear_passes()
@@ -96,18 +99,17 @@ class CommitStateCallback(_StateCallback):
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         super().__init__(state)
         self.batches_per_commit = batches_per_commit
-        self._remaining = batches_per_commit
+        self._next = 0
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start counting."""
-        self._remaining = self.batches_per_commit
+        self._next = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit every ``batches_per_commit`` batches."""
-        self._remaining -= 1
-        if self._remaining == 0:
+        """Commit every ``batches_per_commit`` batches, or after the execution in which they end."""
+        if batch + 1 >= self._next:
             self.state.commit()
-            self._remaining = self.batches_per_commit
+            self._next = batch + 1 + self.batches_per_commit
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commit."""

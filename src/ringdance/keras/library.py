@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from ringdance.training.gradients.compression import compression_for
 
 __all__ = [
-    "KERAS2", "Compression", "build", "forms", "is_built", "keras", "number", "ops", "optimizer_types",
+    "KERAS2", "Compression", "forms", "is_built", "keras", "number", "ops", "optimizer_types",
     "read", "variables_of",
 ]
 
@@ -74,15 +73,10 @@ def variables_of(optimizer: Any) -> list[Any]:
 
 def is_built(optimizer: Any) -> bool:
     """Return whether an optimizer has made its variables."""
-    return bool(optimizer.built if not KERAS2 else getattr(optimizer, "_built", False))
-
-
-def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Let an optimizer make its variables, if it has not yet."""
-    if KERAS2 and not hasattr(optimizer, "build"):
-        optimizer._create_all_weights(list(variables))  # of a legacy one; those that are there stay
-    elif not is_built(optimizer):
-        optimizer.build(list(variables))
+    if not KERAS2:
+        return bool(optimizer.built)
+    is_legacy = not hasattr(optimizer, "build")
+    return bool(variables_of(optimizer) if is_legacy else getattr(optimizer, "_built", False))
 
 
 def _floating_dtype(tensor: Any) -> Any:

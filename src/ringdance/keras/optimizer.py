@@ -9,6 +9,9 @@ loss scaling then see what one process would see on the joined batch.
 from __future__ import annotations
 
 import importlib
+import json
+import warnings
+import zipfile
 from typing import Any
 
 from ringdance import session
@@ -16,11 +19,12 @@ from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
 from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
-from ringdance.keras.reduction import GradientReduction, binding, is_distributed
+from ringdance.keras.reduction import OPTIONS_FILE, GradientReduction, binding, is_distributed
+from ringdance.settings import level_of_caller
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes
-from ringdance.training.process_sets import ProcessSet, global_process_set
+from ringdance.training.process_sets import ProcessSet, bind, global_process_set
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "load_model"]
 
@@ -78,6 +82,12 @@ def DistributedOptimizer(
             name, operation, gradient_predivide_factor, compression, sparse_as_dense, process_set, **options
         ),
         "_scale_local": scale_local_gradients,
+        "_options": {
+            "name": name, "op": int(operation), "gradient_predivide_factor": gradient_predivide_factor,
+            "sparse_as_dense": sparse_as_dense, "scale_local_gradients": scale_local_gradients,
+            "backward_passes_per_step": backward_passes_per_step,
+            "average_aggregated_gradients": average_aggregated_gradients,
+        },
         **hooks.pass_options(reducing, backward_passes_per_step, average_aggregated_gradients),
     }
     hooks.adapt()
@@ -119,7 +129,7 @@ def PartialDistributedOptimizer(
         gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, 0, groups,
         process_set, scale_local_gradients,
     )
-    type(hooks.unwrapped(optimizer))._local_layers = tuple(layers)
+    type(hooks.unwrapped(optimizer))._local_layers = frozenset(layers)
     return optimizer
 
 
@@ -138,16 +148,63 @@ def load_model(
 ) -> Any:
     """Load a model, with its optimizer as a DistributedOptimizer in the saved state.
 
+    Its options are those with which it was saved in a ``.keras`` file, but for ``compression``, ``groups``
+    and devices. Other formats do not keep them: a warning says that the defaults are used.
+
     Args:
         filepath: what ``model.save()`` wrote, on any number of ranks, with or without Ringdance.
         custom_optimizers: classes of optimizers that Keras does not have.
         custom_objects: other classes and functions that it does not have, by name.
         compression: as for DistributedOptimizer.
         legacy_opts: accepted and ignored: Keras 2 has saved whether its optimizer was a legacy one.
+
+    Raises:
+        ArgumentError: the process set is not registered, or local variables cannot be found again.
     """
     objects = {one.__name__: one for one in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not is_distributed(optimizer):
-        DistributedOptimizer(optimizer, compression=compression)
+    if optimizer is None or is_distributed(optimizer):
+        return model
+    options = _saved_options(filepath)
+    local, count = options.pop("local", ()), options.pop("of", 0)
+    variables = model.trainable_variables
+    if local and count != len(variables):
+        raise ArgumentError(
+            f"{filepath} was saved when the optimizer had {count} variables; the model has {len(variables)}: "
+            "it does not say which of them are local. keras.models.load_model() loads it without."
+        )
+    if "process_set" in options:
+        options["process_set"] = _process_set(options["process_set"], filepath)
+    DistributedOptimizer(optimizer, compression=compression, **options)
+    for place in local:
+        optimizer.register_local_var(variables[place])
     return model
+
+
+def _saved_options(filepath: Any) -> dict[str, Any]:
+    """Return the options of the DistributedOptimizer with which a model was saved; none of a plain one."""
+    if not zipfile.is_zipfile(filepath):
+        if session.engine().rank == 0:
+            warnings.warn(
+                f"{filepath} does not say how gradients were reduced, as .keras files do: now by "
+                "DistributedOptimizer with its defaults (op=Average, all ranks, no local layers).",
+                stacklevel=level_of_caller(),
+            )
+        return {}
+    with zipfile.ZipFile(filepath) as archive:
+        found = [one for one in archive.namelist() if one.endswith(f"/{OPTIONS_FILE}")]
+        options: dict[str, Any] = json.loads(archive.read(found[0])) if found else {}
+    return options
+
+
+def _process_set(ranks: list[int], filepath: Any) -> ProcessSet:
+    found = ProcessSet(ranks)
+    try:
+        bind([found])
+    except KeyError as error:
+        raise ArgumentError(
+            f"{filepath} was saved by an optimizer of a process set. {error.args[0]} "
+            "keras.models.load_model() loads it without."
+        ) from None
+    return found

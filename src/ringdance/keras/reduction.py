@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ringdance import session
@@ -17,6 +19,7 @@ from ringdance.training.process_sets import ProcessSet, global_process_set, set_
 
 __all__ = ["Distributed", "GradientReduction", "binding", "init", "is_distributed", "true_on_all"]
 
+OPTIONS_FILE = "ringdance.json"  # among the assets in a .keras file
 BACKENDS = ("tensorflow", "torch", "jax")
 
 
@@ -135,7 +138,8 @@ class Distributed:
     _reduction: GradientReduction
     _scale_local: bool
     _factor: float = 1.0  # of reduced gradients: a sum of several passes where Keras takes their mean
-    _local_layers: tuple[Any, ...] = ()
+    _options: dict[str, Any]  # as DistributedOptimizer was given them
+    _local_layers: frozenset[Any] = frozenset()  # Keras would save a list of layers with the optimizer
     _local_variables: tuple[Any, ...] = ()
     _given: tuple[Any, ...] = ()  # variables of the step, also those without a gradient, which Keras drops
 
@@ -147,6 +151,25 @@ class Distributed:
     def register_local_var(self, var: Any) -> None:
         """Leave this variable's gradient on this rank; see ``scale_local_gradients``."""
         object.__setattr__(self, "_local_variables", (*self._local_variables, var))
+
+    def save_assets(self, directory: str) -> None:
+        """Write to a ``.keras`` file what Keras does not save; it can be loaded without, as a plain one.
+
+        Local variables are saved as their places among the trainable ones.
+        """
+        options = dict(self._options)
+        if self._reduction.process_set is not global_process_set:
+            options["process_set"] = self._reduction.process_set.ranks
+        ids = self._local_ids()
+        if ids:
+            given = list(map(forms, self._given))
+            options["of"] = len(given)
+            options["local"] = [place for place, one in enumerate(given) if not ids.isdisjoint(one)]
+        Path(directory, OPTIONS_FILE).write_text(json.dumps(options))
+
+    def _local_ids(self) -> set[int]:
+        layers = [variable for layer in self._local_layers for variable in layer.trainable_variables]
+        return set().union(*map(forms, [*self._local_variables, *layers]))
 
     def _remember(self, variables: Sequence[Any]) -> None:
         object.__setattr__(self, "_given", tuple(variables))
@@ -164,8 +187,7 @@ class Distributed:
         return [reduced[index] for index in places]
 
     def _reduce_all(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        layers = [variable for layer in self._local_layers for variable in layer.trainable_variables]
-        ids = set().union(*map(forms, [*self._local_variables, *layers]))
+        ids = self._local_ids()
         # An average over the ranks is n times smaller than the sum; so is the gradient of one rank alone.
         share = 1 / (self._reduction.process_set.size() or 1) if self._scale_local else 1.0
         return reduce_shared(

@@ -50,12 +50,13 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         else:
             # Every position that counts has as many elements of a channel as the other axes are long.
             chosen = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
-            count = chosen * tf.cast(tf.size(inputs) / tf.size(mask) / tf.size(mean), mean.dtype)
-        # An empty batch has no mean, and counts nothing.
-        mean = tf.where(count > 0, mean, 0)
-        square = tf.where(count > 0, variance, 0) + mean * mean
-        shares = tf.stack([mean * count, square * count, tf.fill(tf.shape(mean), count)])
+            count = chosen * tf.cast(tf.size(inputs) / (tf.size(mask) * tf.size(mean)), mean.dtype)
+        # An empty batch has no mean, and counts nothing. In double precision a difference of squares has all
+        # digits of the variance that float32 can show.
+        wide, spread = (tf.cast(tf.where(count > 0, one, 0), tf.float64) for one in (mean, variance))
+        shares = tf.stack([wide, spread + wide * wide, tf.ones_like(wide)]) * tf.cast(count, tf.float64)
         total = allreduce(shares, op=Sum, name=f"sync_batch_norm.{self.name}")
-        mean = total[0] / total[2]
+        joined = total[0] / total[2]
         # Rounding can make the difference negative where all inputs are alike.
-        return mean, tf.maximum(total[1] / total[2] - mean * mean, 0)
+        whole = tf.maximum(total[1] / total[2] - joined * joined, 0)
+        return tf.cast(joined, mean.dtype), tf.cast(whole, mean.dtype)

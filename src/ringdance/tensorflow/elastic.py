@@ -5,6 +5,7 @@ See ``ringdance.training.elastic`` for what is saved and restored when.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -75,28 +76,7 @@ class TensorFlowState(VariablesState):
             self._session.run(self._operation)
 
 
-class TensorFlowKerasState(TensorFlowState):
-    """A Keras model, its optimizer, and plain attributes.
-
-    Args:
-        model: with weights: built, or called once.
-        optimizer: by default the one it was compiled with.
-        backend: accepted and ignored.
-        kwargs: more attributes.
-
-    Raises:
-        ArgumentError: the model has no weights yet.
-    """
-
-    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        if not getattr(model, "weights", None):
-            raise ArgumentError("TensorFlowKerasState: the model has no weights yet; build it, or call it.")
-        self.model = model
-        self.optimizer = optimizer or getattr(model, "optimizer", None)
-        super().__init__(model.weights, **kwargs)
-
-    def _variables(self) -> list[Any]:
-        # Read each time: an optimizer makes its variables in its first step.
-        owned = getattr(self.optimizer, "variables", [])
-        listed = [*self.model.weights, *(owned() if callable(owned) else owned)]
-        return [variable_of(one) for one in listed]
+def TensorFlowKerasState(model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+    """Return a ``ringdance.keras.elastic.KerasState``; ``backend`` is accepted and ignored."""
+    keras: Any = importlib.import_module("ringdance.keras")
+    return keras.elastic.KerasState(model, optimizer, **kwargs)

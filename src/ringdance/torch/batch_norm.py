@@ -23,8 +23,8 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 class _Normalise(torch.autograd.Function):
     """Normalises with mean and variance over all ranks' elements of each channel.
 
-    Each rank sends count, mean and squared deviation of its own batch, which join without loss of
-    precision also where ranks have batches of different sizes, or none.
+    Each rank adds the count, sum and sum of squares of its own batch; batches may have different sizes, or
+    none.
     """
 
     @staticmethod
@@ -37,12 +37,13 @@ class _Normalise(torch.autograd.Function):
             variance, mean = torch.var_mean(wide, axes, correction=0)
         else:
             variance = mean = wide.new_zeros(channels)
-        own = torch.cat([wide.new_full((1,), float(count)), mean, variance * count])
-        every = ops.allgather(own.unsqueeze(0), "sync_batch_norm.statistics").double()
-        counts, means, deviations = every[:, :1], every[:, 1 : channels + 1], every[:, channels + 1 :]
-        total = counts.sum()
-        joined = (counts * means).sum(0) / total
-        spread = (deviations.sum(0) + (counts * (means - joined) ** 2).sum(0)) / total
+        # In double precision a difference of squares has all digits of the variance that float32 can show.
+        mean, variance = mean.double(), variance.double()
+        own = torch.cat([mean.new_ones(1), mean, variance + mean * mean]) * count
+        every = ops.allreduce(own, name="sync_batch_norm.statistics", op=Sum)
+        total = every[0]
+        joined, square = (every[1:] / total).view(2, channels)
+        spread = (square - joined * joined).clamp(min=0)
         mean, variance = joined.to(wide.dtype), spread.to(wide.dtype)
         scale = torch.rsqrt(variance + eps)
         normal = (wide - _per_channel(mean, input)) * _per_channel(scale, input)
