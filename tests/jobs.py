@@ -103,8 +103,9 @@ def all_jobs() -> list[Job]:
             for backend in ("tensorflow", "torch", "jax")
         ]  # fmt: skip
         jobs += [
-            Job("ranks", f"keras2-{size}", ("keras2_jobs",), size, only_slow=later, options=keras,
-                environ={"TF_USE_LEGACY_KERAS": "1"}, needs=("tensorflow", "tf_keras"))
+            Job("ranks", f"keras2-{size}", ("keras2_jobs", "keras_jobs/test_keras_random.py"), size,
+                only_slow=later, options=keras, environ={"TF_USE_LEGACY_KERAS": "1"},
+                needs=("tensorflow", "tf_keras"))
         ]  # fmt: skip
         jobs += [
             Job("dropin", f"{name}-{size}", paths, size, options=quiet, needs=(name,),

@@ -51,7 +51,7 @@ def test_without_the_built_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_accumulators_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is done: sums stay, and a class is saved under its own name."""
-    _private.zero_accumulators(SimpleNamespace())
+    assert _private.accumulators(SimpleNamespace()) == []
     monkeypatch.delitem(sys.modules, "keras.src.saving.object_registration")
     _private.register_as(SimpleNamespace, "name")
 

@@ -91,3 +91,14 @@ def test_other_errors_pass() -> None:
 
     with pytest.raises(tf.errors.InvalidArgumentError):
         train(hvd.elastic.TensorFlowState([]))
+
+
+def test_seeds_stay_each_ranks_own() -> None:
+    keras.utils.set_random_seed(RANK)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)])
+    seeds = [one for one in model.variables if "seed" in one.path]
+    assert len(seeds) == 1
+    before = np.asarray(seeds[0])
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    assert np.array_equal(seeds[0], before)
+    assert len({one.tobytes() for one in hvd.allgather_object(np.asarray(model.weights[0]))}) == 1

@@ -15,8 +15,7 @@ from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
 
 __all__ = [
-    "check_accumulation", "layers_in", "register_as", "trainable_variables", "without_xla",
-    "zero_accumulators",
+    "accumulators", "check_accumulation", "layers_in", "register_as", "trainable_variables", "without_xla",
 ]
 
 # Optimizer._backend_apply_gradients and ._clip_gradients: overridden, Keras calls them with the variables and
@@ -35,15 +34,14 @@ def check_accumulation(optimizer: Any) -> None:
         )
 
 
-def zero_accumulators(optimizer: Any) -> None:
-    """Set accumulated gradients to zero.
+def accumulators(optimizer: Any) -> list[Any]:
+    """Return the variables in which an optimizer accumulates gradients.
 
-    Optimizer._accumulated_gradients: on torch Keras multiplies by zero, and infinities would stay; without
-    this name they do.
+    Optimizer._accumulated_gradients: without this name they are taken for any other variables of it: on torch
+    infinities stay in them, where Keras multiplies by zero, and rank 0's replace those of others.
     """
-    for one in getattr(optimizer, "_accumulated_gradients", ()):
-        if one is not None:
-            one.assign(keras.ops.zeros_like(one))
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [one for one in getattr(inner, "_accumulated_gradients", ()) if one is not None]
 
 
 def trainable_variables(optimizer: Any, otherwise: list[Any] | None = None) -> list[Any]:

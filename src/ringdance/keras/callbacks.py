@@ -81,7 +81,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _variables(self, optimizers: Sequence[Any]) -> list[Any]:
         local = set().union(*map(forms, self._local))
-        return [one for one in variables_with(self.model, optimizers) if local.isdisjoint(forms(one))]
+        found = variables_with(self.model, optimizers, accumulated=False)
+        return [one for one in found if local.isdisjoint(forms(one))]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

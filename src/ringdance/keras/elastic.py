@@ -57,8 +57,9 @@ class KerasState(VariablesState):
         is_complete(model, self.optimizer)  # the state has an optimizer's momentum from the beginning
         super().__init__(**kwargs)
 
-    def _variables(self) -> list[Any]:
-        return variables_with(self.model, [self.optimizer, *optimizers_of(self.model)])
+    def _variables(self, accumulated: bool = True) -> list[Any]:
+        optimizers = [self.optimizer, *optimizers_of(self.model)]
+        return variables_with(self.model, optimizers, accumulated)
 
     def _read(self) -> list[Any]:
         return [read(one) for one in self._variables()]
@@ -75,7 +76,7 @@ class KerasState(VariablesState):
         self._clear_passes()
 
     def _broadcast(self) -> None:
-        broadcast_variables(self._variables())
+        broadcast_variables(self._variables(accumulated=False))
         self._clear_passes()
 
     def _clear_passes(self) -> None:

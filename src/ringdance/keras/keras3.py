@@ -54,7 +54,8 @@ class Keras3Distributed(Distributed):
         known: Any = super()
         known._backend_reset_gradient_accumulators()
         if keras.backend.backend() == "torch":
-            _private.zero_accumulators(self)
+            for one in _private.accumulators(self):
+                one.assign(keras.ops.zeros_like(one))
 
     def _reduce_accumulated(self, gradients: list[Any], steps: int) -> list[Any]:
         variables = self._applied_to

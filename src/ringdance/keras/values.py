@@ -9,7 +9,7 @@ from ringdance import session
 from ringdance.core.request import Collective
 from ringdance.keras.library import Compression, ops, read
 from ringdance.keras.reduction import binding
-from ringdance.training.checks import pick_operation
+from ringdance.training.checks import is_random_state, pick_operation
 from ringdance.training.collectives import movement
 from ringdance.training.exports import Average, Sum
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
@@ -68,14 +68,15 @@ def broadcast_variables(
 ) -> None:
     """Overwrite variables with those of global rank ``root_rank``: ``model.variables``, an optimizer's.
 
+    Seeds of random generators stay each rank's own.
+
     Args:
         variables: Keras variables, of equal shapes and types and in the same order on all ranks.
         root_rank: global rank.
         process_set: the ranks that take part.
     """
     engine = session.engine()
-    # The state of a random generator, an integer seed, stays each rank's own.
-    chosen = [one for one in variables if "seed_generator_state" not in str(getattr(one, "path", ""))]
+    chosen = [one for one in variables if not is_random_state(one)]
     if not chosen or len(engine.members(set_id(process_set))) == 1:
         return
     arrays = tuple([read(one) for one in chosen])

@@ -53,17 +53,14 @@ class TensorFlowState(VariablesState):
         self._operation: Any = None
         super().__init__(**kwargs)
 
-    def _variables(self) -> list[Any]:
-        return [variable_of(one) for one in self._listed]
-
     def _read(self) -> list[Any]:
         if self._session is not None:
-            values: list[Any] = self._session.run(self._variables())
+            values: list[Any] = self._session.run(self._listed)
             return values
-        return [np.array(one.numpy()) for one in self._variables()]
+        return [np.array(variable_of(one).numpy()) for one in self._listed]
 
     def _assign(self, values: list[Any]) -> None:
-        for variable, value in zip(self._variables(), values, strict=False):
+        for variable, value in zip(map(variable_of, self._listed), values, strict=True):
             if self._session is not None:
                 variable.load(value, self._session)
             else:
@@ -71,7 +68,7 @@ class TensorFlowState(VariablesState):
 
     def _broadcast(self) -> None:
         if self._operation is None:  # as it stays in eager execution, which broadcasts at once
-            self._operation = broadcast_variables(self._variables(), 0)
+            self._operation = broadcast_variables(self._listed, 0)
         if self._session is not None:
             self._session.run(self._operation)
 

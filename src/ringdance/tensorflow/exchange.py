@@ -27,7 +27,7 @@ from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.graph import kernels
 from ringdance.training.collectives import Call, Keep
 
-__all__ = ["number", "perform", "perform_all", "plain", "reduce_rows"]
+__all__ = ["in_session", "number", "perform", "perform_all", "plain", "reduce_rows"]
 
 Array = np.ndarray[Any, Any]
 Tensor = Any
@@ -45,6 +45,11 @@ def plain(function: Function) -> Function:
     return unconverted
 
 
+def in_session() -> bool:
+    """Return whether operations are added to a graph of ``tf.compat.v1``, whose order sessions choose."""
+    return not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
+
+
 def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
     """Return the results of a call; of an alltoall also the received splits.
 
@@ -56,9 +61,8 @@ def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> l
     Raises:
         RingdanceError: eager only, and also one of ``tf.errors``; running a graph raises the latter alone.
     """
-    in_session = not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
-    if in_session or not _private.RECORDS:
-        run = _from_data_set if in_session else _run
+    if in_session() or not _private.RECORDS:
+        run = _from_data_set if in_session() else _run
         return _with_gradient(call, tensors, lambda given: run(call, given, name))
     results = _run(call, tensors, name)
     _private.record("RingdanceCall", tensors, partial(kernels.text_of, call), results)
@@ -185,13 +189,14 @@ def _attribute(value: Any) -> Any:
 def perform_all(calls: Sequence[tuple[Call, Sequence[Tensor]]]) -> list[list[Tensor]]:
     """Return the results of several reductions that are under way together.
 
-    In a graph each is submitted when its tensors are there, and one operation waits for all.
+    In a function each is submitted when its tensors are there, and one operation waits for all; in a session
+    after the first, so that nothing waits for ranks to which that was refused.
     """
-    eager = tf.executing_eagerly()
-    in_session = not eager and not tf.compat.v1.get_default_graph().building_function
-    if len(calls) == 1 or in_session or not _private.RECORDS:
-        return [perform(*one) for one in calls]
-    if eager:
+    if len(calls) == 1 or in_session() or not _private.RECORDS:
+        first = perform(*calls[0])
+        with tf.control_dependencies(first if in_session() else []):
+            return [first, *[perform(*one) for one in calls[1:]]]
+    if tf.executing_eagerly():
         return _together(calls)
     listed = [call for call, _ in calls]
     started = [
@@ -275,10 +280,9 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     engine = session.engine()
     rule = call.backward(engine)
     back, keep = rule.call, rule.keep
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    name = None if graph is None else f"{call.kind.name.title()}Gradient"
-    if graph is not None and not graph.building_function and back.name is not None:
-        back = back.but(name=graph.unique_name(back.name))  # asked for twice, both may be in one run
+    name = None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
+    if in_session() and back.name is not None:  # asked for twice, both may be in one run
+        back = back.but(name=tf.compat.v1.get_default_graph().unique_name(back.name))
     if call.tables:
         return _rows_gradient(back, op, gradients)
     if keep is Keep.PADDED:

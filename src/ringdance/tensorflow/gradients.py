@@ -25,7 +25,7 @@ from ringdance.errors import ArgumentError
 from ringdance.settings import level_of_caller
 from ringdance.tensorflow._private import in_xla_context
 from ringdance.tensorflow.compression import Compression
-from ringdance.tensorflow.exchange import number, perform, perform_all, plain, reduce_rows
+from ringdance.tensorflow.exchange import in_session, number, perform, perform_all, plain, reduce_rows
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
 from ringdance.training.gradients.options import (
@@ -146,7 +146,8 @@ class GradientReducer:
                 with tf.device(self.devices[0]):
                     self._reduce_dense(results, dense, variables, call, last=not sparse)
             if sparse:
-                with tf.device(self.devices[1]):
+                first = [results[dense[0]]] if dense and in_session() else []  # see perform_all
+                with tf.device(self.devices[1]), tf.control_dependencies(first):
                     self._reduce_sparse(results, sparse, variables, call("rows" if dense else 0, True))
             if not dense and not sparse and variables:  # others may have some, and wait for this rank
                 perform(call(0, True), [tf.zeros(1)])
@@ -155,14 +156,13 @@ class GradientReducer:
     def _key(self, variables: Sequence[Any]) -> str:
         described = repr([(tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if graph is None or graph.building_function:
-            last = variable_of(variables[-1]) if variables else None
-            if not isinstance(last, tf.Variable):
-                return key
-            number = _order.number((key, set_id(self.process_set)), last)
-            return f"{key}.{number}" if number else key
-        return str(graph.unique_name(key))  # a session may run two exchanges at once
+        if in_session():  # it may run two exchanges at once
+            return str(tf.compat.v1.get_default_graph().unique_name(key))
+        last = variable_of(variables[-1]) if variables else None
+        if not isinstance(last, tf.Variable):
+            return key
+        number = _order.number((key, set_id(self.process_set)), last)
+        return f"{key}.{number}" if number else key
 
     def _call(self, key: str, pattern: str, part: int | str, last: bool) -> Call:
         """Return the call of a part of a step's gradients; the first has one name, whatever it holds."""

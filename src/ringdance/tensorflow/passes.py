@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.exchange import plain
+from ringdance.tensorflow.exchange import in_session, plain
 
 __all__ = ["Pairs", "PassSums", "reduce_pairs"]
 
@@ -85,13 +85,12 @@ class PassSums:
         """Run ``apply`` in every last pass, else ``skip``; return a tensor that is True."""
         if self.counter is None:
             return apply()
-        in_session = not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
 
         def true_after(result: Any) -> Any:
             with tf.control_dependencies([] if result is None else [result]):
                 return tf.constant(True)
 
-        full = self._full if in_session else tf.equal(self.counter, 0)
+        full = self._full if in_session() else tf.equal(self.counter, 0)
         return tf.cond(full, lambda: true_after(apply()), lambda: true_after(skip()))
 
     def reset(self) -> None:

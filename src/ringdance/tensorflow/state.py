@@ -11,6 +11,7 @@ from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.gradients import variable_of
 from ringdance.tensorflow.operations import broadcast_
 from ringdance.training import objects
+from ringdance.training.checks import is_random_state
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -23,14 +24,14 @@ def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Assign the values of global rank ``root_rank`` to variables: TensorFlow's or Keras's.
+    """Assign the values of global rank ``root_rank`` to variables: TensorFlow's or Keras's, but for seeds.
 
     All ranks give equally many. ``inplace`` is accepted and ignored: values are always assigned.
 
     Returns:
         ``None``; in a graph of ``tf.compat.v1`` the operation to be run.
     """
-    listed = [variable_of(one) for one in variables]
+    listed = [variable_of(one) for one in variables if not is_random_state(one)]
     assigned = broadcast_(listed, root_rank, "broadcast_variables", process_set)
     return None if tf.compat.v1.executing_eagerly_outside_functions() else tf.group(*assigned)
 

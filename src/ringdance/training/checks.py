@@ -16,7 +16,9 @@ from ringdance.settings import level_of_caller
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["UnsupportedOperationError", "check_root", "describe", "pick_operation", "split_rows"]
+__all__ = [
+    "UnsupportedOperationError", "check_root", "describe", "is_random_state", "pick_operation", "split_rows",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -110,6 +112,11 @@ def check_gradient(operation: ReduceOp, size: int, where: str) -> None:
             f"{where}: {operation.name.title()} has no gradient, only Average and Sum have. Use one of these,"
             " or leave the call out of it (x.detach(), tf.stop_gradient(x), jax.lax.stop_gradient(x))."
         )
+
+
+def is_random_state(variable: Any) -> bool:
+    """Return whether a variable is a seed of Keras 3, as dropout has: that stays each rank's own."""
+    return "seed_generator_state" in str(getattr(variable, "path", ""))
 
 
 def check_root(root: int, members: tuple[int, ...], name: str | None, set_id: int) -> None:

@@ -109,7 +109,8 @@ def pattern_of(kinds: Sequence[str]) -> str:
     """
     found = {kind: [number for number, one in enumerate(kinds) if one == kind] for kind in ("none", "rows")}
     return "; ".join(
-        f"{kind} of {len(kinds)} {', '.join(map(str, numbers))}" for kind, numbers in found.items() if numbers
+        f"{kind} for variable {', '.join(map(str, numbers))} (of {len(kinds)})"
+        for kind, numbers in found.items() if numbers
     )
 
 

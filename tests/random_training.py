@@ -1,0 +1,209 @@
+"""Random models and training loops: what one is made of, its data, and how its outcome is judged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringdance.errors import RingdanceError
+from ringdance.training.objects import allgather_object
+
+COUNT, FAST, BLOCK = 200, 10, 5
+FEATURES, ROWS_OF_TABLE = 5, 7
+
+BLOCKS = [
+    pytest.param(first, marks=[pytest.mark.slow] if first >= FAST else []) for first in range(0, COUNT, BLOCK)
+]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model and its training.
+
+    Attributes:
+        seed: of everything else, and of weights and data.
+        width: of the hidden layers.
+        hidden: how many there are.
+        shared: whether the last of them is used twice.
+        frozen: whether the first is not trained.
+        unused: whether there is a layer that no rank uses.
+        late: whether layers make their variables in the first step.
+        only: a branch is used by these ranks alone.
+        sparse: a table of embeddings; "mixed": on rank 0 all of it is used as well.
+        optimizer: its name.
+        clip: none, or which of Keras's three ways.
+        ema: whether weights are averaged over the steps.
+        passes: gradients that are accumulated.
+        average: whether their mean is taken, or their sum.
+        sum: whether gradients are summed over ranks.
+        predivide: see DistributedOptimizer.
+        half: float16 with loss scaling, or bfloat16.
+        compiled: whether a step is.
+        two: whether two optimizers have a half of the variables each.
+        loop: of the framework's own, or the user's.
+        reload: whether all is saved and loaded between epochs.
+        epochs: how many.
+        steps: in an epoch.
+        infinite: a step in which one rank's gradients are not finite, where there is loss scaling.
+    """
+
+    seed: int
+    width: int
+    hidden: int
+    shared: bool
+    frozen: bool
+    unused: bool
+    late: bool
+    only: tuple[int, ...]
+    sparse: str
+    optimizer: str
+    clip: str
+    ema: bool
+    passes: int
+    average: bool
+    sum: bool
+    predivide: float
+    half: bool
+    compiled: bool
+    two: bool
+    loop: bool
+    reload: bool
+    epochs: int
+    steps: int
+    infinite: int
+
+
+def make(seed: int, size: int) -> Program:
+    """Draw the program of a seed; equal on all ranks."""
+    draw = random.Random(f"{seed} of training")
+    some: Callable[[float], bool] = lambda part: draw.random() < part  # noqa: E731
+    passes, summed = draw.choice([1, 1, 1, 2, 3]), some(0.25)
+    ranks = tuple(sorted(draw.sample(range(size), draw.randint(1, max(1, size - 1)))))
+    epochs = draw.choice([1, 2, 2])
+    return Program(
+        seed, width=draw.randint(3, 6), hidden=draw.randint(1, 3), shared=some(0.3), frozen=some(0.25),
+        unused=some(0.25), late=some(0.25), only=ranks if some(0.15) and size > 1 else (),
+        sparse=draw.choice(["no", "no", "no", "rows", "rows", "mixed" if some(0.5) and size > 1 else "rows"]),
+        optimizer=draw.choice(["sgd", "momentum", "adam", "adagrad"]),
+        clip=draw.choice(["no", "no", "global", "each", "value"]), ema=some(0.2), passes=passes,
+        average=some(0.5), sum=summed, predivide=draw.choice([1.0, 1.0, 4.0]) if not summed else 1.0,
+        half=some(0.2), compiled=some(0.5), two=some(0.25), loop=some(0.4), reload=epochs > 1 and some(0.4),
+        epochs=epochs, steps=draw.randint(2, 4) * passes, infinite=draw.choice([-1, -1, -1, 0, 1, 2]),
+    )  # fmt: skip
+
+
+def first_values(program: Program, seed: int) -> dict[str, Array]:
+    """Return the variables of the model, by name."""
+    drawn, inputs = np.random.default_rng([program.seed, seed]), FEATURES
+    shapes: dict[str, tuple[int, ...]] = {}
+    if program.sparse != "no":
+        shapes["table"] = (ROWS_OF_TABLE, 3)
+        inputs += 2 * 3
+    for index in range(program.hidden):
+        shapes |= {f"w{index}": (inputs, program.width), f"b{index}": (program.width,)}
+        inputs = program.width
+    if program.only:
+        shapes["branch"] = (inputs, inputs)
+    if program.unused:
+        shapes["unused"] = (2, 3)
+    shapes |= {"w": (inputs, 1), "b": (1,)}
+    return {name: drawn.normal(0, 0.5, shape).astype("float32") for name, shape in shapes.items()}
+
+
+def predict(program: Program, values: dict[str, Any], x: Any, rows: Any, rank: int, xp: Any) -> Any:
+    """Return what the model predicts.
+
+    Args:
+        program: has the model.
+        values: its variables.
+        x: features.
+        rows: of the table, (n, 2, 3).
+        rank: which uses the branch, or does not.
+        xp: has ``concatenate``, ``reshape``, ``tanh``, ``sum``.
+    """
+    if rows is not None:
+        x = xp.concatenate([x, xp.reshape(rows, (-1, 6))], 1)
+    for index in range(program.hidden):
+        x = xp.tanh(x @ values[f"w{index}"] + values[f"b{index}"])
+    last = program.hidden - 1
+    if program.shared and program.hidden > 1:
+        x = xp.tanh(x @ values[f"w{last}"] + values[f"b{last}"])
+    if rank in program.only:
+        x = x + x @ values["branch"]
+    result = x @ values["w"] + values["b"]
+    if program.sparse == "mixed" and rank == 0:
+        result = result + 0.01 * xp.sum(values["table"])
+    return result
+
+
+def batch(program: Program, step: int, rank: int) -> tuple[Array, Array, Array]:
+    """Return inputs, rows of the table, and what is to be predicted; ranks have different numbers of rows."""
+    drawn = np.random.default_rng([program.seed, step, rank])
+    rows = 3 + rank
+    x = drawn.normal(size=(rows, FEATURES)).astype("float32")
+    y = np.sin(x.sum(axis=1, keepdims=True))
+    if program.half and (step, rank) == (program.infinite, program.infinite % 2):
+        x[0, 0] = np.inf
+    return x, drawn.integers(0, ROWS_OF_TABLE, (rows, 2)), y
+
+
+def steps_of(program: Program, epoch: int) -> range:
+    """Return the numbers of an epoch's steps."""
+    return range(epoch * program.steps, (epoch + 1) * program.steps)
+
+
+def joined(program: Program, gradients: Sequence[Sequence[Any]], add: Callable[[Any, Any], Any]) -> list[Any]:
+    """Return what all ranks' gradients are together, dense ones or None; as one process computes it."""
+    results = []
+    for parts in zip(*gradients, strict=True):
+        if parts[0] is None:
+            results.append(None)
+            continue
+        total = parts[0]
+        for one in parts[1:]:
+            total = add(total, one)
+        results.append(total if program.sum else total / len(parts))
+    return results
+
+
+def judge(
+    program: Program, train: Callable[[], list[Array]], alone: Callable[[], list[Array]], refused: str
+) -> None:
+    """Train on all ranks and alone, and compare the weights; or see the same refusal on all ranks.
+
+    Args:
+        program: for messages.
+        train: trains this rank's part; returns the weights.
+        alone: trains as one process would.
+        refused: a text that the error of each rank has; empty if there must not be one.
+    """
+    found: list[Array] = []
+    problem = ""
+    try:
+        found = train()
+    except Exception as error:
+        if not refused and not isinstance(error, RingdanceError):
+            raise
+        problem = f"{type(error).__name__}: {error}"
+    everywhere = allgather_object((problem, b"".join(one.tobytes() for one in found)), "judge")
+    if refused:
+        said = [text for text, _ in everywhere]
+        assert all(refused in text for text in said), f"{program}\nexpected {refused!r} on all ranks: {said}"
+        return
+    assert not any(text for text, _ in everywhere), f"{program}\n{[text for text, _ in everywhere]}"
+    assert len({weights for _, weights in everywhere}) == 1, f"{program}\nranks have different weights"
+    expected = alone()
+    tolerance = 2e-2 if program.half else 2e-4
+    assert len(found) == len(expected)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(
+            one.astype(np.float64), other.astype(np.float64), rtol=tolerance, atol=tolerance,
+            err_msg=f"{program}\nvariable {index}",
+        )
