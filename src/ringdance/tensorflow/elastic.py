@@ -73,7 +73,10 @@ class TensorFlowState(VariablesState):
             self._session.run(self._operation)
 
 
-def TensorFlowKerasState(model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-    """Return a ``ringdance.keras.elastic.KerasState``; ``backend`` is accepted and ignored."""
-    keras: Any = importlib.import_module("ringdance.keras")
-    return keras.elastic.KerasState(model, optimizer, **kwargs)
+class TensorFlowKerasState:
+    """A ``ringdance.keras.elastic.KerasState``; ``backend`` is accepted and ignored."""
+
+    def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+        """Return the state; Keras is imported here, not with TensorFlow's binding."""
+        keras: Any = importlib.import_module("ringdance.keras")
+        return keras.elastic.KerasState(model, optimizer, **kwargs)
