@@ -42,6 +42,16 @@ def test_a_program_for_two_devices_exchanges_once() -> None:
 
 
 @pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
+def test_broadcast_values_go_into_programs_for_two_devices() -> None:
+    """What was not committed to a device still is not; JAX refuses a program with a mixture."""
+    params = {"a": sharded(jnp.full(4, RANK + 1.0), "here"), "b": jnp.full(4, RANK + 2.0)}
+    params = hvd.broadcast_parameters(params)
+    assert params["a"].committed
+    assert not params["b"].committed
+    np.testing.assert_array_equal(jax.jit(lambda both: both["a"] + both["b"])(params), [3.0] * 4)
+
+
+@pytest.mark.skipif(not SEVERAL_DEVICES, reason="needs JAX 0.10")
 @pytest.mark.ranks(2, 3)
 def test_after_a_failure_programs_exchange_again() -> None:
     """JAX hands the failure on: a call outside of programs raises it once more, a new job drops it."""

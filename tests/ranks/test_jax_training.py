@@ -63,6 +63,43 @@ def same_on_all_ranks(params: Any) -> bool:
     return len(set(weights)) == 1
 
 
+def search(tx: Any, ranks: list[int], extra: tuple[str, ...]) -> Any:
+    """Train with what calls the loss function again within ``update``."""
+    params, parts = beginning(), [data(0, rank) for rank in ranks]
+    x, y = (jnp.concatenate(some) for some in zip(*parts, strict=True))
+
+    def loss(params: Any) -> Any:
+        return loss_of(params, x, y)
+
+    def slope(params: Any, _: Any) -> Any:
+        return jax.grad(loss)(params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params)
+        given = {"value": value, "grad": gradients, "value_fn": loss, "grad_fn": slope}
+        chosen = {name: one for name, one in given.items() if name in extra}
+        updates, state = tx.update(gradients, state, params, **chosen)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(4):
+        params, state = step(params, state)
+    return params
+
+
+@pytest.mark.parametrize(("make", "extra"), [
+    (lambda: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5, store_grad=True)),
+     ("value", "grad", "value_fn")),
+    (lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True), ("grad_fn",)),
+])
+def test_what_calls_the_loss_again_gets_that_of_all_ranks(make: Any, extra: tuple[str, ...]) -> None:
+    """Line searches choose one step on all ranks: by the losses and gradients of the whole batch."""
+    found = search(hvd.distributed(make()), [RANK], extra)
+    assert same_on_all_ranks(found)
+    assert far(found, search(make(), list(range(SIZE)), extra)) < 1e-4
+
+
 @pytest.mark.parametrize(("make", "jit"), [
     (lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)), True),
     (lambda: optax.sgd(0.1, momentum=0.9), False),

@@ -57,11 +57,12 @@ def from_array(array: Array, like: Any = None) -> Any:
     """Return an array of the engine as a JAX array on the device of ``like``; itself if JAX would cut it.
 
     On the CPU it shares the memory if that is aligned to 64 bytes, as the engine's is. Rows that cannot be
-    divided among the devices of ``like`` are on the default device.
+    divided among the devices of ``like`` are on the default device. Where ``like`` is not committed to its
+    device, the result is not either, and goes into programs on several devices.
     """
     if _is_cut(array.dtype):
         return array
-    sharding = like.sharding if isinstance(like, jax.Array) else None
+    sharding = like.sharding if isinstance(like, jax.Array) and like.committed else None
     try:
         return jax.device_put(array, sharding, may_alias=True)
     except ValueError:  # a number of rows that cannot be divided among its devices

@@ -68,6 +68,8 @@ def _backward(what: JaxCall, shapes: Shapes, received: Any, gradients: tuple[Any
     rule = what.call.backward(engine)
     if what.call.kind is Collective.ALLTOALL:
         return (_alltoall_back(rule.call, what.rows[0], received, gradients[0]),)
+    # optax calls the vjp functions of losses with a number of Python.
+    gradients = tuple([one if hasattr(one, "dtype") else jnp.asarray(one) for one in gradients])
     # Integers have no gradient, and what JAX passes for them cannot be exchanged.
     floating = [index for index, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
     if not floating:

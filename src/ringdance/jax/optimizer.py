@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import traceback
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
-from ringdance.jax.operations import allreduce, reduce_gradients
+from ringdance.jax.operations import grouped_allreduce, reduce_gradients
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes, pattern_of, scales_of
@@ -37,6 +38,41 @@ def _cast(tree: Any, like: Any) -> Any:
     return jax.tree.map(same, tree, like)
 
 
+def _mean(tree: Any, name: str, process_set: ProcessSet) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    done = grouped_allreduce(leaves, name, process_set=process_set) if leaves else leaves
+    return jax.tree.unflatten(structure, done)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _with_mean_gradient(tree: Any, name: str, process_set: ProcessSet) -> Any:
+    """Return what is given; its gradient becomes the mean of the ranks' gradients."""
+    return tree
+
+
+_with_mean_gradient.defvjp(
+    lambda tree, *_: (tree, None),
+    lambda name, process_set, _, gradient: (_mean(gradient, name, process_set),),
+)
+
+
+def _of_all_ranks(name: str, key: str, given: Any, process_set: ProcessSet) -> Any:
+    """Return an extra argument of ``update``; what optax computes by it is the mean over the ranks."""
+    mean = functools.partial(_mean, name=f"{name}.{key}", process_set=process_set)
+    if key in ("value", "grad"):
+        return mean(given)
+    if not callable(given) or key not in ("value_fn", "grad_fn"):
+        return given
+
+    @functools.wraps(given)  # optax passes the arguments that are in its signature
+    def everywhere(params: Any, *args: Any, **kwargs: Any) -> Any:
+        if key == "value_fn":
+            params = _with_mean_gradient(params, f"{name}.{key}.gradient", process_set)
+        return mean(given(params, *args, **kwargs))
+
+    return everywhere
+
+
 def _check_caller() -> None:
     """Raise ArgumentError within ``optax.apply_if_finite``: a rank with a NaN would skip the exchange."""
     callers = [frame.f_code.co_qualname for frame, _ in traceback.walk_stack(None)]
@@ -56,8 +92,8 @@ def distributed(
     """Return an optax transformation that reduces gradients over the ranks and passes them to ``tx``.
 
     All leaves go in one exchange. What ``tx`` does (clipping, weight decay) sees reduced gradients, and the
-    mean of the ranks' ``value`` where ``update`` is given one, as for ``optax.contrib.reduce_on_plateau``.
-    Works within ``jit`` and outside.
+    means of the ranks' ``value``, ``grad``, ``value_fn`` and ``grad_fn`` where ``update`` is given them, as
+    for ``optax.contrib.reduce_on_plateau`` and line searches. Works within ``jit`` and outside.
 
     Args:
         tx: an ``optax.GradientTransformation``.
@@ -95,8 +131,8 @@ def distributed(
         return jax.tree.unflatten(structure, done)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-        if extra.get("value") is not None and takes_part(process_set):
-            extra = {**extra, "value": allreduce(extra["value"], f"{name}.value", process_set=process_set)}
+        if takes_part(process_set):
+            extra = {key: _of_all_ranks(name, key, one, process_set) for key, one in extra.items()}
         return inner.update(reduced(gradients), state, params, **extra)
 
     def init(params: Any) -> Any:

@@ -105,7 +105,7 @@ class PassSums:
                 return None
             if self.counter is None:
                 self.counter = _variable((), tf.int32)
-            self._sums[id(variable)] = variable, _variable(gradient.shape, gradient.dtype)
+            self._sums[id(variable)] = variable, _variable(variable.shape, gradient.dtype)
         return self._sums[id(variable)][1]
 
 
