@@ -1,4 +1,4 @@
-"""Protocol buffers: what TFRecords and Perfetto's traces need of them. Standard library only."""
+"""Protocol buffers: what TFRecords need of them. Standard library only."""
 
 from __future__ import annotations
 

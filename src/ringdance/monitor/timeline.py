@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from ringdance.core.ring import Kind, Label, Record, Who
 from ringdance.monitor.activities import activities, chunks_of, phases
 from ringdance.monitor.chrome import ChromeWriter
-from ringdance.monitor.perfetto import PerfettoWriter
 
 __all__ = ["Timeline"]
 
@@ -34,7 +33,7 @@ class Timeline:
         writer: of its file.
     """
 
-    def __init__(self, writer: ChromeWriter | PerfettoWriter) -> None:
+    def __init__(self, writer: ChromeWriter) -> None:
         self.writer = writer
         self._tensors: dict[str, int] = {}
         self._threads: set[tuple[int, int]] = set()

@@ -9,13 +9,9 @@ from collections import deque
 from ringdance.core.ring import RECORD, RingReader, records
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.monitor.links import RemoteRing
-from ringdance.monitor.perfetto import PerfettoWriter
 from ringdance.monitor.timeline import Timeline
 
 __all__ = ["TraceFile"]
-
-PERFETTO = (".perfetto-trace", ".pftrace")
-"""Endings of files in Perfetto's own format; others are JSON."""
 
 _SLICE = 500  # records converted at once
 _RECORDS = 1 << 19  # at most: about 200 MB of JSON, which viewers still open
@@ -32,7 +28,7 @@ class TraceFile:
     """The file of a timeline.
 
     Args:
-        path: its ending decides about the format.
+        path: of it.
 
     Attributes:
         full: whether it has its largest size; what comes later is left out.
@@ -42,11 +38,8 @@ class TraceFile:
     """
 
     def __init__(self, path: str) -> None:
-        if path.endswith(PERFETTO):
-            self._timeline = Timeline(PerfettoWriter(path))
-        else:
-            start = time.monotonic_ns() - int(_BEFORE_S * 1e9)
-            self._timeline = Timeline(ChromeWriter(path, start, time.time() - _BEFORE_S))
+        start = time.monotonic_ns() - int(_BEFORE_S * 1e9)
+        self._timeline = Timeline(ChromeWriter(path, start, time.time() - _BEFORE_S))
         self._taken: deque[tuple[Source, int, bytes, int]] = deque()
         self._room = _RECORDS
         self._spent, self._began = -_FIRST_S, time.monotonic()

@@ -31,7 +31,7 @@ examples:
 A run of a few seconds needs samples more often: RINGDANCE_METRICS_INTERVAL=1. The page is one file that loads
 nothing from elsewhere.
 """
-_TIMELINES = ("timeline.json", "timeline.perfetto-trace", "*.perfetto-trace", "*timeline*.json")
+_TIMELINES = ("timeline.json", "*timeline*.json")
 
 
 def main(argv: Sequence[str]) -> int:

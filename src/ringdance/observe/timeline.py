@@ -26,7 +26,7 @@ examples:
   ringdance timeline t.json --steps 50                       a row for each of the last 50 steps
   ringdance timeline t.json --json | jq '.ranks[0]'          the slowest rank, in seconds
 
-Files are JSON or .perfetto-trace, complete or as a killed job has left them. Steps are those that optimizers
+Files are complete, or as a killed job has left them. Steps are those that optimizers
 or hvd.mark_step() have marked; without marks the summary is of the whole file.
 
 exposed: training waited for results. It consists of negotiate, until all ranks had submitted; data, until the

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ringdance.monitor.chrome import ChromeWriter
-from ringdance.monitor.perfetto import PerfettoWriter
 from ringdance.observe import timeline
 from ringdance.observe.intervals import Cover
 from ringdance.observe.summary import summarize
@@ -21,8 +20,7 @@ BATCHES, CHUNKS, WAITS, STEPS = range(4)
 
 def write(path: Path, steps: int = 5) -> Path:
     """Write steps of 100 ms: rank 0 submits at 10 ms, rank 1 at 60; the exchange is from 70 to 90."""
-    json_file = path.suffix == ".json"
-    writer = ChromeWriter(str(path), 0, 0.0) if json_file else PerfettoWriter(str(path))
+    writer = ChromeWriter(str(path), 0, 0.0)
     writer.process(1_000_000, "rank 0 on node1 (pid 7)", 0)
     writer.process(1_000_001, "rank 1 on node2 (pid 8)", 1)
     writer.process(2_000_000, "allreduce.w", 2)
@@ -45,9 +43,8 @@ def write(path: Path, steps: int = 5) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ending", ["json", "perfetto-trace"])
-def test_a_step_s_time_is_divided(tmp_path: Path, ending: str) -> None:
-    found = summarize(load(write(tmp_path / f"t.{ending}")))
+def test_a_step_s_time_is_divided(tmp_path: Path) -> None:
+    found = summarize(load(write(tmp_path / "t.json")))
     slow, quick = found["ranks"]
     expected = {
         0: {"step": 100, "compute": 30, "exposed": 70, "negotiate": 50, "wait_for_data": 5, "reduce": 13,
@@ -71,10 +68,9 @@ def test_a_step_s_time_is_divided(tmp_path: Path, ending: str) -> None:
     assert (left["tensor"], left["submitted_by"], left["missing"]) == ("allreduce.w", [0], [1])
 
 
-@pytest.mark.parametrize("ending", ["json", "perfetto-trace"])
-def test_files_that_end_anywhere_are_read_as_far_as_they_go(tmp_path: Path, ending: str) -> None:
-    data = write(tmp_path / f"t.{ending}").read_bytes()
-    cut = tmp_path / f"cut.{ending}"
+def test_files_that_end_anywhere_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    data = write(tmp_path / "t.json").read_bytes()
+    cut = tmp_path / "cut.json"
     lengths = []
     for length in (*range(len(data) - 300, len(data)), len(data) * 2 // 3):
         cut.write_bytes(data[:length])
