@@ -117,41 +117,6 @@ def test_where_hosts_cannot_reach_each_other_the_leader_sends(four: Hosts, big: 
     assert digest(four, "h4", "/run/far") == digest(four, "h1", str(big))
 
 
-def test_keys_are_written_when_they_are_confirmed(four: Hosts, tmp_path: Path) -> None:
-    known = tmp_path / "ssh" / "known_hosts"
-    option = f"-o UserKnownHostsFile={known}"
-    strict = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", *option.split(), "h2", "true")
-    words = (*LINE, "trust", "-H", "h2,h3", "--ssh-args", option)
-    done = four.run("h1", *words)
-    assert done.returncode == 1
-    assert "nothing was written" in done.stderr
-    assert not known.exists()
-    own = subprocess.run(
-        ["ssh-keygen", "-lf", str(four.directory / "host_key.pub")],
-        capture_output=True, text=True, check=True,
-    ).stdout.split()[1]
-    assert f"h2: ssh-ed25519 is new: {own}" in done.stdout
-    assert four.run("h1", *strict).returncode != 0
-    done = four.run("h1", *words, "--yes")
-    assert done.returncode == 0, done.stderr
-    assert known.stat().st_mode & 0o777 == 0o600
-    assert known.parent.stat().st_mode & 0o777 == 0o700
-    assert four.run("h1", *strict).returncode == 0
-    again = four.run("h1", *words)
-    assert (again.returncode, again.stdout) == (0, "h2: ssh-ed25519 is known\nh3: ssh-ed25519 is known\n")
-    # A key that has changed is not written, whatever is said.
-    other = tmp_path / "other"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
-    key = " ".join(other.with_suffix(".pub").read_text().split()[:2])
-    known.write_text(f"h2 {key}\n")
-    done = four.run("h1", *words, "--yes")
-    assert done.returncode == 1
-    assert "h2: ssh-ed25519 HAS CHANGED" in done.stdout
-    assert "ssh-keygen -R 'h2'" in done.stderr
-    assert known.read_text().count("h2 ") == 1
-    assert known.read_text().count("h3 ") == 1
-
-
 def test_list_knows_the_ranks_of_a_job(four: Hosts, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "ringdance", "run", "-H", "h2:2,h3:1", "--no-check", "sleep", "100"]
     outer = four.start("h1", *run, log=tmp_path / "log")

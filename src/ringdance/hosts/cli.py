@@ -19,7 +19,6 @@ examples:
   ringdance hosts copy -H node1,node2,node3 data /scratch/data
   ringdance hosts disk -H node1,node2 /scratch
   ringdance hosts kill -H node1,node2 3f2a91c0   end a job's processes, even if its launcher is gone
-  ringdance hosts trust -H node1,node2           add their ssh keys to the known ones
 
 Without -H and --hostfile the hosts are those allocated by a scheduler: a Slurm or LSF job's, the workers of
 an MPIJob or TrainJob, the hosts of a SageMaker job. `ringdance hosts COMMAND --help` shows all options.
@@ -90,10 +89,6 @@ def _add_disk(parser: argparse.ArgumentParser) -> None:
     _add_format(parser)
 
 
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--yes", action="store_true", help="write new keys without asking")
-
-
 _LIST = "exit code: 0 if all hosts answer, else 1"
 _RUN = """\
 Several words are a program and its arguments; a single word is a line for the shell there:
@@ -120,13 +115,6 @@ exit code: 0 if everything is on all hosts, else 1"""
 _KILL = """\
 For jobs that their launcher cannot end any more; otherwise use Ctrl-C, or `ringdance stop`.
 Only processes started by `ringdance run`, with their files in /tmp and /dev/shm."""
-_TRUST = """\
-Compare the fingerprints with those of the hosts (there: ssh-keygen -lf
-/etc/ssh/ssh_host_ed25519_key.pub): an attacker on the network could send other keys. A key
-that differs from a known one is never written.
-
-exit code: 0 if all keys are known now, else 1"""
-
 _SUBCOMMANDS = {
     "list": _subcommand(
         commands.list_hosts, "show hosts, whether they answer, and your ranks there", _add_format, _LIST
@@ -139,7 +127,4 @@ _SUBCOMMANDS = {
     ),
     "kill": _subcommand(commands.kill, "end all processes of a job on these hosts", _add_kill, _KILL),
     "disk": _subcommand(commands.disk, "show size and free space of directories", _add_disk),
-    "trust": _subcommand(
-        commands.trust, "add the ssh keys of all hosts, after showing them", _add_trust, _TRUST
-    ),
 }

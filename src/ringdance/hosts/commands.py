@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from ringdance.errors import LaunchError
-from ringdance.hosts import files, keys
+from ringdance.hosts import files
 from ringdance.hosts.copy import Copy, Outcome
 from ringdance.hosts.host_set import HostSet
 from ringdance.hosts.progress import CopyProgress
@@ -220,33 +220,3 @@ def _room(room: Mapping[str, Any]) -> tuple[str, str, str, str]:
     }
     problems = ", ".join(note for note, holds in notes.items() if holds)
     return decimal(room["total"]), decimal(room["free"]), f"{used:.0%}", problems
-
-
-def trust(arguments: argparse.Namespace, hosts: HostSet) -> int:
-    """Add the hosts' ssh keys to the known ones."""
-    remote = [host for host in hosts.names if host not in hosts.shell.local]
-    found = keys.scan(remote, hosts.shell, arguments.connect_timeout)
-    for one in found:
-        for kind, state in one.states.items():
-            print(f"{one.host}: {kind} {state}")
-    code = _print_problems({one.host: one.problem for one in found if one.problem})
-    new = [one for one in found if one.new]
-    if not new:
-        return code
-    if not arguments.yes and not _confirmed(len(new)):
-        return 1
-    print(f"{_count(keys.write(new), 'key')} written to {', '.join(sorted({one.file for one in new}))}")
-    return code
-
-
-def _confirmed(number: int) -> bool:
-    sys.stdout.flush()
-    if sys.stdin is None or not sys.stdin.isatty():
-        print(
-            "ringdance hosts: nothing was written. Compare the fingerprints with those of the hosts "
-            "(there: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub), then add --yes",
-            file=sys.stderr,
-        )
-        return False
-    question = f"Are these the keys of {_count(number, 'host')}? Write them? [yes/no] "
-    return input(question).strip().lower() == "yes"

@@ -16,7 +16,7 @@ import pytest
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.doctor import link
 from ringdance.errors import LaunchError
-from ringdance.hosts import files, keys
+from ringdance.hosts import files
 from ringdance.hosts.chain import addresses
 from ringdance.hosts.progress import CopyProgress
 from ringdance.hosts.run import Result, exit_code, grouped, shell_line
@@ -306,22 +306,3 @@ def test_nothing_is_shown_where_there_is_no_terminal(capsys: Any) -> None:
     progress.update({"a": 50})
     progress.stop()
     assert capsys.readouterr().err == ""
-
-
-def test_fingerprints_are_those_of_ssh(tmp_path: Path) -> None:
-    try:
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True
-        )
-    except FileNotFoundError:
-        pytest.skip("needs ssh-keygen")
-    line = ["ssh-keygen", "-lf", str(tmp_path / "key.pub")]
-    shown = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()[1]
-    key = (tmp_path / "key.pub").read_text().split()[1]
-    assert keys.fingerprint(key) == shown
-    known = tmp_path / "ssh" / "known"
-    found = keys.Keys("h", "[h]:2222", str(known), {"ssh-ed25519": key})
-    known.parent.mkdir()
-    known.write_text("other ssh-rsa AAAA")  # no newline at its end
-    assert keys.write([found]) == 1
-    assert known.read_text() == f"other ssh-rsa AAAA\n[h]:2222 ssh-ed25519 {key}\n"
