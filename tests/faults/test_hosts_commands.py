@@ -275,15 +275,3 @@ def test_mistakes(hosts: Hosts, words: tuple[str, ...], said: str) -> None:
     assert done.returncode != 0
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_disk(hosts: Hosts, tmp_path: Path) -> None:
-    done = hosts("disk", "-H", "localhost,other1", str(tmp_path), str(tmp_path / "no"), "--format", "json")
-    found = json.loads(done.stdout)
-    room = os.statvfs(tmp_path)
-    for directories in found.values():
-        assert directories[str(tmp_path)]["total"] == room.f_frsize * room.f_blocks
-        assert directories[str(tmp_path)]["exists"]
-        assert not directories[str(tmp_path / "no")]["exists"]
-    done = hosts("disk", "-H", "localhost", str(tmp_path))
-    assert done.stdout.splitlines()[1].split()[:2] == ["localhost", str(tmp_path)]

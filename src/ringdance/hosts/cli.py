@@ -17,7 +17,6 @@ examples:
   ringdance hosts list -H node1:4,node2:4        show reachability and running jobs
   ringdance hosts run --hostfile hosts -- nvidia-smi -L
   ringdance hosts copy -H node1,node2,node3 data /scratch/data
-  ringdance hosts disk -H node1,node2 /scratch
   ringdance hosts kill -H node1,node2 3f2a91c0   end a job's processes, even if its launcher is gone
 
 Without -H and --hostfile the hosts are those allocated by a scheduler: a Slurm or LSF job's, the workers of
@@ -83,12 +82,6 @@ def _add_kill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", help="the job, or the first digits of its name")
 
 
-def _add_disk(parser: argparse.ArgumentParser) -> None:
-    text = "directories (default: the current one, /tmp, /dev/shm)"
-    parser.add_argument("directories", metavar="DIR", nargs="*", help=text)
-    _add_format(parser)
-
-
 _LIST = "exit code: 0 if all hosts answer, else 1"
 _RUN = """\
 Several words are a program and its arguments; a single word is a line for the shell there:
@@ -126,5 +119,4 @@ _SUBCOMMANDS = {
         commands.copy, "copy a file or a directory to all hosts, each passing it on", _add_copy, _COPY
     ),
     "kill": _subcommand(commands.kill, "end all processes of a job on these hosts", _add_kill, _KILL),
-    "disk": _subcommand(commands.disk, "show size and free space of directories", _add_disk),
 }

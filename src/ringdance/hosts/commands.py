@@ -194,29 +194,3 @@ def kill(arguments: argparse.Namespace, hosts: HostSet) -> int:
     for host, answer in _ask(hosts, {"task": "kill", "job": matching[0], "bases": bases(os.environ)}).items():
         print(f"{host}: {_count(answer['processes'], 'process', 'es')} of job {matching[0][:8]} ended")
     return _print_problems(hosts.problems)
-
-
-def disk(arguments: argparse.Namespace, hosts: HostSet) -> int:
-    """Show the size of directories' file systems, and what is free."""
-    hosts.connect(arguments.connect_timeout)
-    directories = arguments.directories or [os.getcwd(), "/tmp", "/dev/shm"]
-    found = _ask(hosts, {"task": "disk", "directories": directories})
-    if arguments.format == "json":
-        print(json.dumps({host: answer["directories"] for host, answer in found.items()}, indent=2))
-    else:
-        rows = [("host", "directory", "size", "free", "used", "")]
-        for host, answer in found.items():
-            rows += [(host, path, *_room(room)) for path, room in answer["directories"].items()]
-        print("\n".join(table(rows)))
-    return _print_problems(hosts.problems)
-
-
-def _room(room: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    used = 1.0 - room["free"] / room["total"] if room["total"] else 1.0
-    notes = {
-        "does not exist yet": not room["exists"],
-        "not writable": not room["writable"],
-        "no inodes free": room["inodes_free"] == 0,
-    }
-    problems = ", ".join(note for note, holds in notes.items() if holds)
-    return decimal(room["total"]), decimal(room["free"]), f"{used:.0%}", problems

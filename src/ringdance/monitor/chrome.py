@@ -17,18 +17,16 @@ class ChromeWriter:
         path: of the file, which is overwritten.
         start: time 0 of the trace, in nanoseconds of ``time.monotonic_ns``.
         epoch: the same in seconds since the epoch.
-        limit: most bytes; what comes later is left out, and the last event says so.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: str, start: int, epoch: float, limit: int = 1 << 30) -> None:
+    def __init__(self, path: str, start: int, epoch: float) -> None:
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 : closed by close()
-        self._start, self._limit = start, limit
+        self._start = start
         self._events: list[str] = []
         self._quoted: dict[str, str] = {}
-        self._written = 0
         self._event("process_name", "M", 0, args={"start_time_since_epoch_in_micros": round(epoch * 1e6)})
         self.flush()
 
@@ -74,22 +72,13 @@ class ChromeWriter:
 
     def flush(self) -> None:
         """Write what was added; the file can be read until the next call."""
-        if not self._events or self._written >= self._limit:
-            self._events.clear()
+        if not self._events:
             return
-        text = ",\n".join(self._events)
-        self._events.clear()
-        if self._written + len(text) >= self._limit:
-            text = '{"name": "the trace has reached its largest size", "ph": "i", "s": "g", "pid": 0}'
-            self._limit = 0
-        if self._written:
-            self._file.seek(self._file.tell() - len(_END))
-            text = f",\n{text}"
-        else:
-            text = f"[\n{text}"
-        self._file.write(text + _END)
-        self._written += len(text)
+        size = self._file.tell()
+        self._file.seek(max(0, size - len(_END)))
+        self._file.write((",\n" if size else "[\n") + ",\n".join(self._events) + _END)
         self._file.flush()
+        self._events.clear()
 
     def close(self) -> None:
         """Write the rest, and close the file."""

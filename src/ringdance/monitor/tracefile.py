@@ -74,4 +74,6 @@ class TraceFile:
     def close(self) -> None:
         """Write everything, and close the file."""
         self.convert(everything=True)
+        if self.full:
+            self._timeline.writer.instant(0, 0, "the trace has reached its largest size", time.monotonic_ns())
         self._timeline.writer.close()

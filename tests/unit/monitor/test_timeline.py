@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective
 from ringdance.core.ring import Kind, RingReader, Who
+from ringdance.monitor import tracefile
 from ringdance.monitor.activities import activities, chunks_of
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.monitor.timeline import COLLECTIVES, Timeline
@@ -75,19 +78,22 @@ def test_a_trace_is_complete_after_every_flush(tmp_path: Path) -> None:
     assert batch["dur"] == 90_000.0
 
 
-def test_the_largest_size_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    trace = Timeline(ChromeWriter(str(path), 0, 0.0, limit=20_000))
-    recorder = Recorder(0, "")
-    for number in range(1000):
+def test_the_largest_size_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracefile, "_RECORDS", 100)
+    path, recorder = tmp_path / "trace.json", Recorder(0, "")
+    trace, reader = tracefile.TraceFile(str(path)), RingReader(recorder.ring.memory)
+    for number in range(100):
         recorder.ring.add(Kind.STEP, a=number, b=1)
-    reader = RingReader(recorder.ring.memory)
-    for record in list(reader.read()):
-        trace.add(Who(0, "node", 7), reader.name, [record])
-        trace.writer.flush()
-    trace.writer.close()
-    assert path.stat().st_size < 21_000
-    assert "largest size" in written(path)[-1]["name"]
+        trace.add(reader, *reader.take())
+        trace.convert(everything=True)
+    assert trace.full
+    recorder.ring.add(Kind.STEP, a=100, b=1)
+    trace.add(reader, *reader.take())
+    trace.close()
+    names = [event["name"] for event in written(path)]
+    assert "step 99" in names
+    assert "step 100" not in names
+    assert "largest size" in names[-1]
 
 
 def test_chunks_belong_to_the_tensors_in_them() -> None:

@@ -1,4 +1,4 @@
-"""Tasks of an agent beside a job: list jobs, end one, measure directories, receive and pass on files.
+"""Tasks of an agent beside a job: list jobs, end one, receive and pass on files.
 
 Messages: ``{"task": name, ...}`` is answered by ``{"answer": name, "problem": text, ...}``;
 those of ``"copy"`` belong to receive.py. Standard library only.
@@ -15,7 +15,7 @@ from typing import Any
 from ..copy.receive import Receiver
 from ..directories import bases, host_directory, host_shared
 from ..messages import Frames
-from ..system import linux, machine
+from ..system import linux
 from ..system.cleanup import Cleanup, job_of
 
 _RANK = re.compile(rb"(?:^|\0)RINGDANCE_RANK=(\d+)(?=\0|$)")
@@ -81,18 +81,4 @@ def _kill(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _disk(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the room of the file systems of directories, in bytes."""
-    return {"directories": {path: room(path) for path in message["directories"]}}
-
-
-def room(path: str) -> dict[str, Any]:
-    """Return the room of a directory's file system, or of its nearest parent's, and what the directory is."""
-    wanted = os.path.abspath(os.path.expanduser(path))
-    there = machine.nearest(wanted)
-    usable = os.path.isdir(there)  # a file may be in the way
-    writable = usable and os.access(there, os.W_OK)
-    return {"exists": usable and there == wanted, "writable": writable, **linux.room(there)}
-
-
-_TASKS = {"jobs": _jobs, "kill": _kill, "disk": _disk}
+_TASKS = {"jobs": _jobs, "kill": _kill}
