@@ -77,8 +77,6 @@ def _show(arguments: argparse.Namespace) -> int:
         print("\n\n".join(f"{one.name}\n\n{textwrap.indent(text or '', '  ')}" for one, text in manuals))
     elif arguments.format == "json":
         print(json.dumps({name: asdict(preset) for name, preset in PRESETS.items()}, indent=1))
-    elif arguments.format == "markdown":
-        print(markdown())
     else:
         print("\n\n".join(_described(name, preset) for name, preset in PRESETS.items()))
     return 0
@@ -99,21 +97,6 @@ def _described(name: str, one: Preset) -> str:
         f"  source     {one.source}\n"
         f"  expected   {one.expected}"
     )
-
-
-def markdown() -> str:
-    """Return the presets as a table of the documentation."""
-    rows = [
-        "| preset | batch | optimizer, peak rate | schedule, epochs (warm-up) | weight decay | expected |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, one in PRESETS.items():
-        batch = f"{one.batch_size * one.devices:,} = {one.devices} × {one.batch_size}"
-        rows.append(
-            f"| `{name}` | {batch} | {one.optimizer}, {one.rate:g} | {one.schedule}, {one.epochs:g} "
-            f"({one.warmup_epochs:g}) | {one.weight_decay:.3g} | {one.expected} |"
-        )
-    return "\n".join(rows)
 
 
 def _copy(arguments: argparse.Namespace) -> int:
@@ -162,8 +145,7 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    text = "default: text; markdown is the table of the documentation"
-    parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help=text)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
