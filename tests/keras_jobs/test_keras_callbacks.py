@@ -312,6 +312,27 @@ def test_a_loaded_optimizer_reduces_as_the_saved_one(shared: Path) -> None:
     assert hvd.load_model(again).optimizer._options == optimizer._options
 
 
+class WithAnother(keras.Model):
+    """It holds an optimizer of its own, beside the one it is compiled with."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.dense = keras.layers.Dense(1)
+        self.another = hvd.DistributedOptimizer(sgd(), "another", op=hvd.Sum)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+
+def test_the_options_of_another_optimizer_are_not_taken(tmp_path: Path) -> None:
+    net = WithAnother()
+    net.compile(sgd(), "mse")
+    net.fit(*data([RANK], 1), verbose=0)
+    net.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras", custom_objects={"WithAnother": WithAnother})
+    assert loaded.optimizer._options["op"] == hvd.Average
+
+
 @pytest.mark.ranks(2, 3)
 def test_a_process_set_is_found_again_or_refused(shared: Path) -> None:
     path, net = shared / "set.keras", model()

@@ -193,7 +193,8 @@ def _saved_options(filepath: Any) -> dict[str, Any]:
             )
         return {}
     with zipfile.ZipFile(filepath) as archive:
-        found = [one for one in archive.namelist() if one.endswith(f"/{OPTIONS_FILE}")]
+        optimizer = "assets/optimizer/"  # not those of others, which a model may hold as attributes
+        found = [n for n in archive.namelist() if n.startswith(optimizer) and n.endswith(f"/{OPTIONS_FILE}")]
         options: dict[str, Any] = json.loads(archive.read(found[0])) if found else {}
     return options
 
