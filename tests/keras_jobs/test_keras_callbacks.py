@@ -146,6 +146,23 @@ def test_optimizers_held_as_attributes_are_broadcast() -> None:
     assert hvd.elastic.KerasState(net)._read()[-1].shape == slots[-1].shape
 
 
+def test_optimizers_built_after_the_state_go_back_to_their_beginning() -> None:
+    net = TwoOptimizers()
+    net(np.ones((1, 8), "float32"))
+    state = hvd.elastic.KerasState(net, epoch=1)
+    before = [read(one) for one in net.weights]
+    net.train_on()
+    state.restore()
+    assert far([read(one) for one in net.weights], before) == 0
+    slots = [read(one) for each in net.optimizers.values() for one in each.variables[2:]]
+    assert len(slots) == 2 * 2 * 2
+    assert not any(one.any() for one in slots)
+    state.commit()
+    net.train_on()
+    state.restore()
+    assert not read(net.optimizers["two"].variables[-1]).any()
+
+
 def test_local_variables_are_not_broadcast() -> None:
     net = model(RANK + 1)
     net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
@@ -331,6 +348,42 @@ def test_the_options_of_another_optimizer_are_not_taken(tmp_path: Path) -> None:
     net.save(tmp_path / "model.keras")
     loaded = hvd.load_model(tmp_path / "model.keras", custom_objects={"WithAnother": WithAnother})
     assert loaded.optimizer._options["op"] == hvd.Average
+
+
+class OwnFile(keras.optimizers.SGD):
+    """An optimizer that saves a file of its own."""
+
+    def save_assets(self, directory: str) -> None:
+        Path(directory, "own.txt").write_text("own")
+
+
+def test_what_is_saved_beside_the_options(tmp_path: Path) -> None:
+    net, path = model(), tmp_path / "model.keras"
+    optimizer = hvd.DistributedOptimizer(OwnFile(0.1), gradient_predivide_factor=np.float32(2))
+    net.compile(optimizer, "mse")
+    reverse = net.trainable_variables[::-1]
+    optimizer.build(reverse)
+    optimizer.register_local_var(net.layers[-1].kernel)
+    optimizer.apply([keras.ops.zeros(one.shape) for one in reverse], reverse)
+    net.save(path)
+    with zipfile.ZipFile(path) as archive:
+        assert "assets/optimizer/own.txt" in archive.namelist()
+    loaded = hvd.load_model(path, custom_optimizers=[OwnFile])
+    assert loaded.optimizer._options["gradient_predivide_factor"] == 2.0
+    ids = loaded.optimizer._local_ids()
+    assert id(loaded.layers[-1].kernel) in ids
+    assert id(loaded.layers[-1].bias) not in ids
+    loaded.save(path)  # again, before a step
+    assert hvd.load_model(path, custom_optimizers=[OwnFile]).optimizer._local_variables
+
+
+def test_local_variables_that_cannot_be_found_are_refused(tmp_path: Path) -> None:
+    net = model()
+    optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=net.layers[-1])
+    net.compile(optimizer, "mse")
+    net.save(tmp_path / "early.keras")  # before the first step
+    with pytest.raises(ArgumentError, match="0 before its first step"):
+        hvd.load_model(tmp_path / "early.keras")
 
 
 @pytest.mark.ranks(2, 3)

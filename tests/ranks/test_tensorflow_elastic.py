@@ -102,3 +102,20 @@ def test_seeds_stay_each_ranks_own() -> None:
     hvd.broadcast_variables(model.variables, root_rank=0)
     assert np.array_equal(seeds[0], before)
     assert len({one.tobytes() for one in hvd.allgather_object(np.asarray(model.weights[0]))}) == 1
+
+
+class Noted(hvd.elastic.TensorFlowKerasState):
+    """A state as a script may derive it."""
+
+    def on_reset(self) -> None:
+        self.resets = getattr(self, "resets", 0) + 1
+        super().on_reset()
+
+
+def test_derived_states_keep_what_they_override() -> None:
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    state = Noted(net, keras.optimizers.SGD(0.1), backend=keras.backend, epoch=3)
+    assert isinstance(state, Noted)
+    assert isinstance(state, hvd.elastic.State)
+    state.on_reset()
+    assert (state.resets, state.epoch) == (1, 3)

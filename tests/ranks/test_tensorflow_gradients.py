@@ -242,3 +242,19 @@ def test_batch_normalization_far_from_zero(masked: bool) -> None:
     layer(inputs[RANK].astype("float32"), training=True, mask=mask)
     variance = np.concatenate(inputs).astype("float32").astype(float).var((0, 1))
     np.testing.assert_allclose(layer.moving_variance, variance, rtol=1e-3)
+
+
+def test_batch_normalization_in_double_precision() -> None:
+    inputs = [np.random.default_rng(rank).normal(1e8, 1, (50 + rank, 2)) for rank in range(SIZE)]
+    layer = hvd.SyncBatchNormalization(momentum=0.0, dtype="float64")
+    layer(inputs[RANK], training=True)
+    np.testing.assert_allclose(layer.moving_variance, np.concatenate(inputs).var(0), rtol=1e-6)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_batch_normalization_with_a_mask_and_no_rows_on_a_rank() -> None:
+    rows = np.random.default_rng(0).normal(size=(6, 2, 3)).astype("float32")
+    own = rows if RANK == 0 else rows[:0]
+    layer = hvd.SyncBatchNormalization(momentum=0.0)
+    layer(own, training=True, mask=np.ones((len(own), 2), bool))
+    np.testing.assert_allclose(layer.moving_variance, rows.var((0, 1)), rtol=1e-4)

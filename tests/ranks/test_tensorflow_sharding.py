@@ -127,3 +127,19 @@ def test_different_orders_are_noticed() -> None:
         tf.random.set_seed(0)
     with pytest.raises(MismatchError, match="the number of elements differs"):
         hvd.shard(known(9 + RANK), ends="pad")
+
+
+@pytest.mark.parametrize("ends", ["drop", "pad"])
+def test_elements_that_can_be_read_once_and_tuples_of_one(ends: str) -> None:
+    once = iter(range(10))
+    data = tf.data.Dataset.from_generator(lambda: once, output_signature=tf.TensorSpec((), tf.int64))
+    shared = hvd.shard(data, ends=ends)
+    if ends == "drop":  # needs no padding, so nothing is read before
+        assert next(once) == 0
+        once = itertools.chain([0], once)
+    found = sorted(itertools.chain(*hvd.allgather_object([int(one) for one in shared])))
+    whole = 10 // SIZE * SIZE
+    assert found == list(range(whole)) if ends == "drop" else set(found) == set(range(10))
+    single = tf.data.Dataset.from_tensor_slices((np.arange(7),)).filter(lambda _: True)
+    plan = Shard(7, ends=ends, rank=RANK, size=SIZE)
+    assert [int(one) for (one,) in mine(hvd.shard(single, ends=ends))] == plan.indices().tolist()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import tensorflow as tf
 
 import ringdance.tensorflow as hvd
 from ringdance.tensorflow import threads
+from ringdance.tensorflow.graph import kernels
 from ringdance.tensorflow.threads import computing_threads
 from ringdance.training.gradients.options import share_of_cores, usable_cores
 
@@ -32,3 +36,11 @@ def test_a_gpu_leaves_the_cores_to_the_exchange(monkeypatch: pytest.MonkeyPatch)
         assert computing_threads() == 1
     finally:
         threads._on_gpu.cache_clear()
+
+
+def test_without_a_deadlock_time_kernels_wait_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(settings=SimpleNamespace(deadlock_time=0.0))
+    monkeypatch.setattr(kernels.session, "engine", lambda: engine)
+    limits: list[Any] = []
+    kernels._wait_for(SimpleNamespace(wait=lambda limit=None: limits.append(limit)))  # type: ignore[arg-type]
+    assert limits == [None]

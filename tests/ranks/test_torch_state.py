@@ -175,6 +175,14 @@ def test_sync_batch_norm_far_from_zero() -> None:
     np.testing.assert_allclose(sync.running_var, variance, rtol=1e-3)
 
 
+def test_sync_batch_norm_in_double_precision() -> None:
+    inputs = [np.random.default_rng(rank).normal(1e8, 1, (50 + rank, 2)) for rank in range(SIZE)]
+    inputs[SIZE - 1] = inputs[SIZE - 1][: 0 if SIZE > 1 else None]  # a rank may have no rows
+    sync = hvd.SyncBatchNorm(2, momentum=1.0).double()
+    sync(torch.tensor(inputs[RANK]))
+    np.testing.assert_allclose(sync.running_var, np.concatenate(inputs).var(0, ddof=1), rtol=1e-6)
+
+
 def test_sync_batch_norm_more() -> None:
     with pytest.raises(ValueError, match="2 dimensions"):
         hvd.SyncBatchNorm(3)(torch.ones(3))

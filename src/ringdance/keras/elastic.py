@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import keras, read
 from ringdance.keras.values import broadcast_variables
@@ -62,17 +64,22 @@ class KerasState(VariablesState):
         return variables_with(self.model, optimizers, accumulated)
 
     def _read(self) -> list[Any]:
-        return [read(one) for one in self._variables()]
+        self._saved = self._variables()
+        return [read(one) for one in self._saved]
 
     def _assign(self, values: list[Any]) -> None:
-        made = len(self._variables()) - len(values)
-        if made:
+        saved = {id(one) for one in self._saved}
+        made = [one for one in self._variables() if id(one) not in saved]
+        late = {id(one) for one in self.model.variables} & set(map(id, made))
+        if late:
             raise ArgumentError(
-                f"KerasState: {made} variables were made after the state was saved. Call the model on a "
-                "batch, and build its optimizers, before KerasState(model)."
+                f"KerasState: {len(late)} variables were made after the state was saved. Call the model on a "
+                "batch before KerasState(model)."
             )
-        for one, array in zip(self._variables(), values, strict=True):
+        for one, array in zip(self._saved, values, strict=True):
             one.assign(array)
+        for one in made:  # momentum of an optimizer that had not been built: as it was when it was made
+            one.assign(np.zeros_like(read(one)))
         self._clear_passes()
 
     def _broadcast(self) -> None:
@@ -108,7 +115,7 @@ class CommitStateCallback(_StateCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit every ``batches_per_commit`` batches, or after the execution in which they end."""
-        if batch + 1 >= self._next:
+        if self.batches_per_commit and batch + 1 >= self._next:
             self.state.commit()
             self._next = batch + 1 + self.batches_per_commit
 

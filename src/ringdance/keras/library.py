@@ -16,7 +16,7 @@ import numpy as np
 from ringdance.training.gradients.compression import compression_for
 
 __all__ = [
-    "KERAS2", "Compression", "forms", "is_built", "keras", "number", "ops", "optimizer_types",
+    "KERAS2", "Compression", "described", "forms", "is_built", "keras", "number", "ops", "optimizer_types",
     "read", "variables_of",
 ]
 
@@ -63,6 +63,12 @@ def forms(variable: Any) -> set[int]:
     # On JAX a variable has no value while a step is compiled.
     both = not KERAS2 and keras.backend.backend() == "tensorflow" and isinstance(variable, keras.Variable)
     return {id(variable), id(variable.value if both else variable)}
+
+
+def described(variable: Any) -> list[Any]:
+    """Return what tells a variable from others in a file: its layer and name, and its shape."""
+    path = str(getattr(variable, "path", variable.name)).split("/")[-2:]  # a loaded model's may be shorter
+    return ["/".join(path), [int(length) for length in variable.shape]]
 
 
 def variables_of(optimizer: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.keras import _private
-from ringdance.keras.library import KERAS2, Compression, keras, optimizer_types
+from ringdance.keras.library import KERAS2, Compression, described, keras, optimizer_types
 from ringdance.keras.reduction import OPTIONS_FILE, GradientReduction, binding, is_distributed
 from ringdance.settings import level_of_caller
 from ringdance.training.checks import pick_operation
@@ -167,18 +167,23 @@ def load_model(
     if optimizer is None or is_distributed(optimizer):
         return model
     options = _saved_options(filepath)
-    local, count = options.pop("local", ()), options.pop("of", 0)
-    variables = model.trainable_variables
-    if local and count != len(variables):
+    local, saved = options.pop("local", None), options.pop("variables", [])
+    variables = list(model.trainable_variables)
+    found = list(map(described, variables))
+    if sorted(saved) == sorted(found) and len(set(map(str, found))) == len(found):
+        variables.sort(key=lambda one: saved.index(described(one)))  # the optimizer's order may be another
+    elif local is not None and [shape for _, shape in saved] != [shape for _, shape in found]:
         raise ArgumentError(
-            f"{filepath} was saved when the optimizer had {count} variables; the model has {len(variables)}: "
-            "it does not say which of them are local. keras.models.load_model() loads it without."
+            f"{filepath} was saved when the optimizer had {len(saved)} variables (0 before its first step); "
+            f"the model has {len(found)}, or of other shapes: it does not say which of them are local. "
+            "keras.models.load_model() loads it without."
         )
     if "process_set" in options:
         options["process_set"] = _process_set(options["process_set"], filepath)
     DistributedOptimizer(optimizer, compression=compression, **options)
-    for place in local:
+    for place in local or ():
         optimizer.register_local_var(variables[place])
+    hooks.unwrapped(optimizer)._remember(variables)
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,8 @@ from typing import Any
 from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
-from ringdance.keras.library import Compression, forms, keras, ops, variables_of
+from ringdance.keras import _private
+from ringdance.keras.library import Compression, described, forms, keras, ops, variables_of
 from ringdance.training import basics
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
@@ -92,7 +92,7 @@ class GradientReduction:
                 predivide=predivide, process_set=process_set, **options,
             )
 
-    @functools.cached_property
+    @property
     def name(self) -> str:
         """The name of the exchanges."""
         key = self._base_name, set_id(self.process_set)
@@ -155,17 +155,21 @@ class Distributed:
     def save_assets(self, directory: str) -> None:
         """Write to a ``.keras`` file what Keras does not save; it can be loaded without, as a plain one.
 
-        Local variables are saved as their places among the trainable ones.
+        Local variables are saved as their places among the variables of the step.
         """
+        known: Any = super()
+        if hasattr(known, "save_assets"):  # of an optimizer of the user's
+            known.save_assets(directory)
         options = dict(self._options)
         if self._reduction.process_set is not global_process_set:
             options["process_set"] = self._reduction.process_set.ranks
         ids = self._local_ids()
         if ids:
-            given = list(map(forms, self._given))
-            options["of"] = len(given)
-            options["local"] = [place for place, one in enumerate(given) if not ids.isdisjoint(one)]
-        Path(directory, OPTIONS_FILE).write_text(json.dumps(options))
+            given = self._given or _private.trainable_variables(self, [])
+            options["variables"] = [described(one) for one in given]
+            options["local"] = [n for n, one in enumerate(given) if not ids.isdisjoint(forms(one))]
+        text = json.dumps(options, default=lambda number: number.item())  # NumPy's
+        Path(directory, OPTIONS_FILE).write_text(text)
 
     def _local_ids(self) -> set[int]:
         layers = [variable for layer in self._local_layers for variable in layer.trainable_variables]

@@ -50,13 +50,20 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         else:
             # Every position that counts has as many elements of a channel as the other axes are long.
             chosen = tf.cast(tf.reduce_sum(tf.cast(mask, tf.int32)), mean.dtype)
-            count = chosen * tf.cast(tf.size(inputs) / (tf.size(mask) * tf.size(mean)), mean.dtype)
+            each = tf.size(inputs) / tf.maximum(tf.size(mask) * tf.size(mean), 1)
+            count = chosen * tf.cast(each, mean.dtype)
         # An empty batch has no mean, and counts nothing. In double precision a difference of squares has all
         # digits of the variance that float32 can show.
         wide, spread = (tf.cast(tf.where(count > 0, one, 0), tf.float64) for one in (mean, variance))
-        shares = tf.stack([wide, spread + wide * wide, tf.ones_like(wide)]) * tf.cast(count, tf.float64)
+        weight, centre = tf.cast(count, tf.float64), tf.zeros_like(wide)
+        if inputs.dtype == tf.float64:  # it can show more: squares are those of distances from the mean
+            own = tf.stop_gradient(tf.stack([wide, tf.ones_like(wide)]) * weight)
+            sums = allreduce(own, op=Sum, name=f"sync_batch_norm.{self.name}.centre")
+            centre = sums[0] / sums[1]
+        wide -= centre
+        shares = tf.stack([wide, spread + wide * wide, tf.ones_like(wide)]) * weight
         total = allreduce(shares, op=Sum, name=f"sync_batch_norm.{self.name}")
         joined = total[0] / total[2]
         # Rounding can make the difference negative where all inputs are alike.
         whole = tf.maximum(total[1] / total[2] - joined * joined, 0)
-        return tf.cast(joined, mean.dtype), tf.cast(whole, mean.dtype)
+        return tf.cast(joined + centre, mean.dtype), tf.cast(whole, mean.dtype)

@@ -38,13 +38,18 @@ class _Normalise(torch.autograd.Function):
         else:
             variance = mean = wide.new_zeros(channels)
         # In double precision a difference of squares has all digits of the variance that float32 can show.
-        mean, variance = mean.double(), variance.double()
-        own = torch.cat([mean.new_ones(1), mean, variance + mean * mean]) * count
+        mean, variance, centre = mean.double(), variance.double(), mean.new_zeros(channels).double()
+        if input.dtype is torch.float64:  # it can show more: squares are those of distances from the mean
+            own = torch.cat([mean.new_ones(1), mean]) * count
+            every = ops.allreduce(own, name="sync_batch_norm.centre", op=Sum)
+            centre = every[1:] / every[0]
+        apart = mean - centre
+        own = torch.cat([mean.new_ones(1), apart, variance + apart * apart]) * count
         every = ops.allreduce(own, name="sync_batch_norm.statistics", op=Sum)
         total = every[0]
         joined, square = (every[1:] / total).view(2, channels)
         spread = (square - joined * joined).clamp(min=0)
-        mean, variance = joined.to(wide.dtype), spread.to(wide.dtype)
+        mean, variance = (joined + centre).to(wide.dtype), spread.to(wide.dtype)
         scale = torch.rsqrt(variance + eps)
         normal = (wide - _per_channel(mean, input)) * _per_channel(scale, input)
         output = normal

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
+from ringdance.training.gradients.options import UseOrder
 
 
 @pytest.fixture
@@ -52,3 +55,35 @@ def test_top_k_leaves_out_what_has_no_class(job: None) -> None:
         with pytest.raises(ArgumentError, match=r"label 2 with scores of 2 classes|\(float64\)"):
             metric.add([[0.1, 0.9]], labels)
     assert metric.count == 1
+
+
+class Model:
+    """Anything that has a number."""
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_numbers_by_first_use_begin_anew_with_each_job(job: None) -> None:
+    order, first, second = UseOrder(), Model(), Model()
+    assert [order.number("equal", one) for one in (first, second, first)] == [0, 1, 0]
+    hvd.shutdown()
+    hvd.init()  # as elastic training does: a rank that failed has not numbered what others have
+    assert order.number("equal", second) == 0
+
+
+def test_numbers_of_threads_whose_order_is_not_certain(job: None) -> None:
+    order, models = UseOrder(), [Model() for _ in range(4)]
+    assert order.number("equal", models[0]) == 0
+    in_thread(lambda: order.number("equal", models[1]))  # started later: second on every rank
+    assert order.number("equal", models[1]) == 1
+    go = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(lambda: go.wait(10) and order.number("equal", models[3]))
+        assert order.number("equal", models[2]) == 2  # the other thread was there already
+        go.set()
+        with pytest.raises(ArgumentError, match="Two threads"):
+            late.result()

@@ -113,11 +113,12 @@ def _by_number(data: Dataset, plan: Shard, first: Dataset) -> Dataset:
 
 def _in_rounds(data: Dataset, ends: str, rank: int, size: int, first: Dataset) -> Dataset:
     """Distribute a data set of unknown length in rounds of ``size`` elements; ``first``: as for the other."""
-    padding = _in_memory(first.take(size - 1)).repeat()
+    padding = _in_memory(first.take(size - 1)).repeat() if ends == "pad" else None
+    tuples = type(data.element_spec) is tuple
 
     def own(*parts: Any) -> Dataset:
-        row = tf.data.Dataset.zip(parts[0] if len(parts) == 1 else parts)
-        return row.concatenate(padding).skip(rank).take(1)
+        row = tf.data.Dataset.zip(parts if tuples else parts[0])
+        return (row if padding is None else row.concatenate(padding)).skip(rank).take(1)
 
     return data.window(size, drop_remainder=ends == "drop").flat_map(own)
 

@@ -113,7 +113,7 @@ def _wait_for(work: Work) -> None:
     """Wait; say so if no thread is left in which TensorFlow could run what another rank waits for."""
     _waiting.add(get_ident())
     try:
-        work.wait(session.engine().settings.deadlock_time / 2)
+        work.wait(session.engine().settings.deadlock_time / 2 or None)
     except TimeoutError:
         threads = tf.config.threading.get_inter_op_parallelism_threads() or usable_cores()
         if len(_waiting) >= threads:

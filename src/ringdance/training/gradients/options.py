@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringdance import session
 from ringdance.core.request import ReduceOp
 from ringdance.errors import ArgumentError
 
@@ -77,10 +78,12 @@ def parts_of(indices: Sequence[int], nbytes: Callable[[int], int]) -> list[list[
 
 
 class UseOrder:
-    """Numbers for what would have the same name, in the order of first use."""
+    """Numbers for what would have the same name, in the order of first use since ``init()``."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread]]] = {}
+        self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[Any]]]] = {}
+        self._lock = threading.Lock()
+        session.at_init(self._known.clear)  # a rank that failed may have numbered more than others
 
     def number(self, key: Any, owner: Any) -> int:
         """Return the number of ``owner`` (a weak reference is kept) among those of ``key``, from 0.
@@ -89,16 +92,18 @@ class UseOrder:
             ArgumentError: threads that run side by side use several, so the order may differ between ranks.
         """
         known, thread = self._known.setdefault(key, []), threading.current_thread()
-        for number, (one, _) in enumerate(known):
+        for number, (one, *_) in enumerate(known):
             if one() is owner:
                 return number
-        if any(one() is not None and user is not thread and user.is_alive() for one, user in known):
+        # A thread that was started after another's first use comes second on all ranks.
+        if any(one() and user.is_alive() and user is not thread in there for one, user, there in known):
             raise ArgumentError(
                 f"Two threads reduce the gradients of equal models ({key}), maybe in another order on other "
                 "ranks: give each DistributedOptimizer or DistributedGradientTape a name of its own (name=)."
             )
-        known.append((weakref.ref(owner), thread))
-        return len(known) - 1
+        with self._lock:
+            known.append((weakref.ref(owner), thread, set(threading.enumerate())))
+            return len(known) - 1
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
