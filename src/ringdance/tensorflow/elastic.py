@@ -76,7 +76,7 @@ class TensorFlowState(VariablesState):
 class TensorFlowKerasState:
     """A ``ringdance.keras.elastic.KerasState``; ``backend`` is accepted and ignored."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
         """Make the state; Keras is imported here, not with TensorFlow's binding."""
         keras: Any = importlib.import_module("ringdance.keras")
         return object.__new__(type(cls.__name__, (cls, keras.elastic.KerasState), {}))

@@ -80,6 +80,8 @@ def test_numbers_of_threads_whose_order_is_not_certain(job: None) -> None:
     assert order.number("equal", models[0]) == 0
     in_thread(lambda: order.number("equal", models[1]))  # started later: second on every rank
     assert order.number("equal", models[1]) == 1
+    values = np.zeros(2)  # whose truth is not defined, as a variable's
+    assert (order.number("other", values), order.number("other", models[1])) == (0, 1)
     go = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(lambda: go.wait(10) and order.number("equal", models[3]))

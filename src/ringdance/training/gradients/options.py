@@ -81,7 +81,7 @@ class UseOrder:
     """Numbers for what would have the same name, in the order of first use since ``init()``."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[Any]]]] = {}
+        self._known: dict[Any, list[tuple[weakref.ref[Any], threading.Thread, set[threading.Thread]]]] = {}
         self._lock = threading.Lock()
         session.at_init(self._known.clear)  # a rank that failed may have numbered more than others
 
@@ -91,19 +91,25 @@ class UseOrder:
         Raises:
             ArgumentError: threads that run side by side use several, so the order may differ between ranks.
         """
-        known, thread = self._known.setdefault(key, []), threading.current_thread()
-        for number, (one, *_) in enumerate(known):
-            if one() is owner:
-                return number
-        # A thread that was started after another's first use comes second on all ranks.
-        if any(one() and user.is_alive() and user is not thread in there for one, user, there in known):
-            raise ArgumentError(
-                f"Two threads reduce the gradients of equal models ({key}), maybe in another order on other "
-                "ranks: give each DistributedOptimizer or DistributedGradientTape a name of its own (name=)."
-            )
+        thread = threading.current_thread()
         with self._lock:
+            known = self._known.setdefault(key, [])
+            for number, (one, *_) in enumerate(known):
+                if one() is owner:
+                    return number
+            if any(one() is not None and _uncertain(thread, user, there) for one, user, there in known):
+                raise ArgumentError(
+                    f"Two threads reduce the gradients of equal models ({key}), maybe in another order on "
+                    "other ranks: give each DistributedOptimizer or tape a name of its own (name=)."
+                )
             known.append((weakref.ref(owner), thread, set(threading.enumerate())))
             return len(known) - 1
+
+
+def _uncertain(thread: threading.Thread, user: threading.Thread, there: set[threading.Thread]) -> bool:
+    """Return whether ``thread`` may have come first on other ranks; ``there``: threads at ``user``'s use."""
+    # One that was started later comes second on all ranks; so does the main thread, which has joined others.
+    return user is not thread in there and (user.is_alive() or thread is not threading.main_thread())
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
