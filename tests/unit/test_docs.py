@@ -48,6 +48,17 @@ def test_no_block_is_overlooked() -> None:
         assert len(fences) == 2 * len(visible), page
 
 
+def test_readers_see_the_files_that_their_commands_run() -> None:
+    for page in PAGES:
+        found = blocks(page)
+        commands = "\n".join(
+            one.text for one in found if one.language == "console" and "not run" not in one.marks
+        )
+        for name in (one.marks["hidden file"] for one in found if "hidden file" in one.marks):
+            runs = re.search(rf"^\$ .*\b(?:python|sh|bash) {re.escape(name)}\b", commands, re.M)
+            assert not runs, f"{page}: {name} is hidden, and a command of the page runs it"
+
+
 def test_data_blocks_are_well_formed() -> None:
     data = [block for block in BLOCKS if block.language in PARSED]
     assert data
