@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ringdance.data.files import ShardWriter, npy
+from ringdance.data.open_files import OpenFiles
 from ringdance.errors import ArgumentError
 
 ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label", "<i4")])
@@ -71,8 +72,6 @@ class Dataset:
     classes: Sequence[str]
     files: Sequence[ShardFile]
     rows: Rows
-    _descriptors: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], split: str = "train") -> Dataset:
@@ -121,26 +120,30 @@ class Dataset:
             ArgumentError: the file is missing or shorter than the index says.
         """
         row = self.rows[number]
-        data = os.pread(self._descriptor(int(row["file"])), int(row["length"]), int(row["offset"]))
+        file = self._open(int(row["file"]))
+        data = os.pread(file.number, int(row["length"]), int(row["offset"]))
         if len(data) != row["length"]:
             name = self.path / self.files[int(row["file"])].name
             raise ArgumentError(f"{name} is shorter than its index says: `ringdance data verify {self.path}`")
         return data
 
-    def _descriptor(self, number: int) -> int:
-        with self._lock:
-            if number not in self._descriptors:
-                name = self.path / self.files[number].name
-                try:
-                    self._descriptors[number] = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise ArgumentError(
-                        f"{name}: {error.strerror}. The index names it: is the copy of the data complete?"
-                    ) from None
-            return self._descriptors[number]
+    @cached_property
+    def _open(self) -> OpenFiles[_Descriptor]:
+        return OpenFiles(
+            lambda number: self.path / self.files[number].name,
+            lambda number, name: _Descriptor(os.open(name, os.O_RDONLY | os.O_CLOEXEC)), len(self.files),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Close its files; reading opens them again."""
-        with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+        self._open.clear()
+
+
+class _Descriptor:
+    """An open file, closed with the last reference."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ringdance.data.files import npy, write_whole
+from ringdance.data.open_files import OpenFiles
 from ringdance.data.order import Indices
 from ringdance.data.tables.formats import FORMATS, format_of, scan
 from ringdance.data.tables.lines import NEWLINE
@@ -66,7 +66,6 @@ class Table:
     table_size: int
     files: Sequence[TableFile]
     offsets: Array = field(repr=False)
-    _open: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -212,20 +211,17 @@ class Table:
     def _name(self, file: int) -> Path:
         return self.path / self.files[file].name
 
-    def _mapped(self, file: int) -> Array:
+    @cached_property
+    def _mapped(self) -> OpenFiles[Array]:
         """Return a file's rows or bytes, mapped into memory."""
-        found = self._open.get(file)
-        if found is None:
-            name = self._name(file)
-            try:
-                size = name.stat().st_size
-            except OSError as error:
-                raise ArgumentError(f"{name}: {error.strerror}. Is the copy of the data complete?") from None
-            if size != self.files[file].size:
-                raise ArgumentError(f"{name} has {size} bytes, and {self.files[file].size} by its index.")
-            found = np.load(name, mmap_mode="r") if self.format == "rows" else np.memmap(name, np.uint8, "r")
-            found = self._open[file] = found.view(np.ndarray)
-        return found
+        return OpenFiles(self._name, self._map, len(self.files))
+
+    def _map(self, file: int, name: Path) -> Array:
+        size = name.stat().st_size
+        if size != self.files[file].size:
+            raise ArgumentError(f"{name} has {size} bytes, and {self.files[file].size} by its index.")
+        found = np.load(name, mmap_mode="r") if self.format == "rows" else np.memmap(name, np.uint8, "r")
+        return found.view(np.ndarray)
 
 
 def _offsets(file: TableFile) -> int:

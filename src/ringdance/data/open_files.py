@@ -1,0 +1,81 @@
+"""The files of a data set that a process has open: those it used last, as many as its limit allows."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ringdance.errors import ArgumentError
+
+T = TypeVar("T")
+_SHARE, _MOST = 4, 4096  # of the limit, for each split; of files, however high the limit is
+
+
+class OpenFiles(Generic[T]):
+    """Keeps the files that were used last. Any thread may call it.
+
+    Who closes a file is the last thread that uses it: one that is dropped here meanwhile stays open until
+    then.
+
+    Args:
+        name: returns a file's path by its number.
+        open: opens the file of a number and path; what it returns closes it with its last reference.
+        count: files that there are. If the process may not have all of them open, its soft limit is raised.
+    """
+
+    def __init__(self, name: Callable[[int], Path], open: Callable[[int, Path], T], count: int) -> None:
+        self._name, self._open, self._lock = name, open, threading.Lock()
+        self._files: dict[int, T] = {}  # the one used last is the last
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = min(count, _MOST) * _SHARE
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        self._most = _MOST if soft == resource.RLIM_INFINITY else max(1, min(soft // _SHARE, _MOST))
+
+    def __call__(self, number: int) -> T:
+        """Return an open file.
+
+        Raises:
+            ArgumentError: it cannot be opened.
+        """
+        with self._lock:
+            found = self._files.pop(number, None)
+            if found is None:
+                found = self._opened(number)
+            self._files[number] = found
+            if len(self._files) > self._most:
+                del self._files[next(iter(self._files))]
+            return found
+
+    def clear(self) -> None:
+        """Drop all; they are opened again when they are used."""
+        with self._lock:
+            self._files.clear()
+
+    def _opened(self, number: int) -> T:
+        name = self._name(number)
+        try:
+            return self._open(number, name)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._files:  # others have taken the rest
+                self._files.clear()
+                return self._opened(number)
+            raise ArgumentError(f"{name}: {error.strerror or error}. {_fix(error)}") from None
+
+
+def _fix(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (
+            f"The limit of this process is {limit} (`ulimit -n`), no file of this data set is open: "
+            f"raise it, or see in /proc/{os.getpid()}/fd what holds them."
+        )
+    if error.errno == errno.ENOENT:
+        return "The index names it: is the copy of the data complete?"
+    return "The index names it: can this user read it on this host?"
