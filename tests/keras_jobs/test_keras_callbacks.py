@@ -357,6 +357,7 @@ class OwnFile(keras.optimizers.SGD):
         Path(directory, "own.txt").write_text("own")
 
 
+@pytest.mark.every_backend
 def test_what_is_saved_beside_the_options(tmp_path: Path) -> None:
     net, path = model(), tmp_path / "model.keras"
     optimizer = hvd.DistributedOptimizer(OwnFile(0.1), gradient_predivide_factor=np.float32(2))

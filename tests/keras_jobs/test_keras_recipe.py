@@ -93,7 +93,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
     assert (state["step"], state["epoch"], state["position"]) == (6, 1, IMAGES)
     assert expected["step"] == 6
     for one, other in zip(variables, others, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
     for name in ("whole", "parts"):
         assert contained([photos / name]) == {epoch: Counter(range(IMAGES)) for epoch in range(2)}, name
     if RANK == 0:

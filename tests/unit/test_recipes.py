@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -87,6 +88,21 @@ def test_the_rate_goes_with_another_batch_size():
     one = presets.PRESETS["8xV100"].overridden(given)  # 256 images for each device, 2.048 for 2,048
     assert (one.epochs, one.batch_size, one.optimizer) == (3, 32, "sgd")
     assert one.rate_for(8 * 32) == pytest.approx(0.256)
+
+
+@pytest.mark.parametrize(("name", "batch", "first"), [
+    ("256", 8192, 0.1), ("256", 64, 0.025),  # Goyal's 0.1, or the peak if that is lower
+    ("mlperf-4096", 4096, 10.0 / (5 * 12_000 / 4096)), ("laptop", 16, 0.02 / (2 * 12_000 / 16)),
+])
+def test_the_warm_up_begins_above_0(
+    name: str, batch: int, first: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
+    options = importlib.import_module("options")
+    preset = presets.PRESETS[name]
+    schedule = options.schedule_of(preset, Namespace(rate=None), 12_000, batch)
+    assert schedule(0) == pytest.approx(first)
+    assert schedule(preset.warmup_epochs) == pytest.approx(preset.rate_for(batch))
 
 
 def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str]):

@@ -23,6 +23,7 @@ from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
 from ringdance.keras.loaders import image_loader, pipe_loader, table_loader
 from ringdance.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringdance.keras.rates import set_learning_rate
 from ringdance.keras.reduction import init as init
 from ringdance.keras.values import *
 from ringdance.training.exports import __all__ as __all__
@@ -32,6 +33,6 @@ from ringdance.training.sharding import Shard, shard
 __all__ = [
     *__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer", "PartialDistributedOptimizer",
     "Shard", "allgather", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables",
-    "callbacks", "elastic", "image_loader", "load_model", "pipe_loader", "reducescatter", "shard",
-    "table_loader",
+    "callbacks", "elastic", "image_loader", "load_model", "pipe_loader", "reducescatter",
+    "set_learning_rate", "shard", "table_loader",
 ]

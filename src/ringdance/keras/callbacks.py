@@ -8,7 +8,8 @@ from typing import Any
 
 from ringdance import session
 from ringdance.errors import ArgumentError, MismatchError
-from ringdance.keras.library import KERAS2, forms, is_built, keras, number
+from ringdance.keras.library import forms, keras, number
+from ringdance.keras.rates import set_learning_rate
 from ringdance.keras.values import broadcast_variables
 from ringdance.keras.variables import is_complete, optimizers_of, variables_with
 from ringdance.training.objects import allgather_json
@@ -187,8 +188,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         start_epoch: the first epoch in which this callback acts.
         end_epoch: the first in which it no longer acts; None: no end.
         staircase: once at the beginning of each epoch; False: in each batch, with a fractional epoch.
-        momentum_correction: multiplies the momentum by new/old rate for the batch in which the rate changes.
-            Only where a step is not compiled (torch, or ``run_eagerly``): there momentum is a constant.
+        momentum_correction: see ``set_learning_rate``.
         steps_per_epoch: needed for ``staircase=False`` if ``fit`` does not know it.
 
     Raises:
@@ -210,7 +210,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        self._restore: float | None = None
         if callable(multiplier):
             self.multiplier = multiplier
         else:
@@ -233,7 +232,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the learning rate, in the first batch or in each."""
-        self._restore_momentum()
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -245,36 +243,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the learning rate to the logs."""
-        self._restore_momentum()
         if logs is not None:
             logs["lr"] = number(self.model.optimizer.learning_rate)
 
     def _set(self, factor: float) -> None:
-        optimizer = self.model.optimizer
-        old = number(optimizer.learning_rate)
-        new = self.initial_lr * factor
-        if new == old:
-            return
-        optimizer.learning_rate = new
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        # Keras makes no velocities for an optimizer that has no momentum when it is built.
-        possible = old and new and self._reads_momentum(inner)
-        if self.momentum_correction and possible and getattr(inner, "momentum", 0.0):
-            self._restore = number(inner.momentum)
-            inner.momentum = self._restore * new / old
-
-    def _reads_momentum(self, optimizer: Any) -> bool:
-        """Return whether the next step uses what ``optimizer.momentum`` is set to."""
-        if KERAS2 and isinstance(optimizer, keras.optimizers.legacy.Optimizer):
-            return True  # there it is a variable
-        compiled = keras.backend.backend() != "torch" and not self.model.run_eagerly
-        return is_built(optimizer) and not compiled
-
-    def _restore_momentum(self) -> None:
-        if self._restore is not None:
-            optimizer = self.model.optimizer
-            getattr(optimizer, "inner_optimizer", optimizer).momentum = self._restore
-            self._restore = None
+        set_learning_rate(self.model.optimizer, self.initial_lr * factor, self.momentum_correction)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -285,7 +258,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Args:
         initial_lr: the rate for all ranks together: that of one process times the number of ranks.
         warmup_epochs: how many epochs it takes.
-        momentum_correction: see LearningRateScheduleCallback.
+        momentum_correction: see ``set_learning_rate``.
         steps_per_epoch: see LearningRateScheduleCallback.
         verbose: 1 prints a line on rank 0 at the end.
     """

@@ -37,7 +37,7 @@ def decode_call(data: bytes) -> tuple[str, Call | None]:
 
 
 def _encode(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), default=operator.index).encode()  # NumPy's integers too
+    return json.dumps(value, separators=(",", ":"), default=operator.methodcaller("item")).encode()  # NumPy's
 
 
 def _fields(d: Description) -> list[Any]:

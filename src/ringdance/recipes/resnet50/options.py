@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from presets import PRESETS  # type: ignore[import-not-found]  # beside this file
+from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
+
+from ringdance.training.schedules import Schedule
 
 _POSITIVE = ("epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width")
 
@@ -48,3 +50,13 @@ def read(made: argparse.ArgumentParser) -> argparse.Namespace:
         if getattr(given, name, None) is not None and getattr(given, name) < 1:
             made.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")
     return given
+
+
+def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> Schedule:
+    """Return the learning rate over the epochs; ``images``: of an epoch; ``batch``: of all ranks."""
+    peak = preset.rate_for(batch) if given.rate is None else given.rate
+    # Without a source's figure the first step has one share of the warm-up: at a rate of 0 it would be lost.
+    start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
+    return Schedule(
+        peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
+    )

@@ -24,13 +24,14 @@ class Preset:
         schedule: after the warm-up: "cosine", "step" (a tenth at each of ``milestones``) or "polynomial"
             (power 2).
         warmup_epochs: in which the rate rises linearly.
+        warmup_start: rate of its first step; 0: the peak divided by the warm-up's steps.
         epochs: length of the schedule, with the warm-up.
         source: where the figures are from.
         expected: what the source reports for them.
         milestones: epochs, of "step".
         label_smoothing: share of the target that is spread over all classes.
         weight_decay: L2, of weights only: not of biases, nor of normalization's scales and offsets.
-        momentum: not corrected when the rate changes.
+        momentum: of SGD as in PyTorch, ``v = momentum * v + g; w = w - rate * v``; LARS' ``v`` has the rate.
         precision: "float32", "float16" (with loss scaling) or "bfloat16".
         image_size: of the crops, in pixels.
         augment: random crops and flips.
@@ -52,6 +53,7 @@ class Preset:
     precision: str = "float32"
     image_size: int = 224
     augment: bool = True
+    warmup_start: float = 0.0
 
     def rate_for(self, batch: int) -> float:
         """Return the peak learning rate for another whole batch: linear scaling."""
@@ -74,8 +76,8 @@ def _goyal(devices: int, expected: str) -> Preset:
     """Return the recipe of the paper: 0.1 for each 256 images of a batch, 32 images per device."""
     return Preset(
         batch_size=32, devices=devices, optimizer="sgd", rate=0.1 * 32 * devices / 256, schedule="step",
-        milestones=(30, 60, 80), warmup_epochs=5, epochs=90, label_smoothing=0.0, weight_decay=1e-4,
-        source=_GOYAL, expected=expected,
+        milestones=(30, 60, 80), warmup_epochs=5, warmup_start=0.1, epochs=90, label_smoothing=0.0,
+        weight_decay=1e-4, source=_GOYAL, expected=expected,
     )
 
 

@@ -38,7 +38,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
-from options import parser  # type: ignore[import-not-found]  # beside this file
+from options import parser, schedule_of  # type: ignore[import-not-found]  # beside this file
 from options import read as read_options
 from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
 
@@ -124,14 +124,19 @@ def build(preset: Preset, classes: int, accumulate: int) -> Any:
 # Training --------------------------------------------------------------------------------------------
 
 
-def train_step(model: Any, batch: Any, classes: int, passes: int) -> float:
+def train_step(model: Any, batch: Any, rate: float, classes: int, passes: int) -> float:
     """Update the model by one batch, in so many passes; return the mean loss since ``reset_metrics``.
+
+    With SGD the momentum is corrected where the rate changes, which makes it PyTorch's. LARS has none to
+    correct: the rate of each step belongs to its velocity, as in the paper.
 
     Gradients are averaged over passes and ranks. The weights of the samples make that the mean over the
     samples of the global batch, also if it is short, or if a rank or a pass has none of it.
     """
     count = len(batch.labels)
     loss = 0.0
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    hvd.set_learning_rate(model.optimizer, rate, momentum_correction=not isinstance(inner, hvd.LARS))
     for rows in np.array_split(np.arange(count), passes):
         weight = batch.weight * passes * len(rows) / count
         rows = rows if len(rows) else np.arange(1)  # all ranks take part in the exchange: one image, weight 0
@@ -209,10 +214,7 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
 def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, check: Any) -> None:
     """Train from the newest checkpoint to the last epoch."""
     per_rank = preset.batch_size * given.accumulate
-    rate = preset.rate_for(per_rank * hvd.size()) if given.rate is None else given.rate
-    schedule = hvd.Schedule(
-        rate, preset.epochs, preset.schedule, preset.warmup_epochs, milestones=preset.milestones
-    )
+    schedule = schedule_of(preset, given, len(data), per_rank * hvd.size())
     loader = hvd.image_loader(
         data, per_rank, image_size=preset.image_size, augment=preset.augment, shuffle=True, seed=given.seed
     ).loader
@@ -229,8 +231,7 @@ def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, chec
         model.reset_metrics()
         for batch in log.timed(loader.batches()):
             current = schedule(epoch + (batch.position - batch.count) / len(data))
-            model.optimizer.learning_rate = current
-            loss = train_step(model, batch, classes, given.accumulate)
+            loss = train_step(model, batch, current, classes, given.accumulate)
             step, position = step + 1, batch.position
             log.use(step, epoch, batch)
             if step % given.log_every == 0 or position == len(data):

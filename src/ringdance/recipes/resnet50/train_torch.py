@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import parser, read  # type: ignore[import-not-found]  # beside this file
+from options import parser, read, schedule_of  # type: ignore[import-not-found]  # beside this file
 from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -209,10 +209,7 @@ class Training:
 def train(given: argparse.Namespace, training: Training, data: Any, loader: Any, check: Any) -> None:
     """Train from the newest checkpoint to the last epoch."""
     preset = training.preset
-    peak = preset.rate_for(loader.plan.batch_size * hvd.size()) if given.rate is None else given.rate
-    schedule = hvd.Schedule(
-        peak, preset.epochs, preset.schedule, preset.warmup_epochs, milestones=preset.milestones
-    )
+    schedule = schedule_of(preset, given, len(data), loader.plan.batch_size * hvd.size())
     at = training.restore()
     log = ImageLog(given, len(data), preset.epochs, at.seconds)
     log.begin(at.step, at.epoch, at.done)

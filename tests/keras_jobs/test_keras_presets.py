@@ -1,0 +1,90 @@
+"""A preset is one algorithm: Keras and PyTorch agree through warm-up and decay from equal weights."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import ringdance.keras as hvd
+from ringdance import recipes
+from ringdance.data import Batch
+
+torch = pytest.importorskip("torch")
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+STEPS, BATCH, CLASSES, PIXELS = 200, 16, 3, 8
+
+
+def keras_net(classes: int, image_size: int) -> Any:
+    images = keras.Input((image_size, image_size, 3), dtype="uint8")
+    x = keras.layers.Normalization(mean=(123.675, 116.28, 103.53), variance=(3410.0, 3262.7, 3291.9))(images)
+    y = keras.layers.Conv2D(4, 3, use_bias=False)(x)
+    y = keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(y)
+    y = keras.layers.Activation("tanh")(y)  # a kink would make of rounding errors other weights
+    y = keras.layers.GlobalAveragePooling2D()(y)
+    return keras.Model(images, keras.layers.Dense(classes, dtype="float32")(y))
+
+
+def torch_net(classes: int, width: int) -> Any:
+    nn = torch.nn
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, classes),
+    )
+
+
+def as_torch(weights: list[Any]) -> list[Any]:
+    """Return weights of Keras's layers, in their order, in PyTorch's layouts."""
+    axes = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}
+    return [np.transpose(one, axes[one.ndim]) for one in weights]
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(("name", "optimizer", "rate"), [("32", "sgd", 0.1), ("mlperf-4096", "lars", 0.5)])
+def test_200_steps_of_a_preset_are_those_of_pytorch(
+    name: str, optimizer: str, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(recipes.__file__).parent / "resnet50"))
+    by_keras, by_torch = importlib.import_module("train_keras"), importlib.import_module("train_torch")
+    options = importlib.import_module("options")
+    monkeypatch.setattr(by_keras, "resnet50", keras_net)
+    monkeypatch.setattr(by_torch, "resnet50", torch_net)
+    preset = replace(
+        by_torch.PRESETS[name], schedule="step", milestones=(6, 8), warmup_epochs=2, warmup_start=0.01,
+        epochs=10, image_size=PIXELS, precision="float32",
+    )
+    assert preset.optimizer == optimizer
+    given = Namespace(rate=rate, accumulate=1, width=0, checkpoints=None, keep=1)
+    keras.utils.set_random_seed(0)
+    model = by_keras.build(preset, CLASSES, 1)
+    training = by_torch.Training(given, preset, CLASSES, torch.device("cpu"))
+    start = as_torch([keras.ops.convert_to_numpy(one.value) for one in model.trainable_variables])
+    with torch.no_grad():
+        for one, value in zip(training.model.parameters(), start, strict=True):
+            one.copy_(torch.from_numpy(value.copy()))
+    schedule = options.schedule_of(preset, given, STEPS // 10 * BATCH * SIZE, BATCH * SIZE)
+    random = np.random.RandomState(RANK)
+    for step in range(STEPS):
+        labels = random.randint(0, CLASSES, BATCH)
+        noise = random.randint(0, 90, (BATCH, PIXELS, PIXELS, 3))
+        images = (noise + 80 * labels[:, None, None, None]).astype(np.uint8)
+        current = schedule(step / (STEPS // 10))
+        assert current > 0
+        batch = Batch(images, labels, labels, 1.0, 0, BATCH * SIZE)
+        by_keras.train_step(model, batch, current, CLASSES, 1)
+        channels_first = torch.from_numpy(np.moveaxis(images, 3, 1).copy())
+        training.step(replace(batch, images=channels_first, labels=torch.from_numpy(labels)), current)
+    found = as_torch([keras.ops.convert_to_numpy(one.value) for one in model.trainable_variables])
+    expected = [one.detach().numpy() for one in training.model.parameters()]
+    moved = max(float(np.abs(one - first).max()) for one, first in zip(expected, start, strict=True))
+    apart = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+    print(f"{name}: moved {moved:.4f}, apart {apart:.2e}")
+    assert moved > 0.1
+    assert apart < 1e-3
