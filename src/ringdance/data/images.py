@@ -19,7 +19,7 @@ from ringdance.errors import ArgumentError
 
 try:
     import simplejpeg
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 except ImportError as error:
     raise ArgumentError(
         f"Images cannot be decoded without {error.name}: pip install 'ringdance[data]'"
@@ -40,7 +40,8 @@ def decode_into(out: Pixels, data: bytes, draw: Draws | None = None) -> None:
 
     Args:
         out: shape (size, size, 3), contiguous.
-        data: JPEG, or any format that Pillow reads; grey and CMYK become RGB.
+        data: JPEG, or any format that Pillow reads, see ``as_rgb``. EXIF's rotation is not applied here:
+            ``ringdance data prepare`` has done it.
         draw: for a random part, by chance flipped; None for the centre.
 
     Raises:
@@ -85,7 +86,26 @@ def _jpeg(data: bytes, width: int, height: int, box: Box, size: int) -> Pixels:
 
 
 def _any_format(data: bytes) -> Pixels:
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    try:
+        return np.asarray(as_rgb(Image.open(io.BytesIO(data))))
+    except UnidentifiedImageError:
+        raise ValueError("no image format that Pillow knows") from None
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Return an image of any mode in RGB: 16 bits scaled to 8, transparent pixels over white.
+
+    Raises:
+        ValueError: its values have no known range: 32-bit integers, or floats.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode!r} have no known range: convert them to 8 bits")
+    if image.has_transparency_data:
+        whole = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole)
+    return image.convert("RGB")
 
 
 def _by_opencv(out: Pixels, part: Pixels, flip: bool) -> None:

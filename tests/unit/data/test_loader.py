@@ -184,6 +184,22 @@ def test_formats(kind: str) -> None:
     assert np.abs(out.astype(int) - expected).max() <= 4
 
 
+def test_sixteen_bits_are_scaled_and_transparent_pixels_are_white() -> None:
+    out = np.zeros((8, 8, 3), np.uint8)
+    decode_into(out, encoded(np.full((30, 40), 32_896, np.uint16), "PNG"))
+    assert (out == 128).all()
+    decode_into(out, encoded(np.full((30, 40, 4), (200, 40, 90, 0), np.uint8), "PNG"))
+    assert (out == 255).all()
+    palette = Image.new("P", (40, 30))
+    palette.putpalette([200, 40, 90])
+    decode_into(out, encoded(palette, "PNG", transparency=0))
+    assert (out == 255).all()
+    with pytest.raises(ArgumentError, match="no known range"):
+        decode_into(out, encoded(np.full((30, 40), 0.5, np.float32), "TIFF"))
+    with pytest.raises(ArgumentError, match=r"cannot be decoded \(no image format that Pillow knows\)"):
+        decode_into(out, b"<html>404")
+
+
 @pytest.mark.parametrize("side", [350, 224, 56])
 def test_the_centre_is_that_of_resize_and_crop(side: int) -> None:
     """Also where the JPEG is decoded at a part of its size."""

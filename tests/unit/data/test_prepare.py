@@ -27,6 +27,14 @@ def image(number: int, kind: str = "JPEG", mode: str = "RGB", size: tuple[int, i
     return data.getvalue()
 
 
+def turned() -> bytes:
+    """An image that EXIF says to be turned by a quarter."""
+    exif, data = PIL.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    PIL.open(io.BytesIO(image(9))).save(data, "JPEG", exif=exif)
+    return data.getvalue()
+
+
 def class_directories(root: Path, each: int = 4) -> dict[str, bytes]:
     """Images in directories of classes; returns them by name."""
     images = {f"{c}/{c}_{n}.JPEG": image(10 * k + n) for k, c in enumerate(CLASSES) for n in range(each)}
@@ -173,22 +181,25 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
     special = {
         "png.JPEG": image(1, "PNG"), "cmyk.JPEG": image(2, mode="CMYK"), "grey.JPEG": image(3, mode="L"),
         "short.JPEG": good[: len(good) // 2], "text.JPEG": b"<html>404</html>", "empty.JPEG": b"",
-        "middle.JPEG": bytes(middle), "alpha.png": image(5, "PNG", "RGBA"),
+        "middle.JPEG": bytes(middle), "alpha.png": image(5, "PNG", "RGBA"), "turned.JPEG": turned(),
     }  # fmt: skip
     for name, data in special.items():
         (first / name).write_bytes(data)
     assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 2) == 2
-    assert "3 of 20 images of train are broken" in capfd.readouterr().err
+    assert "3 of 21 images of train are broken" in capfd.readouterr().err
     assert not (tmp_path / "dst/train.json").exists()
     assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3
     lines = [line.split("\t") for line in (tmp_path / "dst/train.problems.tsv").read_text().splitlines()]
     assert {(kind, name.partition("/")[2]) for kind, name, _ in lines} == {
         ("left out", "short.JPEG"), ("left out", "text.JPEG"), ("left out", "empty.JPEG"),
         ("converted", "png.JPEG"), ("converted", "cmyk.JPEG"), ("converted", "middle.JPEG"),
-        ("converted", "alpha.png"),
+        ("converted", "alpha.png"), ("converted", "turned.JPEG"),
     }  # fmt: skip
+    assert all("object at" not in reason for _, _, reason in lines), "equal in each run"
     found = Dataset.open(tmp_path / "dst")
-    assert len(found) == 17
+    assert len(found) == 18
+    sizes = {PIL.open(io.BytesIO(found.read(number))).size for number in range(len(found))}
+    assert (40, 48) in sizes, "upright"
     assert {*by_class(images), (special["grey.JPEG"], 0)} < pairs(found)
     modes = {PIL.open(io.BytesIO(data)).mode for data, _ in pairs(found)}
     assert modes == {"RGB", "L"}

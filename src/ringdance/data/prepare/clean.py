@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from ringdance.data.files import needed
 
 QUALITY = 95
 """Of images that are encoded again."""
+_EXIF_WITHIN = 4096  # bytes; it is the first segment of a JPEG, or the second
 
 
 class BrokenImage(Exception):
@@ -51,12 +53,22 @@ def clean(data: bytes, resize: int = 0) -> Cleaned:
         height, width, space = jpeg.decode_jpeg_header(data)[:3]
         if space in ("CMYK", "YCCK"):
             return _converted(data, resize, f"{space} instead of RGB")
+        if b"Exif\0\0" in data[:_EXIF_WITHIN] and _orientation(data) > 1:
+            return _converted(data, resize, "rotated as its EXIF says")
         if resize and min(height, width) > resize:
             return _shrunk(data, height, width, resize)
         jpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1)
     except ValueError as error:
         return _converted(data, resize, str(error))
     return Cleaned(data, height, width)
+
+
+def _orientation(data: bytes) -> int:
+    """Return EXIF's orientation: 1 is upright; 0 if it is unreadable, as viewers take it."""
+    try:
+        return int(needed("PIL.Image").open(io.BytesIO(data)).getexif().get(0x0112, 1))
+    except Exception:  # Pillow's parser raises many
+        return 0
 
 
 def _target(height: int, width: int, resize: int) -> tuple[int, int]:
@@ -80,15 +92,19 @@ def _encoded(image: object, height: int, width: int, note: str = "") -> Cleaned:
 
 def _converted(data: bytes, resize: int, problem: str) -> Cleaned:
     """Decode by Pillow, which knows more formats, and encode as JPEG."""
+    from ringdance.data import images  # here: a clear error where Pillow is missing
+
     pil = needed("PIL.Image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata
             with pil.open(io.BytesIO(data)) as image:
                 note = problem if image.format == "JPEG" else f"{image.format} instead of JPEG"
-                rgb = image.convert("RGB")
-    except Exception as error:  # Pillow's decoders raise many
-        raise BrokenImage(f"{problem}; {error}" if data[:2] == b"\xff\xd8" else str(error)) from None
+                needed("PIL.ImageOps").exif_transpose(image, in_place=True)
+                rgb = images.as_rgb(image)
+    except Exception as error:  # Pillow's decoders raise many, some with the address of an object
+        text = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
+        raise BrokenImage(f"{problem}; {text}" if data[:2] == b"\xff\xd8" else text) from None
     width, height = rgb.size
     if resize and min(height, width) > resize:
         height, width = _target(height, width, resize)

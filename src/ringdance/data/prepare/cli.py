@@ -54,9 +54,9 @@ examples:
   ringdance data prepare imagenet /data/flowers /fast/flowers --format webdataset --split train
   ringdance data prepare imagenet /data/ILSVRC /shared/imagenet-256 --resize 256 -H node1:32,node2:32
 
-An image stays byte for byte as it is, unless --resize makes it smaller or it is no JPEG in RGB or grey
-(CMYK, or a PNG named .JPEG): such are converted, damaged ones left out, and both listed in
-DST/SPLIT.problems.tsv.
+An image stays byte for byte as it is, unless --resize makes it smaller, or its EXIF says that it is rotated,
+or it is no JPEG in RGB or grey (CMYK; PNG, whose 16 bits become 8 and whose transparent pixels become white):
+such are converted, damaged ones left out, and both listed in DST/SPLIT.problems.tsv.
 """
 _PREPARE_CLICKS = """\
 SRC, also compressed as .gz:
