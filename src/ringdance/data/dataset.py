@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringdance.data.files import ShardWriter, npy
+from ringdance.data.index import CHECKSUM, damaged, missing, read_json, read_npy
 from ringdance.data.open_files import OpenFiles
 from ringdance.errors import ArgumentError
 
@@ -64,6 +65,7 @@ class Dataset:
         classes: the directory name of each class, such as "n01440764", by label.
         files: in the order of the rows.
         rows: shape (samples,), dtype ROW; memory-mapped.
+        first_label: what the files themselves say for class 0; None: not known.
     """
 
     path: Path
@@ -72,40 +74,42 @@ class Dataset:
     classes: Sequence[str]
     files: Sequence[ShardFile]
     rows: Rows
+    first_label: int | None = None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], split: str = "train") -> Dataset:
         """Open a split by its index.
 
         Raises:
-            ArgumentError: there is no index of that name, or it does not fit the files.
+            ArgumentError: there is no index of that name, it is damaged, or does not fit the files.
         """
-        directory = Path(path)
+        index = Path(path) / f"{split}.json"
         try:
-            about = json.loads((directory / f"{split}.json").read_text())
-            rows: Rows = np.load(directory / f"{split}.npy", mmap_mode="r")
-        except FileNotFoundError as error:
-            others = sorted(one.stem for one in directory.glob("*.npy"))
-            hint = f"It has {', '.join(others)}" if others else "`ringdance data index DIR` writes one"
-            raise ArgumentError(
-                f"{directory}: no index of {split!r} ({error.filename} is missing). {hint}; "
-                "`ringdance data prepare` makes a data set of images."
-            ) from None
-        files = [ShardFile(**one) for one in about["files"]]
-        if about["version"] != VERSION or rows.dtype != ROW or len(rows) != sum(one.samples for one in files):
-            raise ArgumentError(
-                f"{directory / split}.json and .npy do not fit together: `ringdance data index {directory}` "
-                "writes them again."
-            )
-        return cls(directory, split, about["format"], about["classes"], files, rows)
+            about = read_json(index)
+            rows: Rows = read_npy(index.with_suffix(".npy"), about)
+        except FileNotFoundError:
+            maker = "`ringdance data prepare` makes one, `ringdance data index DIR` for files of others"
+            raise missing(index.parent, split, ".npy", maker) from None
+        try:
+            files = [ShardFile(**one) for one in about["files"]]
+            fits = about["version"] == VERSION and len(rows) == sum(one.samples for one in files)
+        except TypeError as error:
+            raise damaged(index, str(error)) from None
+        if not fits or rows.dtype != ROW or not _within(rows, files, len(about["classes"])):
+            raise damaged(index, "it and its .npy do not fit together")
+        return cls(
+            index.parent, split, about["format"], about["classes"], files, rows, about.get("first_label")
+        )
 
     def write(self) -> None:
         """Write the index; a process that opens it meanwhile finds the old one or none."""
         about = {"version": VERSION, "format": self.format, "samples": len(self.rows)}
         about |= {"classes": list(self.classes), "files": [asdict(one) for one in self.files]}
+        about["first_label"] = self.first_label
         paths = (self.path / f"{self.split}.{end}" for end in ("json", "npy"))
         with ShardWriter(next(paths)) as index, ShardWriter(next(paths)) as rows:
             rows.write(npy(self.rows))
+            about[CHECKSUM] = rows.crc32c
             index.write(json.dumps(about, indent=1).encode() + b"\n")
             rows.sync()  # before one of them gets its name: both do, or none where the disk is full
             index.sync()
@@ -137,6 +141,16 @@ class Dataset:
     def close(self) -> None:
         """Close its files; reading opens them again."""
         self._open.clear()
+
+
+def _within(rows: Rows, files: Sequence[ShardFile], classes: int) -> bool:
+    """Return whether all samples are within their files, and have a class."""
+    if not len(rows):
+        return True
+    sizes = np.array([float(one.size) for one in files])
+    if not (rows["file"].max() < len(files) and rows["label"].min() >= 0 and rows["label"].max() < classes):
+        return False
+    return bool((rows["offset"] <= sizes[rows["file"]] - rows["length"]).all())
 
 
 class _Descriptor:

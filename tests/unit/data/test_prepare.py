@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringdance.data import Dataset, write
+from ringdance.data import Dataset, Table, write
 from ringdance.data.prepare.cli import main
+from ringdance.errors import ArgumentError
 
 PIL = pytest.importorskip("PIL.Image")
 CLASSES = ["n01440764", "n01443537", "n02119789"]
@@ -317,7 +318,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, capfd):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 1
+        assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capfd.readouterr().err
@@ -344,6 +345,98 @@ def test_verify_finds_damage_of_every_kind(tmp_path, capfd):
     assert f"{names[1]}: {names[1].stat().st_size} bytes instead of" in lines[2]
     assert "No such file" in lines[3]
     assert lines[-1] == "4 problems"
+
+
+@pytest.mark.parametrize("format", ["tfrecord", "webdataset"])
+def test_verify_compares_labels_with_the_records(tmp_path, capfd, format):
+    class_directories(tmp_path / "src")
+    prepare(tmp_path / "src", tmp_path / "dst", "--format", format)
+    data = Dataset.open(tmp_path / "dst")
+    rows = np.array(data.rows)
+    rows["label"] = (rows["label"] + 1) % 3
+    Dataset(data.path, "train", format, data.classes, data.files, rows, data.first_label).write()
+    capfd.readouterr()
+    assert run("verify", tmp_path / "dst") == 0
+    assert run("verify", tmp_path / "dst", "--decode") == 1
+    assert "12 labels are not those of the records: sample 0 of train has" in capfd.readouterr().out
+
+
+DAMAGE = {
+    "train.json": [b"", b"[]", b"{}", b"\xff\x00random", b"[" * 100_000, b'{"version": 1, "forma'],
+    "train.npy": [b"", b"random bytes that are no array"],
+}
+
+
+@pytest.mark.parametrize("kind", ["images", "table"])
+def test_a_damaged_index_is_named(tmp_path, capfd, kind):
+    """By `info`, `verify` and who opens it: the file, what is wrong, what to do; no traceback."""
+    directory = tmp_path / "dst"
+    if kind == "images":
+        class_directories(tmp_path / "src")
+        prepare(tmp_path / "src", directory)
+    else:
+        run("generate", "criteo", directory, "--rows", 1000, "--format", "tfrecord")
+    opened = Dataset.open if kind == "images" else Table.open
+    for name, damages in DAMAGE.items():
+        whole = (directory / name).read_bytes()
+        flipped = bytearray(whole)
+        flipped[-50:] = bytes(50)
+        for data in [*damages, whole[:-9], bytes(flipped)]:
+            (directory / name).write_bytes(data)
+            capfd.readouterr()
+            with pytest.raises(ArgumentError, match=rf"{directory}/train.*is damaged: .+ Copy it again"):
+                opened(directory)
+            assert run("info", directory) == 2
+            assert "train" in (error := capfd.readouterr().err)
+            assert "damaged" in error
+            assert run("verify", directory) == (1 if (directory / "train.npy").exists() else 2)
+            assert "Traceback" not in capfd.readouterr().err
+        (directory / name).write_bytes(whole)
+    assert run("verify", directory) == 0
+
+
+def test_an_index_without_a_checksum_is_checked_otherwise(tmp_path, capfd):
+    class_directories(tmp_path / "src")
+    prepare(tmp_path / "src", tmp_path / "dst")
+    about = json.loads((tmp_path / "dst/train.json").read_text())
+    for name in ("npy_crc32c", "first_label"):
+        del about[name]
+    (tmp_path / "dst/train.json").write_text(json.dumps(about))
+    assert run("verify", tmp_path / "dst", "--decode") == 0
+    assert "has no checksum" in capfd.readouterr().out
+    data = bytearray((tmp_path / "dst/train.npy").read_bytes())
+    data[-12:-4] = b"\xff" * 8
+    (tmp_path / "dst/train.npy").write_bytes(data)
+    with pytest.raises(ArgumentError, match="do not fit together"):
+        Dataset.open(tmp_path / "dst")
+
+
+def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
+    """Nothing is read or written: a FIFO, links to directories above, names that are not UTF-8."""
+    class_directories(tmp_path / "src")
+
+    def refused() -> str:
+        capfd.readouterr()
+        assert prepare(tmp_path / "src", tmp_path / "dst") == 2
+        assert not list((tmp_path / "dst").glob("train*"))
+        return capfd.readouterr().err
+
+    for name in (f"{CLASSES[0]}/x.JPEG", "x.JPEG"):
+        os.mkfifo(tmp_path / "src" / name)
+        assert f"{name} is named like an image, but is no regular file" in refused()
+        (tmp_path / "src" / name).unlink()
+    for name in ("up", f"{CLASSES[1]}/up"):
+        (tmp_path / "src" / name).symlink_to("..")
+        assert f"{name} links to a directory above it" in refused()
+        (tmp_path / "src" / name).unlink()
+    (tmp_path / "src" / CLASSES[0]).rename(tmp_path / "src" / os.fsdecode(b"\xff\xfe"))
+    assert "the name of the class '\\udcff\\udcfe' is not UTF-8" in refused()
+
+
+def test_info_after_an_interruption_says_to_resume(tmp_path, capfd):
+    (tmp_path / "dst/.prepare/run.0123").mkdir(parents=True)
+    assert run("info", tmp_path / "dst") == 2
+    assert "run the same command again, it resumes" in capfd.readouterr().err
 
 
 def test_an_index_of_tars_made_by_others(tmp_path, capfd):

@@ -81,8 +81,9 @@ With -H both SRC and DST must be on a file system that all hosts share.
 
 exit code: 0; 3 if something broken was left out; 2 if it cannot be done; else that of the failed process"""
 _VERIFY = """\
-Compares sizes and CRC-32C of all files with the index, and reads every record of TFRecords; --decode also
-decodes every image, or parses every row of click logs.
+Compares sizes and CRC-32C of all files with the index, and the index with its own, and reads every record of
+TFRecords; --decode also decodes every image and compares labels with the records, or parses every row of
+click logs.
 
 example:
   ringdance data verify /fast/imagenet --decode
@@ -128,7 +129,7 @@ def _reporting(action: Callable[[argparse.Namespace], int]) -> Callable[[argpars
         except ArgumentError as error:
             raise CommandError(str(error)) from None
         except OSError as error:
-            raise CommandError(f"{error.filename or 'disk'}: {error.strerror or error}", 1) from None
+            raise CommandError(f"{error.filename or 'disk'}: {error.strerror or error}") from None
 
     return run
 

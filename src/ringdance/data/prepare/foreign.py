@@ -66,7 +66,7 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
         raise ArgumentError(f"{directory}: no TFRecords or tars match {pattern!r}")
     with ThreadPoolExecutor(usable_cores()) as pool:
         scanned = {
-            name: list(pool.map(_scan_tfrecord if kinds[name] == "tfrecord" else _scan_tar, paths))
+            name: list(pool.map(SCANS[kinds[name]], paths))
             for name, paths in groups.items()
         }
     every = [one for files in scanned.values() for one in files]
@@ -143,6 +143,10 @@ def _scan_tar(path: Path) -> _Scanned:
     return scanned
 
 
+SCANS = {"tfrecord": _scan_tfrecord, "webdataset": _scan_tar}
+"""For each format what reads the places and labels of all images of a file."""
+
+
 def _write(
     directory: Path, split: str, kind: str, files: Sequence[_Scanned], first: int, classes: Sequence[str]
 ) -> None:
@@ -153,5 +157,5 @@ def _write(
         parts.append(rows)
         size = one.path.stat().st_size
         shards.append(ShardFile(one.path.name, len(rows), size, file_crc32c(one.path)))
-    Dataset(directory, split, kind, classes, shards, joined(parts)).write()
+    Dataset(directory, split, kind, classes, shards, joined(parts), first).write()
     print(f"{split}: {sum(map(len, parts))} samples in {len(files)} files ({kind})")

@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from ringdance.data import tfrecord
-from ringdance.data.dataset import Dataset
+from ringdance.data.dataset import ROW, Dataset
 from ringdance.data.files import file_crc32c, needed
+from ringdance.data.index import CHECKSUM, read_json
 from ringdance.data.prepare.clean import BrokenImage, clean
+from ringdance.data.prepare.foreign import SCANS
 from ringdance.data.tables.table import KIND, Table
 from ringdance.errors import ArgumentError
 from ringdance.launch.system.linux import usable_cores
@@ -33,6 +35,10 @@ def verify(directory: Path, decode: bool) -> int:
     """Check all files of a data set, print what is wrong; return the exit code."""
     wrong = 0
     for data in _splits(directory):
+        if isinstance(data, ArgumentError):
+            wrong += 1
+            print(data)
+            continue
         with ThreadPoolExecutor(usable_cores()) as pool:
             problems = pool.map(partial(_problems, data, decode), range(len(data.files)))
             for problem in (text for found in problems for text in found):
@@ -42,6 +48,8 @@ def verify(directory: Path, decode: bool) -> int:
         kind, unit = ("rows", "rows") if isinstance(data, Table) else ("images", "samples")
         checked = f"checksums and {kind}" if decode else "checksums"
         print(f"{data.split}: {checked} of {len(data)} {unit} in {len(data.files)} files, {decimal(size)}")
+        if CHECKSUM not in read_json(directory / f"{data.split}.json") and data.format != "rows":
+            print(f"{data.split}: its index is of an earlier version and has no checksum")
         if isinstance(data, Dataset):
             data.close()
     print(f"{wrong} problems" if wrong else "all is well")
@@ -51,17 +59,25 @@ def verify(directory: Path, decode: bool) -> int:
     return int(bool(wrong))
 
 
-def _splits(directory: Path) -> Iterator[Dataset | Table]:
-    """Open all splits of a data set."""
-    names = sorted(
-        path.stem for path in directory.glob("*.json")
-        if {"format", "files"} <= json.loads(path.read_text()).keys()
-    )  # fmt: skip
+def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
+    """Open all splits of a data set; of one that is damaged yield the error."""
+    names = [path.stem for path in sorted(directory.glob("*.json")) if _is_index(path)]
     if not names:
         Dataset.open(directory)  # explains what is missing
     for name in names:
-        is_table = json.loads((directory / f"{name}.json").read_text()).get("kind") == KIND
-        yield Table.open(directory, name) if is_table else Dataset.open(directory, name)
+        try:
+            is_table = read_json(directory / f"{name}.json").get("kind") == KIND
+            yield Table.open(directory, name) if is_table else Dataset.open(directory, name)
+        except ArgumentError as error:
+            yield error
+
+
+def _is_index(path: Path) -> bool:
+    """Whether a JSON file is a split's, perhaps damaged."""
+    try:
+        return path.with_suffix(".npy").exists() or {"format", "files"} <= set(json.loads(path.read_bytes()))
+    except (ValueError, RecursionError):
+        return True
 
 
 def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
@@ -85,17 +101,43 @@ def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
                     found.append(f"{path}: {records} records instead of {data.files[number].samples}")
     except (OSError, ArgumentError) as error:
         return [*found, str(error)]
-    for row in np.flatnonzero(data.rows["file"] == number) if decode else ():
-        try:
-            clean(data.read(int(row)))
-        except BrokenImage as error:
-            found.append(f"{path}: sample {row} of {data.split}: {error}")
+    if decode:
+        found += _differences(data, number)
+        for row in np.flatnonzero(data.rows["file"] == number):
+            try:
+                clean(data.read(int(row)))
+            except (BrokenImage, ArgumentError) as error:
+                found.append(f"{path}: sample {row} of {data.split}: {error}")
     return found
+
+
+def _differences(data: Dataset, number: int) -> list[str]:
+    """Return where the index and the records of a file differ in the places or labels of images."""
+    path, samples = data.path / data.files[number].name, np.flatnonzero(data.rows["file"] == number)
+    rows = data.rows[samples]
+    try:
+        own = np.array(SCANS[data.format](path).rows, ROW)
+    except ArgumentError as error:
+        return [str(error)]
+    if len(own) != len(rows) or (own[["length", "offset"]] != rows[["length", "offset"]]).any():
+        return [f"{path}: its images are not where the index says"]
+    ahead = own["label"] - rows["label"]
+    first = data.first_label if data.first_label is not None else ahead[:1]
+    wrong = np.flatnonzero(ahead != first)
+    return [
+        f"{path}: {len(wrong)} labels are not those of the records: sample {samples[one]} of {data.split} "
+        f"has {rows['label'][one]}, its record {own['label'][one]}, where class 0 is {first}"
+        for one in wrong[:1]
+    ]  # fmt: skip
 
 
 def info(directory: Path, style: str) -> int:
     """Print a table of a data set's splits, or JSON; return the exit code."""
-    rows = [_about(data) for data in _splits(directory)]
+    rows = []
+    for data in _splits(directory):
+        if isinstance(data, ArgumentError):
+            raise data
+        rows.append(_about(data))
     if style == "json":
         print(json.dumps(rows, indent=2))
         return 0

@@ -19,7 +19,7 @@ import numpy as np
 from ringdance.data.dataset import Dataset, Rows, ShardFile, joined
 from ringdance.data.files import write_whole
 from ringdance.data.prepare.sources import Source
-from ringdance.data.writing import shard_name
+from ringdance.data.writing import FIRST_LABELS, shard_name
 from ringdance.errors import ArgumentError
 
 _SEED = 0
@@ -104,7 +104,8 @@ class Plan:
         names = map(self.name, range(self.shards))
         rows = joined(np.load(state(destination) / f"{name}.rows.npy") for name in names)
         files = [ShardFile(**report["file"]) for report in reports if report]
-        Dataset(destination, self.split, self.format, self.classes, files, rows).write()
+        first = FIRST_LABELS[self.format]
+        Dataset(destination, self.split, self.format, self.classes, files, rows, first).write()
         self.remove_state(destination, keep=f"{self.split}.json")
         return Dataset.open(destination, self.split)
 

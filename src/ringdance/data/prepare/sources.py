@@ -131,6 +131,8 @@ def _source(
         )
     if broken := next((one[1] for one in found if "\n" in one[1]), None):
         raise ArgumentError(f"{place}: the name {broken!r} contains a newline")
+    if strange := [name for name in classes if name != name.encode(errors="replace").decode()]:
+        raise ArgumentError(f"{place}: the name of the class {strange[0]!r} is not UTF-8: rename it")
     tars = sorted({one[2] for one in found} - {""})
     files = {name: number for number, name in enumerate(tars)} | {"": -1}
     rows = [(files[tar], numbers[directory], offset, size) for directory, _, tar, offset, size, _ in found]
@@ -155,7 +157,7 @@ def _in_directory(root: Path) -> Iterator[Found]:
     for entry in os.scandir(root):
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
+        if _is_directory(entry):
             for name, size, changed in _walk(entry.path, entry.name):
                 yield entry.name, name, "", 0, size, changed
         elif entry.name.endswith(".tar"):
@@ -164,16 +166,34 @@ def _in_directory(root: Path) -> Iterator[Found]:
                     directory = entry.name[:-4]
                     place, changed = os.path.abspath(entry.path), entry.stat().st_mtime_ns
                     yield directory, f"{directory}/{name}", place, offset, size, changed
-        elif _IMAGE.search(entry.name):
+        elif _is_image(entry):
             yield "", entry.name, "", 0, entry.stat().st_size, entry.stat().st_mtime_ns
 
 
 def _walk(directory: str, name: str) -> Iterator[tuple[str, int, int]]:
     for entry in os.scandir(directory):
-        if entry.is_dir():
+        if _is_directory(entry):
             yield from _walk(entry.path, f"{name}/{entry.name}")
-        elif _IMAGE.search(entry.name) and not entry.name.startswith("."):
+        elif _is_image(entry):
             yield f"{name}/{entry.name}", entry.stat().st_size, entry.stat().st_mtime_ns
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether a directory; raises ArgumentError if walking it would not end."""
+    if entry.is_symlink() and entry.is_dir():
+        here, there = (os.path.realpath(path) for path in (os.path.dirname(entry.path), entry.path))
+        if f"{here}/".startswith(f"{there}/"):
+            raise ArgumentError(f"{entry.path} links to a directory above it: remove the link")
+    return entry.is_dir()
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    """Whether a file is named like an image; raises ArgumentError if reading it might not end."""
+    if not _IMAGE.search(entry.name) or entry.name.startswith("."):
+        return False
+    if not entry.is_file():
+        raise ArgumentError(f"{entry.path} is named like an image, but is no regular file: remove it")
+    return True
 
 
 def _in_tar(path: Path) -> Iterator[Found]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ringdance.data.files import npy, write_whole
+from ringdance.data.files import crc32c, npy, write_whole
+from ringdance.data.index import CHECKSUM, damaged, missing, read_json, read_npy
 from ringdance.data.open_files import OpenFiles
 from ringdance.data.order import Indices
 from ringdance.data.tables.formats import FORMATS, format_of, scan
@@ -86,9 +87,7 @@ class Table:
         where = Path(path)
         index = where / f"{split}.json"
         if where.is_dir() and not index.exists():
-            others = sorted(one.stem for one in where.glob("*.json"))
-            hint = f"It has {', '.join(others)}." if others else "`ringdance data prepare criteo` makes one."
-            raise ArgumentError(f"{where}: no index of {split!r} ({index.name} is missing). {hint}")
+            raise missing(where, split, ".json", "`ringdance data prepare criteo` makes one")
         if where.is_dir():
             return cls._by_index(index, table_size)
         if not where.exists():
@@ -106,7 +105,7 @@ class Table:
 
     @classmethod
     def _by_index(cls, index: Path, table_size: int | None) -> Table:
-        about = json.loads(index.read_text())
+        about = read_json(index)
         if about.get("kind") != KIND:
             raise ArgumentError(f"{index} is the index of images: ringdance.data.Dataset opens it.")
         if table_size not in (None, about["table_size"]):
@@ -115,11 +114,14 @@ class Table:
                 "(--table-size of `ringdance data prepare criteo`). Give that one or none, or prepare again."
             )
         offsets = np.empty(0, np.uint64)
-        files = [TableFile(**one) for one in about["files"]]
-        if about["format"] != "rows":
-            offsets = np.load(index.with_suffix(".npy"), mmap_mode="r")
+        try:
+            files = [TableFile(**one) for one in about["files"]]
+            if about["format"] != "rows":
+                offsets = read_npy(index.with_suffix(".npy"), about)
+        except (TypeError, FileNotFoundError) as error:
+            raise damaged(index, str(error)) from None
         if about["version"] != VERSION or (len(offsets) and len(offsets) != sum(map(_offsets, files))):
-            raise ArgumentError(f"{index} does not fit its .npy: prepare the data again.")
+            raise damaged(index, "it and its .npy do not fit together")
         return cls(
             index.parent, index.stem, about["format"], about["fields"], about["table_size"], files, offsets
         )
@@ -130,7 +132,9 @@ class Table:
         about |= {"fields": self.fields, "table_size": self.table_size, "block": BLOCK}
         about["files"] = [asdict(one) for one in self.files]
         if self.format != "rows":
-            write_whole(self.path / f"{self.split}.npy", npy(self.offsets))
+            data = npy(self.offsets)
+            write_whole(self.path / f"{self.split}.npy", data)
+            about[CHECKSUM] = crc32c(data)
         write_whole(self.path / f"{self.split}.json", json.dumps(about, indent=1).encode() + b"\n")
 
     def __len__(self) -> int:
