@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+def each_once(counts: Counter[int], samples: int, batch: int) -> bool:
+    """Whether an epoch had each sample once, but for those of a last batch that was short."""
+    return set(counts.values()) == {1} and set(counts) <= {*range(samples)} and samples - len(counts) < batch
+
+
 def contained(runs: Sequence[Path]) -> dict[int, Counter[int]]:
     """Count each image by epoch, over the steps that are in the final weights.
 

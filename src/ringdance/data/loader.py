@@ -83,6 +83,8 @@ class Loader(ImageBatches):
         rank, size: of the job; every rank gets its part of each global batch.
         threads: that decode; by default one for each core of this process.
         prefetch: batches that are prepared ahead.
+        drop_last: leave out the last global batch of an epoch where it is short: a step with few samples
+            has a noisy gradient at the full rate. Which samples these are changes with the order.
 
     Attributes:
         memory: makes the array of a batch's images, given its shape.
@@ -97,7 +99,7 @@ class Loader(ImageBatches):
     def __init__(
         self, dataset: Source, batch_size: int, *, image_size: int = 224, augment: bool = True,
         shuffle: bool | None = None, seed: int = 0, rank: int = 0, size: int = 1, threads: int | None = None,
-        prefetch: int = 2,
+        prefetch: int = 2, drop_last: bool = False,
     ) -> None:
         from ringdance.data import images  # here: a clear error where Pillow is missing
 
@@ -107,7 +109,8 @@ class Loader(ImageBatches):
         self.dataset, self.augment = dataset, augment
         self.threads, self.prefetch = threads, prefetch
         shuffle = augment if shuffle is None else shuffle
-        super().__init__(Plan(len(dataset), batch_size, shuffle, seed, rank, size), image_size)
+        plan = Plan(len(dataset), batch_size, shuffle, seed, rank, size, drop_last=drop_last)
+        super().__init__(plan, image_size)
         self.memory: Callable[[tuple[int, ...]], Array] = lambda shape: np.empty(shape, np.uint8)
         self._running: dict[threading.Event, ThreadPoolExecutor] = {}
 
@@ -207,15 +210,16 @@ class SyntheticLoader(ImageBatches):
         batch_size: images for this rank in each batch.
         image_size: height and width, in pixels.
         classes: number of labels; a sample's label is its number modulo this.
-        shuffle, seed, rank, size: as of ``Loader``.
+        shuffle, seed, rank, size, drop_last: as of ``Loader``.
     """
 
     def __init__(
         self, samples: int, batch_size: int, image_size: int = 224, classes: int = 1000, *,
-        shuffle: bool = True, seed: int = 0, rank: int = 0, size: int = 1,
+        shuffle: bool = True, seed: int = 0, rank: int = 0, size: int = 1, drop_last: bool = False,
     ) -> None:
         check_positive(classes=classes)
-        super().__init__(Plan(samples, batch_size, shuffle, seed, rank, size), image_size)
+        plan = Plan(samples, batch_size, shuffle, seed, rank, size, drop_last=drop_last)
+        super().__init__(plan, image_size)
         self.classes = classes
         shape = (batch_size, image_size, image_size, 3)
         self._images = np.random.RandomState([seed, rank]).randint(0, 256, shape, np.uint8)

@@ -42,10 +42,12 @@ class Plan:
         seed: of the order.
         rank, size: of the job.
         block: samples that stay together, in their order, where they are shuffled.
+        drop_last: leave out the last global batch of an epoch where it is short.
     """
 
     def __init__(
-        self, length: int, batch_size: int, shuffle: bool, seed: int, rank: int, size: int, block: int = 1
+        self, length: int, batch_size: int, shuffle: bool, seed: int, rank: int, size: int, block: int = 1,
+        drop_last: bool = False,
     ) -> None:
         check_positive(length=length, batch_size=batch_size, size=size)
         if not 0 <= rank < size:
@@ -53,7 +55,13 @@ class Plan:
         if not 0 <= seed < _SEEDS:
             raise ArgumentError(f"seed={seed}: give an integer from 0 to 2**32 - 1.")
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
-        self.rank, self.size, self.block = rank, size, block
+        if drop_last and length < batch_size * size:
+            raise ArgumentError(
+                f"batch_size={batch_size}: a global batch of {size} ranks is {batch_size * size} samples, "
+                f"the data set has {length}, and drop_last leaves out short batches: "
+                + (f"give batch_size={length // size} or less." if length >= size else "use fewer ranks.")
+            )
+        self.rank, self.size, self.block, self.drop_last = rank, size, block, drop_last
         self.epoch = self.position = 0
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
@@ -75,13 +83,24 @@ class Plan:
             )
         self.epoch, self.position = int(epoch), int(position)
 
+    @property
+    def whole(self) -> int:
+        """Samples of a global batch that is not short."""
+        return self.batch_size * self.size
+
+    @property
+    def end(self) -> int:
+        """The position at which the epoch is over: the number of samples, without those left out."""
+        left = (self.length - self.position) % self.whole if self.drop_last else 0
+        return self.length - left
+
     def position_after(self, batches: int) -> int:
         """Return the position in the epoch after so many batches from the one that is set."""
-        return min(self.position + batches * self.batch_size * self.size, self.length)
+        return min(self.position + batches * self.whole, self.end)
 
     def __len__(self) -> int:
         """Return the number of batches left in the epoch, equal on all ranks."""
-        return -(-(self.length - self.position) // (self.batch_size * self.size))
+        return -(-(self.end - self.position) // self.whole)
 
     def batches(self) -> Iterator[tuple[Indices, float, int, int]]:
         """Yield the samples of this rank, weight, position and count of the batches that are left.
@@ -91,9 +110,8 @@ class Plan:
         blocks = -(-self.length // self.block)
         order = permutation(blocks, self.seed, self.epoch) if self.shuffle else np.arange(blocks)
         rows = order if self.block == 1 else _Blocks(order, self.block, self.length)
-        whole = self.batch_size * self.size
-        for begin in range(self.position, self.length, whole):
-            count = min(whole, self.length - begin)
+        for begin in range(self.position, self.end, self.whole):
+            count = min(self.whole, self.length - begin)
             start, stop = block(count, self.rank, self.size)
             mine = rows[begin + start : begin + stop] if stop > start else rows[begin : begin + 1]
             yield mine, (stop - start) * self.size / count, begin + count, count

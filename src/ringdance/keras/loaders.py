@@ -39,7 +39,7 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageLoader:
         dataset: a ``ringdance.data.Dataset`` or ``Synthetic``.
         batch_size: images for each rank in each batch.
         options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
-            ``threads``, ``prefetch``; and ``process_set``.
+            ``threads``, ``prefetch``, ``drop_last``; and ``process_set``.
     """
     return ImageLoader(arrays.image_loader(dataset, batch_size, **options))
 
@@ -65,7 +65,7 @@ def table_loader(table: Table, batch_size: int, **options: Any) -> KerasTableLoa
     Args:
         table: a ``ringdance.data.Table``.
         batch_size: rows for each rank in each batch.
-        options: those of ``ringdance.data.TableLoader``: ``shuffle``, ``seed``, ``threads``, ``prefetch``;
-            and ``process_set``.
+        options: those of ``ringdance.data.TableLoader``: ``shuffle``, ``seed``, ``threads``, ``prefetch``,
+            ``drop_last``; and ``process_set``.
     """
     return KerasTableLoader(arrays.table_loader(table, batch_size, **options))

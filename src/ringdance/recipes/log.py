@@ -85,6 +85,10 @@ class TrainingLog:
             self.board.close()
 
 
+TRAINED_ON = "train (the data has no other split: these are not validation figures)"
+"""What an evaluation is of where there is nothing but what is trained on."""
+
+
 class ImageLog(TrainingLog):
     """The table of a training with images, and the files that say which images were used.
 
@@ -127,11 +131,11 @@ class ImageLog(TrainingLog):
         )
         self.scalars(step, loss=mean, rate=rate, images_per_second=speed, waiting_for_input=waiting)
 
-    def evaluation(self, step: int, epoch: int, found: dict[str, float]) -> None:
-        """Print what an evaluation has found, whose time is not that of steps."""
+    def evaluation(self, step: int, epoch: int, found: dict[str, float], split: str) -> None:
+        """Print what an evaluation of a split has found, whose time is not that of steps."""
         self.print(
             f"after {epoch} epochs: top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%} of "
-            f"{found['count']} images"
+            f"{found['count']} images of {split}"
         )
         self.scalars(step, top1=found["top1"], top5=found["top5"])
 
@@ -139,3 +143,11 @@ class ImageLog(TrainingLog):
 def clock(seconds: float) -> str:
     """Return hours, minutes and seconds."""
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+def scores_of(found: dict[str, float]) -> str:
+    """Return the figures of ``BinaryScores``, the AUC with its standard error."""
+    return (
+        f"AUC {found['auc']:.5f} +/- {found['auc_error']:.5f}, log-loss {found['logloss']:.5f}, calibration "
+        f"{found['calibration']:.4f} of {found['count']:,} rows"
+    )

@@ -9,6 +9,7 @@ import numpy as np
 
 from ringdance import session
 from ringdance.core.request import Collective
+from ringdance.data.tables.auc import counted, standard_error, won_twice
 from ringdance.errors import ArgumentError
 from ringdance.training.collectives import Call
 from ringdance.training.objects import allgather_json
@@ -112,8 +113,9 @@ class BinaryScores:
         """Return the figures of all ranks; a collective call.
 
         Returns:
-            "count", "positives", "auc", "logloss" (natural logarithm, mean over the samples), and
-            "calibration": mean probability by mean label. NaN where there are no samples to tell it.
+            "count", "positives", "auc", "auc_error" (its standard error), "logloss" (natural logarithm, mean
+            over the samples), and "calibration": mean probability by mean label. NaN where there are no
+            samples to tell it.
 
         Raises:
             ArgumentError: a probability is no number between 0 and 1; on all ranks.
@@ -131,26 +133,24 @@ class BinaryScores:
         _, count, positives, loss, total = (sum(column) for column in zip(*rows, strict=True))
         nan = float("nan")
         pairs = positives * (count - positives)
+        area = _pairs_won_twice(_divided(*counted(scores, positive))) / (2 * pairs) if pairs else nan
         return {
-            "count": count, "positives": positives,
-            "auc": _pairs_won_twice(*_divided(*_counted(scores, positive))) / (2 * pairs) if pairs else nan,
+            "count": count, "positives": positives, "auc": area,
+            "auc_error": standard_error(area, positives, count - positives),
             "logloss": loss / count if count else nan,
             "calibration": total / positives if positives else nan,
         }  # fmt: skip
 
 
-def _counted(scores: Array, positive: Array) -> tuple[Array, Array]:
-    """Return ascending scores, each once, and how many positive and negative samples have it, (n, 2)."""
-    values, places = np.unique(scores, return_inverse=True)
-    counts = [np.bincount(places[mask], minlength=len(values)) for mask in (positive, ~positive)]
-    return values, np.stack(counts, 1)
+def _divided(values: Array, counts: Array) -> Array:
+    """Exchange counted scores so that each rank has those of a range, in the order of the ranks.
 
-
-def _divided(values: Array, counts: Array) -> tuple[Array, Array]:
-    """Exchange counted scores so that each rank has those of a range, in the order of the ranks."""
+    Returns:
+        The counts by ascending scores, shape (n, 2).
+    """
     engine = session.engine()
     if engine.size == 1:
-        return values, counts
+        return counts
     chosen = values[np.linspace(0, len(values) - 1, min(_SAMPLES, len(values))).astype(int)]
     samples = np.sort(Call(Collective.ALLGATHER, "binary_scores.samples").submit(engine, (chosen,)).wait()[0])
     bounds = samples[[len(samples) * rank // engine.size for rank in range(1, engine.size)]]
@@ -161,14 +161,12 @@ def _divided(values: Array, counts: Array) -> tuple[Array, Array]:
     values, places = np.unique(received[:, 0], return_inverse=True)
     summed = np.zeros((len(values), 2), np.int64)
     np.add.at(summed, places, received[:, 1:].astype(np.int64))
-    return values, summed
+    return summed
 
 
-def _pairs_won_twice(values: Array, counts: Array) -> int:
+def _pairs_won_twice(counts: Array) -> int:
     """Return twice the number of pairs in which the positive sample is higher, ties as half; collective."""
-    positive, negative = counts[:, 0], counts[:, 1]
-    below = np.cumsum(negative) - negative
-    own = [int((positive * (2 * below + negative)).sum()), int(positive.sum()), int(negative.sum())]
+    own = [won_twice(counts), *counts.sum(0).tolist()]
     won = lower = 0
     for pairs, more, less in allgather_json(own, "binary_scores.pairs"):
         won += pairs + 2 * more * lower

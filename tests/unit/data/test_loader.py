@@ -81,6 +81,31 @@ def test_resumed_at_any_size_each_sample_is_seen_once(shuffle: bool) -> None:
         assert Counter(seen) == Counter(range(length))
 
 
+@pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (2, 2)])
+def test_short_batches_are_left_out_also_after_a_resumption(first: int, second: int) -> None:
+    """Of 31 samples in batches of 4 for each rank; each at most once, in whole batches."""
+    order = Plan(31, 4, True, 5, 0, 1)
+    everything = [one for numbers, *_ in order.batches() for one in numbers.tolist()]
+    seen: list[int] = []
+    position = 0
+    for size, steps in ((first, 2), (second, 10**6)):
+        plans = [Plan(31, 4, True, 5, rank, size, drop_last=True) for rank in range(size)]
+        for plan in plans:
+            plan.set_epoch(0, position)
+        assert {plan.end for plan in plans} == {31 - (31 - position) % (4 * size)}
+        assert plans[0].position_after(10**6) == plans[0].end
+        rounds = list(zip(*[list(plan.batches()) for plan in plans], strict=True))
+        assert len(rounds) == len(plans[0])
+        for parts in rounds[:steps]:
+            assert [len(numbers) for numbers, *_ in parts] == [4] * size
+            seen += [one for numbers, *_ in parts for one in numbers.tolist()]
+            position = parts[0][2]
+    assert position == plans[0].end
+    assert seen == everything[:position]
+    with pytest.raises(ArgumentError, match="give batch_size=6 or less"):
+        Plan(31, 7, True, 5, 0, 5, drop_last=True)
+
+
 def pixels_of(loader: Loader) -> dict[int, bytes]:
     return {
         int(number): image.tobytes()

@@ -12,7 +12,7 @@ from criteo_lines import criteo_lines
 
 from ringdance import cli
 from ringdance.data import Table, planted
-from ringdance.data.tables.planted import auc
+from ringdance.data.tables.auc import auc
 
 pytest.importorskip("pyarrow")
 

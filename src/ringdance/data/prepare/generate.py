@@ -14,7 +14,8 @@ from ringdance.data.files import write_whole
 from ringdance.data.order import block
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.tables import criteo
-from ringdance.data.tables.planted import PlantedRows, auc, planted
+from ringdance.data.tables.auc import auc
+from ringdance.data.tables.planted import PlantedRows, planted
 from ringdance.data.tables.rows import Array
 from ringdance.data.tables.writing import ENDS, TableWriter, Written, write_index
 from ringdance.errors import ArgumentError

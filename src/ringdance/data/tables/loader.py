@@ -63,6 +63,7 @@ class TableLoader(Batches):
         rank, size: of the job; every rank gets its part of each global batch.
         threads: that read and parse.
         prefetch: batches that are prepared ahead, at least.
+        drop_last: leave out the last global batch of an epoch where it is short.
 
     Raises:
         ArgumentError: an argument is wrong, or a row is broken: with its number and file, when iterating.
@@ -70,10 +71,10 @@ class TableLoader(Batches):
 
     def __init__(
         self, table: Table, batch_size: int, *, shuffle: bool = True, seed: int = 0, rank: int = 0,
-        size: int = 1, threads: int = 1, prefetch: int = 2,
+        size: int = 1, threads: int = 1, prefetch: int = 2, drop_last: bool = False,
     ) -> None:
         check_positive(threads=threads, prefetch=prefetch)
-        super().__init__(Plan(len(table), batch_size, shuffle, seed, rank, size, BLOCK))
+        super().__init__(Plan(len(table), batch_size, shuffle, seed, rank, size, BLOCK, drop_last))
         self.table, self.threads, self.prefetch = table, threads, prefetch
         self._together = max(1, _READ // batch_size)  # batches
         self._stops: set[threading.Event] = set()

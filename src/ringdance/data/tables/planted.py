@@ -161,16 +161,3 @@ _DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 def _sigmoid(logits: Array) -> Array:
     found: Array = 1 / (1 + np.exp(-logits))
     return found
-
-
-def auc(probabilities: Array, labels: Array) -> float:
-    """Return the area under the ROC curve: the chance that a click has the larger probability, half for ties.
-
-    NaN if there are no clicks, or only clicks.
-    """
-    order = np.sort(probabilities)
-    clicked = probabilities[labels > 0]
-    below = np.searchsorted(order, clicked, "left") + np.searchsorted(order, clicked, "right")
-    pairs = len(clicked) * (len(labels) - len(clicked))
-    # The mean of the two is the rank; of the rows below a click, those that are clicks are taken off.
-    return float((below.sum() - len(clicked) ** 2) / 2 / pairs) if pairs else float("nan")

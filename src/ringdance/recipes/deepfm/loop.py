@@ -16,7 +16,7 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
-from ringdance.recipes.log import TrainingLog, clock
+from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, scores_of
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +29,7 @@ def options(manual: str) -> argparse.Namespace:
     text = "a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord; SageMaker: channel train"
     add("data", metavar="DATA", nargs="?", default=os.environ.get("SM_CHANNEL_TRAIN"), help=text)
     add("--table-size", type=int, metavar="N", help="for a file: rows of the table; default: 1,000,000")
-    add("--validation", metavar="DATA", help="default: the split `validation` of DATA, else all rows")
+    add("--validation", metavar="DATA", help="default: the split `validation` of DATA, else its own rows")
     add("--epochs", type=int, default=1, metavar="N", help="default: 1")
     add("--steps", type=int, metavar="N", help="end after so many steps of this run, with a checkpoint")
     add("--time-limit", type=float, metavar="S", help="end after so many seconds of this run, the same way")
@@ -105,22 +105,26 @@ class Position:
 
 @dataclass
 class Training:
-    """A model with its data and its files, on each rank."""
+    """A model with its data and its files, on each rank; ``split``: what ``check`` is of."""
 
     given: argparse.Namespace
     model: Model
     data: Table
     check: Table
+    split: str
     at: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
         given = self.given
-        self.loader = hvd.table_loader(self.data, given.batch_size, seed=given.seed, threads=given.threads)
+        self.loader = hvd.table_loader(
+            self.data, given.batch_size, seed=given.seed, threads=given.threads, drop_last=True
+        )
         self.checks = hvd.table_loader(self.check, given.batch_size, shuffle=False, threads=given.threads)
         self.files = self.best = None
         if given.checkpoints:
             self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=".npz")
-            self.best = hvd.Checkpoints(given.checkpoints, 1, "best", ".npz")
+            if self.split != TRAINED_ON:
+                self.best = hvd.Checkpoints(given.checkpoints, 1, "best", ".npz")
 
     def rate(self) -> float:
         """Return the factor of the learning rates in this step."""
@@ -217,12 +221,13 @@ def train(training: Training) -> None:
     while not over:
         at = training.at
         training.loader.set_epoch(at.epoch, at.done)
+        end = training.loader.plan.end
         for batch in log.timed(training.loader):
             loss = training.model.step(batch, training.rate())
             at.step, at.done = at.step + 1, batch.position
-            ended = at.done == len(data)
+            ended = at.done == end
             if at.step % given.log_every == 0 or ended:
-                over = log.line(at, loss, training.rate())
+                over = log.line(at, loss, given.rate * training.rate())
             if ended:
                 at.epoch, at.done = at.epoch + 1, 0
             over = over or at.step == last or at.epoch >= given.epochs
@@ -234,6 +239,11 @@ def train(training: Training) -> None:
                 training.save(training.files)
             if over or ended:
                 break
+        else:  # fewer rows were left than a batch of so many ranks
+            at.epoch, at.done = at.epoch + 1, 0
+            over = at.epoch >= given.epochs
+    if last and training.at.step < last and training.at.epoch >= given.epochs:
+        log.print(f"ended before --steps: {given.epochs} epochs have no more rows; --epochs N for more")
     if given.export:
         training.export(given.export)
         log.print(f"model written to {given.export}")
@@ -246,7 +256,9 @@ def train(training: Training) -> None:
 def evaluate(training: Training, log: Log) -> bool:
     """Evaluate and keep the best model; return whether it is time to stop."""
     at, found = training.at, training.evaluate()
-    log.evaluation(at, found)
+    log.evaluation(at, found, training.split)
+    if training.split == TRAINED_ON:  # the model that knows these rows best need not be the best
+        return False
     if found["auc"] > at.best:
         at.best, at.worse = found["auc"], 0
         training.save(training.best)
@@ -267,7 +279,7 @@ class Log(TrainingLog):
         if at.step:
             self.print(f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its rows are done")
         self.print(
-            f"{'epoch':>7} {'step':>8} {'rate':>6} {'loss':>8} {'rows/s':>10} {'input':>6} {'time':>9} "
+            f"{'epoch':>7} {'step':>8} {'rate':>8} {'loss':>8} {'rows/s':>10} {'input':>6} {'time':>9} "
             f"{'cost':>8}"
         )
 
@@ -276,17 +288,16 @@ class Log(TrainingLog):
         mean, seconds = hvd.allreduce(np.array([loss, self.seconds() - self.earlier]), name="loss")
         speed, waiting = self.rates()
         self.print(
-            f"{at.epoch + at.done / self.rows_in_epoch:7.2f} {at.step:8} {rate:6.3g} {mean:8.5f} "
+            f"{at.epoch + at.done / self.rows_in_epoch:7.2f} {at.step:8} {rate:8.3g} {mean:8.5f} "
             f"{speed:10,.0f} {waiting:6.1%} {clock(self.seconds()):>9} {self.cost():>8}"
         )
         self.scalars(at.step, loss=mean, rows_per_second=speed, waiting_for_input=waiting)
         return bool(self.limit and seconds > self.limit)
 
-    def evaluation(self, at: Position, found: dict[str, float]) -> None:
-        """Print what an evaluation has found."""
+    def evaluation(self, at: Position, found: dict[str, float], split: str) -> None:
+        """Print what an evaluation of a split has found."""
         self.print(
-            f"after step {at.step}: AUC {found['auc']:.5f}, log-loss {found['logloss']:.5f}, calibration "
-            f"{found['calibration']:.4f} of {found['count']:,} rows, {clock(self.seconds())} {self.cost():>8}"
+            f"after step {at.step}: {scores_of(found)} of {split}, {clock(self.seconds())} {self.cost():>8}"
         )
         self.scalars(at.step, **{name: found[name] for name in ("auc", "logloss", "calibration")})
 
@@ -303,17 +314,24 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     init()
     size = given.table_size or (None if Path(given.data).is_dir() else 1_000_000)
     data = Table.open(given.data, table_size=size)
-    check = data
+    check, split = data, "validation"
     if given.validation:
         other = Path(given.validation)
         check = Table.open(other, "validation" if (other / "validation.json").exists() else "train",
                            table_size=None if other.is_dir() else data.table_size)  # fmt: skip
     elif (Path(given.data) / "validation.json").exists():
         check = Table.open(given.data, "validation")
+    else:
+        split = TRAINED_ON
+        if given.patience:
+            raise SystemExit(
+                f"--patience {given.patience} needs rows that are not trained on: give --validation DATA, or "
+                "prepare with --validation 0.1"
+            )
     table = hvd.EmbeddingTable(
         data.table_size, 1 + given.dim, rate=given.table_rate, sharded=given.sharded, seed=given.seed
     )
-    training = Training(given, make(given, table, data.fields), data, check)
+    training = Training(given, make(given, table, data.fields), data, check, split)
     if hvd.rank() == 0:
         bytes_ = table.values.nbytes + table.accumulators.nbytes
         print(

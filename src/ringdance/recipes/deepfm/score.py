@@ -26,6 +26,7 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableLoader
+from ringdance.recipes.log import scores_of
 
 Array = np.ndarray[Any, Any]
 Layers = Callable[[Array, Array, Array], Array]
@@ -81,10 +82,7 @@ def main() -> None:
             rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)
             output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
     found, seconds = figures.result(), time.perf_counter() - began
-    print(
-        f"AUC {found['auc']:.5f}, log-loss {found['logloss']:.5f}, calibration {found['calibration']:.4f} of "
-        f"{found['count']:,} rows in {seconds:.1f} s", file=sys.stderr,
-    )  # fmt: skip
+    print(f"{scores_of(found)} in {seconds:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

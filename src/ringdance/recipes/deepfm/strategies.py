@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.tables.planted import auc
+from ringdance.data.tables.auc import auc
 
 Array = np.ndarray[Any, Any]
 MARK = "::compare::"

@@ -17,7 +17,7 @@ and a factor. The first column of the table is the linear part; the others give 
 input of the layers. A step reads and updates only the rows of the table that its batch has.
 
 With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
-of ranks: each epoch still uses every row exactly once. Only rank 0 reads and writes that directory. The model
+of ranks: no row is used twice in an epoch. Only rank 0 reads and writes that directory. The model
 with the best AUC is kept there too. A table that does not fit into the memory of one rank: --sharded.
 
 No rank waits for rank 0: all take part in an evaluation; checkpoints are copied, then written in the

@@ -15,13 +15,15 @@ A rank uses the GPU of its local rank, where there are GPUs. KERAS_BACKEND choos
 
 With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
 of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint, and each
-epoch still uses every image exactly once. Only rank 0 reads and writes that directory.
+epoch still uses no image twice. Only rank 0 reads and writes that directory.
 
 What rank 0 prints: a line every --log-every steps with the loss (cross-entropy and, with SGD, the L2 term),
 images per second of all ranks and of each, the share of the time in which training waited for images, the
 time so far with that of the runs before, the time left, and what it has cost, if --price-per-hour says what
-all machines together cost. After every --evaluate-every epochs: top-1 and top-5 on the split `validation` (or
-`train`, if the data has no other), each image counted once.
+all machines together cost. After every --evaluate-every epochs: top-1 and top-5 on the split `validation`,
+each image counted once; if the data has none, on the images that were trained on, which the line says.
+
+The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside 
 
 import ringdance.keras as hvd
 from ringdance.data import Dataset, Synthetic
-from ringdance.recipes.log import ImageLog
+from ringdance.recipes.log import TRAINED_ON, ImageLog
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
 
@@ -211,12 +213,15 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
-def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, check: Any) -> None:
-    """Train from the newest checkpoint to the last epoch."""
+def train(
+    given: argparse.Namespace, preset: Preset, model: Any, data: Any, check: Any, split: str
+) -> None:
+    """Train from the newest checkpoint to the last epoch; ``split``: what ``check`` is of."""
     per_rank = preset.batch_size * given.accumulate
     schedule = schedule_of(preset, given, len(data), per_rank * hvd.size())
     loader = hvd.image_loader(
-        data, per_rank, image_size=preset.image_size, augment=preset.augment, shuffle=True, seed=given.seed
+        data, per_rank, image_size=preset.image_size, augment=preset.augment, shuffle=True, drop_last=True,
+        seed=given.seed,
     ).loader
     checkpointer = Checkpointer(given.checkpoints, given.keep, model)
     state = checkpointer.restore()
@@ -228,24 +233,26 @@ def train(given: argparse.Namespace, preset: Preset, model: Any, data: Any, chec
     for epoch in range(first, int(preset.epochs)):
         position = begin if epoch == first else 0
         loader.set_epoch(epoch, position)
+        end = loader.plan.end
         model.reset_metrics()
         for batch in log.timed(loader.batches()):
             current = schedule(epoch + (batch.position - batch.count) / len(data))
             loss = train_step(model, batch, current, classes, given.accumulate)
             step, position = step + 1, batch.position
             log.use(step, epoch, batch)
-            if step % given.log_every == 0 or position == len(data):
+            if step % given.log_every == 0 or position == end:
                 log.line(step, epoch * len(data) + position, current, loss)
                 model.reset_metrics()
-            done = {"step": step, "epoch": epoch, "position": position, "seconds": log.seconds()}
-            if step % given.checkpoint_every == 0 or position == len(data) or step == last:
+            ended = {"epoch": epoch + 1, "position": 0} if position == end else {}
+            done = {"step": step, "epoch": epoch, "position": position, "seconds": log.seconds()} | ended
+            if step % given.checkpoint_every == 0 or position == end or step == last:
                 checkpointer.save(done)
             if step == last:
                 break
-        over = epoch + 1 == int(preset.epochs) or step == last
-        if given.evaluate_every and (over or (epoch + 1) % given.evaluate_every == 0):
-            log.evaluation(step, epoch + 1, evaluate(model, check))
-        if over:
+        over = epoch + 1 == int(preset.epochs)
+        if position == end and given.evaluate_every and (over or (epoch + 1) % given.evaluate_every == 0):
+            log.evaluation(step, epoch + 1, evaluate(model, check), split)
+        if step == last:
             break
     checkpointer.close()
     log.close()
@@ -261,6 +268,7 @@ def main() -> None:
     data: Any = Synthetic(given.synthetic_images) if given.synthetic else Dataset.open(given.data, "train")
     found = given.data and (Path(given.data) / "validation.json").exists()
     check = Dataset.open(given.data, "validation") if found else data
+    split = "validation" if found else TRAINED_ON
     model = build(preset, len(data.classes), given.accumulate)
     checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False).loader
     if hvd.rank() == 0:
@@ -270,7 +278,7 @@ def main() -> None:
             f"{preset.optimizer}, {preset.precision}, {preset.epochs:g} epochs of {len(data):,} images\n"
             f"preset {given.preset} ({preset.source}): {preset.expected}"
         )
-    train(given, preset, model, data, checks)
+    train(given, preset, model, data, checks, split)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ A rank uses the GPU of its local rank, where there are GPUs.
 
 With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another
 number of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint,
-and in each epoch every image is still used exactly once. Only rank 0 reads and writes that directory.
+and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
 
 What is printed, by rank 0: one line every --log-every steps with the loss, images per second of all ranks and
 of each, the share of the time in which training waited for images, the time so far with that of the runs
 before, the time left, and what it has cost, if --price-per-hour says what all machines together cost. After
-every --evaluate-every epochs: top-1 and top-5 on the split `validation` (or `train`, if the data has no
-other), each image counted once.
+every --evaluate-every epochs: top-1 and top-5 on the split `validation`, each image counted once; if the data
+has none, on the images that were trained on, which the line says.
+
+The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from torch.nn import functional
 
 import ringdance.torch as hvd
 from ringdance.data import Batch, Dataset, Synthetic
-from ringdance.recipes.log import ImageLog
+from ringdance.recipes.log import TRAINED_ON, ImageLog
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
 
@@ -206,8 +208,10 @@ class Training:
         return {name: one.state_dict() for name, one in parts.items()}
 
 
-def train(given: argparse.Namespace, training: Training, data: Any, loader: Any, check: Any) -> None:
-    """Train from the newest checkpoint to the last epoch."""
+def train(
+    given: argparse.Namespace, training: Training, data: Any, loader: Any, check: Any, split: str
+) -> None:
+    """Train from the newest checkpoint to the last epoch; ``split``: what ``check`` is of."""
     preset = training.preset
     schedule = schedule_of(preset, given, len(data), loader.plan.batch_size * hvd.size())
     at = training.restore()
@@ -216,24 +220,25 @@ def train(given: argparse.Namespace, training: Training, data: Any, loader: Any,
     last = at.step + given.steps if given.steps else None
     while at.epoch < preset.epochs and at.step != last:
         loader.set_epoch(at.epoch, at.done)
+        end = loader.plan.end
         for batch in log.timed(loader):
             rate = schedule(at.epoch + at.done / len(data))
             loss = training.step(batch, rate)
             at.step, at.done = at.step + 1, batch.position
             log.use(at.step, at.epoch, batch)
-            if at.step % given.log_every == 0 or at.done == len(data):
+            if at.step % given.log_every == 0 or at.done == end:
                 log.line(at.step, at.epoch * len(data) + at.done, rate, float(loss))  # waits for the GPU
-            if at.step == last or (at.step % given.checkpoint_every == 0 and at.done < len(data)):
+            if at.step == last or (at.step % given.checkpoint_every == 0 and at.done < end):
                 at.seconds = log.seconds()
                 training.save(at)
             if at.step == last:
                 break
-        if at.done == len(data):
+        if at.done == end:
             at.epoch, at.done, at.seconds = at.epoch + 1, 0, log.seconds()
             training.save(at)
         over = at.epoch >= preset.epochs
         if given.evaluate_every and (over or (at.done == 0 and at.epoch % given.evaluate_every == 0)):
-            log.evaluation(at.step, at.epoch, training.evaluate(check))
+            log.evaluation(at.step, at.epoch, training.evaluate(check), split)
     if training.checkpoints:
         training.checkpoints.close()
     log.close()
@@ -260,9 +265,10 @@ def main() -> None:
     data: Any = Synthetic(given.synthetic_images) if given.synthetic else Dataset.open(given.data, "train")
     found = given.data and (Path(given.data) / "validation.json").exists()
     check = Dataset.open(given.data, "validation") if found else data
+    split = "validation" if found else TRAINED_ON
     sizes = {"image_size": preset.image_size, "device": device, "threads": given.threads, "seed": given.seed}
     per_rank = preset.batch_size * given.accumulate
-    loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, **sizes)
+    loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, drop_last=True, **sizes)
     checks = hvd.image_loader(check, preset.batch_size, augment=False, **sizes)
     training = Training(given, preset, len(data.classes), device)
     if hvd.rank() == 0:
@@ -273,7 +279,7 @@ def main() -> None:
             f"{preset.epochs:g} epochs\n"
             f"preset {given.preset} ({preset.source}): {preset.expected}", flush=True,
         )  # fmt: skip
-    train(given, training, data, loader, checks)
+    train(given, training, data, loader, checks, split)
     hvd.shutdown()
 
 

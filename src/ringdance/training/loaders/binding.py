@@ -43,7 +43,7 @@ class Loaders:
     def image_loader(
         self, dataset: Any, batch_size: int, *, image_size: int = 224, augment: bool = True,
         shuffle: bool | None = None, seed: int = 0, threads: int | None = None, prefetch: int = 2,
-        process_set: ProcessSet = global_process_set, device: Any = None,
+        drop_last: bool = False, process_set: ProcessSet = global_process_set, device: Any = None,
     ) -> ImageBatches:
         """Return a loader of this rank's part of each batch of images.
 
@@ -62,6 +62,7 @@ class Loaders:
             seed: of the order and the augmentation.
             threads: that decode; by default one for each core of this rank's share.
             prefetch: batches that are prepared ahead.
+            drop_last: leave out the last batch of an epoch where that of all ranks is short.
             process_set: the ranks among which samples are divided.
             device: where images and labels are: for PyTorch or TensorFlow a device, for JAX a device or
                 sharding. For a GPU, PyTorch decodes into pinned memory and copies without blocking.
@@ -73,10 +74,11 @@ class Loaders:
         shuffle = augment if shuffle is None else shuffle
         same = {
             "the number of samples": len(dataset), "batch_size": batch_size, "image_size": image_size,
-            "augment": augment, "shuffle": shuffle, "seed": seed,
+            "augment": augment, "shuffle": shuffle, "seed": seed, "drop_last": drop_last,
         }  # fmt: skip
         rank, size = check_plan("pad", same, process_set)
-        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank, "size": size}
+        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        order |= {"rank": rank, "size": size}
         loader: ImageBatches
         if isinstance(dataset, Synthetic):
             loader = SyntheticLoader(len(dataset), batch_size, image_size, len(dataset.classes), **order)
@@ -93,7 +95,8 @@ class Loaders:
 
     def table_loader(
         self, table: Table, batch_size: int, *, shuffle: bool = True, seed: int = 0, threads: int = 1,
-        prefetch: int = 2, process_set: ProcessSet = global_process_set, device: Any = None,
+        prefetch: int = 2, drop_last: bool = False, process_set: ProcessSet = global_process_set,
+        device: Any = None,
     ) -> TableLoader:
         """Return a loader of this rank's part of each batch of rows.
 
@@ -110,6 +113,7 @@ class Loaders:
             seed: of the order.
             threads: that read and parse.
             prefetch: batches that are prepared ahead.
+            drop_last: leave out the last batch of an epoch where that of all ranks is short.
             process_set: the ranks among which rows are divided.
             device: where the tensors are, as of ``image_loader``.
 
@@ -120,11 +124,12 @@ class Loaders:
         same = {
             "the number of rows": len(table), "the number of fields": table.fields,
             "the table's size": table.table_size, "batch_size": batch_size, "shuffle": shuffle, "seed": seed,
+            "drop_last": drop_last,
         }  # fmt: skip
         rank, size = check_plan("pad", same, process_set)
         loader = TableLoader(
             table, batch_size, shuffle=shuffle, seed=seed, rank=rank, size=size, threads=threads,
-            prefetch=prefetch,
+            prefetch=prefetch, drop_last=drop_last,
         )  # fmt: skip
         loader.convert = lambda batch: batch.converted(lambda array: self.tensor(array, device))
         loader = watch_input(loader) if shuffle else loader
