@@ -11,13 +11,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from ringdance.data.batches import Batches
+from ringdance.data.batches import Batches, Epoch, Wait
 from ringdance.data.order import Draws, Indices, Plan, check_positive
 from ringdance.errors import ArgumentError
 
@@ -57,6 +56,23 @@ class Source(Protocol):
     def read(self, number: int) -> bytes: ...
 
 
+READ_BYTES, LARGE = 2 << 20, 16 << 30
+_READ_AHEAD = 4  # batches between reading a piece and decoding its first image
+
+
+def _piece(dataset: Any, read_bytes: int | None) -> int:
+    """Return how many samples are read at once; 0: each by itself."""
+    if read_bytes is not None and read_bytes < 0:
+        raise ArgumentError(f"read_bytes={read_bytes}: give a number of bytes, 0 to read each by itself.")
+    if not hasattr(dataset, "will_need") or not len(dataset):
+        return 0
+    size = max(1, sum(file.size for file in dataset.files))
+    if read_bytes is None:
+        read_bytes = READ_BYTES if size > LARGE else 0
+    found = int(read_bytes * len(dataset) // size)
+    return found if found > 1 else 0
+
+
 class ImageBatches(Batches):
     """What loaders of images share.
 
@@ -64,9 +80,9 @@ class ImageBatches(Batches):
         image_size: height and width, in pixels.
     """
 
-    def __init__(self, plan: Plan, image_size: int) -> None:
+    def __init__(self, plan: Plan, image_size: int, threads: int = 1, ahead: int = 1) -> None:
         check_positive(image_size=image_size)
-        super().__init__(plan)
+        super().__init__(plan, threads, ahead)
         self.image_size = image_size
 
 
@@ -74,7 +90,8 @@ class Loader(ImageBatches):
     """Decoded batches of a data set, the rest of an epoch at each iteration.
 
     Args:
-        dataset: a ``ringdance.data.Dataset``, or anything with its ``len``, ``read`` and ``rows["label"]``.
+        dataset: a ``ringdance.data.Dataset``, or anything with its ``len``, ``read`` and ``rows["label"]``,
+            and for `read_bytes` its ``files`` and ``will_need``.
         batch_size: images for this rank in each batch.
         image_size: height and width, in pixels.
         augment: a random part of each image, by chance flipped; otherwise the centre.
@@ -85,8 +102,12 @@ class Loader(ImageBatches):
         prefetch: batches that are prepared ahead.
         drop_last: leave out the last global batch of an epoch where it is short: a step with few samples
             has a noisy gradient at the full rate. Which samples these are changes with the order.
+        read_bytes: what is read of a file at once where the order is shuffled: see Note [Order by pieces]. 0:
+            each image by itself, in an order of which all are equally likely. By default 2 MiB for data sets
+            of more than 16 GiB, which memory may not hold, and 0 for others.
 
     Attributes:
+        piece: samples that are read at once; 0: each by itself.
         memory: makes the array of a batch's images, given its shape.
 
     What it yields depends on the arguments alone, not on threads or their speed: a sample's augmentation is
@@ -99,61 +120,66 @@ class Loader(ImageBatches):
     def __init__(
         self, dataset: Source, batch_size: int, *, image_size: int = 224, augment: bool = True,
         shuffle: bool | None = None, seed: int = 0, rank: int = 0, size: int = 1, threads: int | None = None,
-        prefetch: int = 2, drop_last: bool = False,
+        prefetch: int = 2, drop_last: bool = False, read_bytes: int | None = None,
     ) -> None:
         from ringdance.data import images  # here: a clear error where Pillow is missing
 
         threads = _usable_cores() if threads is None else threads
         check_positive(threads=threads, prefetch=prefetch)
         self._decode = images.decode_into
-        self.dataset, self.augment = dataset, augment
-        self.threads, self.prefetch = threads, prefetch
+        self.dataset, self.augment, self.piece = dataset, augment, _piece(dataset, read_bytes)
+        self._will_need: Any = getattr(dataset, "will_need", None)
         shuffle = augment if shuffle is None else shuffle
-        plan = Plan(len(dataset), batch_size, shuffle, seed, rank, size, drop_last=drop_last)
-        super().__init__(plan, image_size)
+        plan = Plan(
+            len(dataset), batch_size, shuffle, seed, rank, size, drop_last=drop_last, piece=self.piece
+        )
+        super().__init__(plan, image_size, threads, prefetch)
         self.memory: Callable[[tuple[int, ...]], Array] = lambda shape: np.empty(shape, np.uint8)
-        self._running: dict[threading.Event, ThreadPoolExecutor] = {}
 
-    def batches(self) -> Iterator[Batch]:
-        """Yield the batches of the rest of the epoch as NumPy arrays."""
-        parts, epoch, stop = self.plan.batches(), self.plan.epoch, threading.Event()
-        pool = self._running[stop] = ThreadPoolExecutor(self.threads, "ringdance-decode")
-        ahead: deque[tuple[Batch, list[Future[_Failure | None]]]] = deque()
+    thread_name = "ringdance-decode"
 
-        def begin() -> None:
-            """Give the threads as many batches as may be ahead."""
-            while len(ahead) < self.prefetch and (part := next(parts, None)):
-                batch, tasks, count = self.empty(*part), [], min(self.threads, len(part[0]))
-                for first in range(count):
-                    rows = range(first, len(part[0]), count)
-                    tasks.append(pool.submit(self._fill, batch.images, part[0], rows, epoch, stop))
-                ahead.append((batch, tasks))
+    def parts(self, epoch: Epoch) -> Iterator[Any]:
+        """Yield the batches of an epoch, some time after threads have begun to read their pieces."""
+        waiting: deque[Any] = deque()
+        known: set[int] = set()
+        for part in epoch.plan.batches():
+            if self.piece:
+                self._read_ahead(epoch, part[0], known)
+            waiting.append(part)
+            if len(waiting) > (_READ_AHEAD if self.piece else 0):
+                yield waiting.popleft()
+        yield from waiting
 
-        try:
-            begin()
-            while ahead:
-                batch, tasks = ahead.popleft()
-                failures = [failure for task in tasks if (failure := task.result())]
-                if stop.is_set():
-                    return
-                if failures:
-                    raise min(failures, key=lambda failure: failure[0])[1]
-                begin()
-                yield batch
-                del batch  # the memory is the caller's alone
-        except RuntimeError:  # of submit: another thread has called close() meanwhile
-            if not stop.is_set():
-                raise
-        finally:
-            stop.set()
-            pool.shutdown()
-            self._running.pop(stop, None)
+    def _read_ahead(self, epoch: Epoch, numbers: Indices, known: set[int]) -> None:
+        """Have the pieces of some samples read that are not in `known`, and add them."""
+        if not epoch.plan.shuffle:  # they are next to one another
+            epoch.reads.submit(self._read_piece, epoch, int(numbers[0]), int(numbers[-1]) + 1)
+            return
+        for piece in {*(numbers // self.piece).tolist()} - known:
+            known.add(piece)
+            epoch.reads.submit(self._read_piece, epoch, piece * self.piece, (piece + 1) * self.piece)
 
-    def close(self) -> None:
-        """End the threads of iterations that are still under way; each finishes the image it is at."""
-        for stop, pool in list(self._running.items()):
-            stop.set()
-            pool.shutdown()
+    def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
+        """Read some samples, whose errors are those of decoding them."""
+        if not epoch.stop.is_set():
+            self._will_need(first, stop)
+
+    def prepare(self, epoch: Epoch, part: Any) -> Wait:
+        """Give the threads the images of a batch."""
+        batch, tasks, count = self.empty(*part), [], min(self.threads, len(part[0]))
+        for first in range(count):
+            rows = range(first, len(part[0]), count)
+            tasks.append(
+                epoch.pool.submit(self._fill, batch.images, part[0], rows, epoch.plan.epoch, epoch.stop)
+            )
+
+        def wait() -> list[Batch]:
+            failures = [failure for task in tasks if (failure := task.result())]
+            if failures and not epoch.stop.is_set():
+                raise min(failures, key=lambda failure: failure[0])[1]
+            return [batch]
+
+        return wait
 
     def _fill(
         self, images: Array, numbers: Indices, rows: range, epoch: int, stop: threading.Event

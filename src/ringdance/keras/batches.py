@@ -105,7 +105,7 @@ class BatchSequence(_Sequence):  # type: ignore[misc]
             ArgumentError: it is not the batch after the last one, nor the first.
         """
         if index == 0:
-            self.close()
+            self.loader.leave()
             self._batches, self._next = (self._measurement or self.loader).batches(), 0
         if index != self._next:
             raise ArgumentError(

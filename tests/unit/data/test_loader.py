@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from ringdance.data import Loader, SyntheticLoader, images
+from ringdance.data import Dataset, Loader, SyntheticLoader, images, write
 from ringdance.data.boxes import centre_box, random_box
 from ringdance.data.images import decode_into
 from ringdance.data.order import Draws, Plan
@@ -150,6 +154,16 @@ def test_labels_follow_their_samples() -> None:
             assert len(batch.images) == len(batch.labels)
 
 
+@pytest.fixture(autouse=True)
+def no_threads_of_other_tests() -> Iterator[None]:
+    yield
+    until = time.monotonic() + 20
+    while decoding() and time.monotonic() < until:
+        gc.collect()  # the next epoch's threads end with their loader, when they have done what they are at
+        time.sleep(0.02)
+    assert not decoding()
+
+
 def decoding() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("ringdance-decode")]
 
@@ -166,7 +180,93 @@ def test_no_thread_is_left() -> None:
     assert not decoding()
     assert list(held) == []
     assert sum(len(batch.labels) for batch in loader) == 20
+    assert decoding()  # the next epoch
+    loader.close()
     assert not decoding()
+
+
+def test_the_next_epoch_is_prepared_while_this_one_ends() -> None:
+    data = Memory(20)
+    read = data.read
+    numbers: list[int] = []
+    data.read = lambda number: (numbers.append(number), read(number))[1]  # type: ignore[method-assign]
+    loader = Loader(data, 3, image_size=8, seed=4, prefetch=2)
+
+    def labels(epoch: int, position: int = 0) -> list[Any]:
+        loader.set_epoch(epoch, position)
+        return [(batch.indices.tolist(), batch.images.tobytes(), batch.position) for batch in loader]
+
+    first = labels(0)
+    assert loader._following is not None
+    loader._following.next()
+    assert len(numbers) >= 20 + 3
+    loader.close()
+    assert labels(0) == first
+    assert loader._following is not None
+    second = labels(1)  # what was prepared
+    assert second == labels(1) != first  # not what was prepared: that is of epoch 2
+    assert loader._following is None  # nor is it tried again
+    assert labels(1, 6) == second[2:]
+    assert labels(0) == first
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_the_order_by_pieces_has_each_sample_once_with_any_number_of_ranks(size: int) -> None:
+    length, piece = 10_007, 16
+    plans = [Plan(length, 24 // size, True, 5, rank, size, piece=piece) for rank in range(size)]
+    found = [list(plan.batches()) for plan in plans]
+    used = [np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in parts]) for parts in found]
+    assert np.sort(np.concatenate(used)).tolist() == list(range(length))
+    # Resumed after 100 batches on two ranks: the same samples, in batches of the same size.
+    again = [Plan(length, 12, True, 5, rank, 2, piece=piece) for rank in range(2)]
+    for plan in again:
+        plan.set_epoch(0, 2400)
+    left = [part for plan in again for part in plan.batches()]
+    rest = np.concatenate([part[0][: len(part[0]) if part[1] else 0] for part in left])
+    before = np.concatenate([part[0] for parts in found for part in parts[:100]])
+    assert np.sort(np.concatenate([before, rest])).tolist() == list(range(length))
+    other = Plan(length, 24, True, 5, 0, 1, piece=piece)
+    other.set_epoch(1)
+    assert next(other.batches())[0].tolist() != next(iter(found[0]))[0].tolist()
+
+
+def test_ranks_read_pieces_of_their_own_which_a_batch_mixes() -> None:
+    length, piece, size = 65_536, 16, 4
+    plans = [Plan(length, 64, True, 5, rank, size, piece=piece) for rank in range(size)]
+    pieces = [[set((part[0] // piece).tolist()) for part in plan.batches()] for plan in plans]
+    read = sum(len(set.union(*batches)) for batches in pieces)
+    assert read == length // piece  # in batches of which all lanes are a divisor
+    assert np.mean([len(set.union(*some)) for some in zip(*pieces, strict=True)]) > 150  # of 256 at most
+    odd = [Plan(length, 50, True, 5, rank, size, piece=piece) for rank in range(size)]
+    read = sum(len({*np.concatenate([part[0] for part in plan.batches()]) // piece}) for plan in odd)
+    assert read < 1.25 * length // piece
+
+
+def test_pieces_are_read_before_their_samples(tmp_path: Path) -> None:
+    photograph = Memory(1).data[0]
+    write(tmp_path, ((photograph, number % 7) for number in range(200)), shards=3)
+    data = Dataset.open(tmp_path)
+    asked: list[tuple[int, int]] = []
+    will_need = data.will_need
+
+    def noted(first: int, stop: int) -> None:
+        asked.append((first, stop))
+        will_need(first, stop)
+
+    object.__setattr__(data, "will_need", noted)
+    loader = Loader(data, 8, image_size=8, read_bytes=10 * len(photograph), rank=1, size=2)
+    piece = loader.piece  # fewer: records have a frame
+    assert 5 < piece < 10
+    seen = np.concatenate([batch.indices for batch in loader])
+    own = {(one, one + piece) for one in (seen // piece * piece).tolist()}
+    loader.close()
+    assert set(asked) >= own  # and those of the next epoch's first batches
+    asked.clear()
+    list(Loader(data, 8, image_size=8, read_bytes=4096, augment=False, rank=1, size=2))
+    assert sorted(asked) == [*((first, first + 8) for first in range(8, 192, 16)), (196, 200)]
+    assert Loader(data, 8).piece == 0  # 16 GiB and more
+    with pytest.raises(ArgumentError, match="read_bytes=-1: give a number of bytes"):
+        Loader(data, 8, read_bytes=-1)
 
 
 def test_a_yielded_batch_is_not_written_again() -> None:

@@ -1,8 +1,10 @@
 """Tables of click logs: four formats with the same batches, in the same order on any number of ranks."""
 
 import csv
+import gc
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -261,13 +263,17 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
     with pytest.raises(ArgumentError, match="No such file"):
         Table.open(copy, "libsvm").read(np.arange(3))
     with pytest.raises(ArgumentError, match=r"rank 1: .* has rows 0 to 1342 only"):
-        TableLoader(table, 8, rank=1, size=2)._read([(np.array([ROWS]), 1.0, 1, 1)])
+        TableLoader(table, 8, rank=1, size=2)._read([(np.array([ROWS]), 1.0, 1, 1)], threading.Event())
 
 
 def test_an_iteration_that_is_left_early_leaves_no_threads(tables):
     def alive():
         return [one for one in threading.enumerate() if one.name.startswith("ringdance-table")]
 
+    until = time.monotonic() + 20
+    while alive() and time.monotonic() < until:
+        gc.collect()  # loaders of other tests
+        time.sleep(0.02)
     loader = TableLoader(tables["csv"], 4, threads=3, prefetch=5)
     batches = iter(loader)
     next(batches)

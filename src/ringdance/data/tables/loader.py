@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from ringdance.data.batches import Batches
+from ringdance.data.batches import Batches, Epoch, Wait
 from ringdance.data.order import Indices, Plan, check_positive
 from ringdance.data.tables.rows import BLOCK, Array
 from ringdance.data.tables.table import Table
@@ -74,42 +72,26 @@ class TableLoader(Batches):
         size: int = 1, threads: int = 1, prefetch: int = 2, drop_last: bool = False,
     ) -> None:
         check_positive(threads=threads, prefetch=prefetch)
-        super().__init__(Plan(len(table), batch_size, shuffle, seed, rank, size, BLOCK, drop_last))
-        self.table, self.threads, self.prefetch = table, threads, prefetch
+        plan = Plan(len(table), batch_size, shuffle, seed, rank, size, BLOCK, drop_last)
         self._together = max(1, _READ // batch_size)  # batches
-        self._stops: set[threading.Event] = set()
+        super().__init__(plan, threads, 1 + max(threads, -(-prefetch // self._together)))
+        self.table = table
 
-    def batches(self) -> Iterator[TableBatch]:
-        """Yield the batches of the rest of the epoch as NumPy arrays."""
-        parts = self.plan.batches()
-        ahead = max(self.threads, -(-self.prefetch // self._together))
-        stop = threading.Event()
-        self._stops.add(stop)
-        pool = ThreadPoolExecutor(self.threads, "ringdance-table")
-        pending: deque[Any] = deque()
-        try:
-            while True:
-                while len(pending) <= ahead and (some := list(islice(parts, self._together))):
-                    pending.append(pool.submit(self._read, some))
-                if not pending:
-                    break
-                for batch in pending.popleft().result():
-                    if stop.is_set():
-                        return
-                    yield batch
-        finally:
-            self._stops.discard(stop)
-            for one in pending:
-                one.cancel()
-            pool.shutdown()  # cancel_futures= fails in an iterator that is left until the interpreter ends
+    thread_name = "ringdance-table"
 
-    def close(self) -> None:
-        """End the iterations that are still under way; their threads end when they are asked for more."""
-        for stop in list(self._stops):
-            stop.set()
+    def parts(self, epoch: Epoch) -> Iterator[list[Part]]:
+        """Yield the batches that are read at once."""
+        parts = epoch.plan.batches()
+        return iter(lambda: list(islice(parts, self._together)), [])
 
-    def _read(self, parts: list[Part]) -> list[TableBatch]:
+    def prepare(self, epoch: Epoch, part: list[Part]) -> Wait:
+        """Give a thread some batches."""
+        return epoch.pool.submit(self._read, part, epoch.stop).result
+
+    def _read(self, parts: list[Part], stopped: threading.Event) -> list[TableBatch]:
         """Read the rows of some batches at once."""
+        if stopped.is_set():
+            return []
         try:
             rows = self.table.read(np.concatenate([part[0] for part in parts]))
         except ArgumentError as error:

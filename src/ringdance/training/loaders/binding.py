@@ -43,7 +43,8 @@ class Loaders:
     def image_loader(
         self, dataset: Any, batch_size: int, *, image_size: int = 224, augment: bool = True,
         shuffle: bool | None = None, seed: int = 0, threads: int | None = None, prefetch: int = 2,
-        drop_last: bool = False, process_set: ProcessSet = global_process_set, device: Any = None,
+        drop_last: bool = False, read_bytes: int | None = None,
+        process_set: ProcessSet = global_process_set, device: Any = None,
     ) -> ImageBatches:
         """Return a loader of this rank's part of each batch of images.
 
@@ -63,6 +64,8 @@ class Loaders:
             threads: that decode; by default one for each core of this rank's share.
             prefetch: batches that are prepared ahead.
             drop_last: leave out the last batch of an epoch where that of all ranks is short.
+            read_bytes: what is read of a file at once where the order is shuffled; 0: each image by itself.
+                By default 2 MiB for data sets of more than 16 GiB, else 0.
             process_set: the ranks among which samples are divided.
             device: where images and labels are: for PyTorch or TensorFlow a device, for JAX a device or
                 sharding. For a GPU, PyTorch decodes into pinned memory and copies without blocking.
@@ -75,6 +78,7 @@ class Loaders:
         same = {
             "the number of samples": len(dataset), "batch_size": batch_size, "image_size": image_size,
             "augment": augment, "shuffle": shuffle, "seed": seed, "drop_last": drop_last,
+            "read_bytes": read_bytes,
         }  # fmt: skip
         rank, size = check_plan("pad", same, process_set)
         order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
@@ -86,7 +90,7 @@ class Loaders:
             threads = threads or max(1, own_cores(basics.local_size()))
             loader = Loader(
                 dataset, batch_size, image_size=image_size, augment=augment, threads=threads,
-                prefetch=prefetch, **order,
+                prefetch=prefetch, read_bytes=read_bytes, **order,
             )  # fmt: skip
             loader.memory = lambda shape: self.memory(shape, device)
         loader.convert = lambda batch: self.images(batch, device)

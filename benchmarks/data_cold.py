@@ -1,0 +1,170 @@
+"""Images per second and reads per second from a cold page cache: each image by itself, by pieces, webdataset.
+
+Needs Linux and root: the photographs are copied, each so often that there are --images, into TFRecords and
+tars on a file system of its own in a loop device, whose reads are counted by the kernel, and limited if
+--reads-per-second says so (control group "blkio", version 1). The page cache is emptied before each epoch.
+Images are decoded to 64 x 64, so that reading decides. A read of up to 256 KiB counts as one, as cloud
+volumes count.
+
+example: python benchmarks/data_cold.py /data/photographs --reads-per-second 3000 --json result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import about_machine
+from data_loader import collate, directories
+
+SIZE, BATCH, THREADS, SHARDS = 64, 64, 8, 8
+GROUP = Path("/sys/fs/cgroup/blkio/ringdance-benchmark")
+
+
+@contextmanager
+def file_system(size: int, limit: int | None) -> Iterator[tuple[Path, str]]:
+    """Yield an empty file system and its device; this process and its children may read so often."""
+    with tempfile.TemporaryDirectory() as directory:
+        image, place = Path(directory) / "image", Path(directory) / "mounted"
+        place.mkdir()
+        image.touch()
+        os.truncate(image, size)
+        subprocess.run(["mkfs.ext4", "-q", image], check=True)
+        command = ["losetup", "--direct-io=on", "--find", "--show", image]
+        device = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        name = Path(device).name
+        try:
+            # As volumes in clouds: reads of at most 256 KiB, and the usual readahead.
+            (Path("/sys/block") / name / "queue/max_sectors_kb").write_text("256")
+            (Path("/sys/block") / name / "queue/read_ahead_kb").write_text("128")
+            subprocess.run(["mount", device, place], check=True)
+            if limit:
+                GROUP.mkdir(exist_ok=True)
+                number = (Path("/sys/block") / name / "dev").read_text().strip()
+                (GROUP / "blkio.throttle.read_iops_device").write_text(f"{number} {limit}")
+                (GROUP / "cgroup.procs").write_text(str(os.getpid()))
+            yield place, name
+        finally:
+            if limit:
+                (GROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
+            subprocess.run(["umount", place], check=True)
+            subprocess.run(["losetup", "--detach", device], check=True)
+            if limit:
+                GROUP.rmdir()
+
+
+def reads(name: str) -> tuple[int, int]:
+    """Return reads of a device, and the bytes read."""
+    fields = (Path("/sys/block") / name / "stat").read_text().split()
+    return int(fields[0]), int(fields[2]) * 512
+
+
+def ringdance(made: Path, read_bytes: int) -> Iterator[Any]:
+    from ringdance.data import Dataset, Loader
+
+    data = Dataset.open(made / "tfrecord")
+    return iter(Loader(data, BATCH, image_size=SIZE, threads=THREADS, read_bytes=read_bytes))
+
+
+def webdataset(made: Path) -> Iterator[Any]:
+    import torch
+    import webdataset as wds
+
+    from ringdance.data.images import decode_into
+    from ringdance.data.order import Draws
+
+    def decode(data: bytes) -> Any:
+        import numpy as np
+
+        out = np.empty((SIZE, SIZE, 3), np.uint8)
+        decode_into(out, data, Draws(0, 0, random.getrandbits(30)))
+        return out
+
+    torch.set_num_threads(1)
+    shards = sorted(map(str, (made / "webdataset").glob("*.tar")))
+    data = wds.WebDataset(shards, shardshuffle=100, empty_check=False).shuffle(1000)
+    data = data.to_tuple("jpg", "cls").map_tuple(decode, int)
+    return iter(torch.utils.data.DataLoader(data, BATCH, num_workers=2, collate_fn=collate))
+
+
+CONTESTANTS = {
+    "each image by itself": lambda made: ringdance(made, 0),
+    "pieces of 2 MiB": lambda made: ringdance(made, 2 << 20),
+    "pieces of 512 KiB": lambda made: ringdance(made, 512 << 10),
+    "webdataset": webdataset,
+}
+
+
+def prepare(photographs: Path, made: Path, images: int) -> None:
+    """Write so many images as TFRecords and as tars."""
+    from ringdance.data import write
+
+    files = directories(photographs)
+    files = (files * -(-images // len(files)))[:images]
+    random.Random(1).shuffle(files)
+    for format in ("tfrecord", "webdataset"):
+        samples = ((file.read_bytes(), label) for file, label in files)
+        write(made / format, samples, format=format, shards=SHARDS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("photographs", type=Path, help="a directory with one directory for each class")
+    parser.add_argument("--images", type=int, default=20_000, help="default: 20,000")
+    parser.add_argument("--reads-per-second", type=int, metavar="N", help="of the device; default: no limit")
+    parser.add_argument("--rounds", type=int, default=3, help="of all contestants in turn (default: 3)")
+    parser.add_argument("--json", type=Path, help="write numbers and machine to this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        began, count = time.perf_counter(), 0
+        for batch in CONTESTANTS[given.one](given.photographs):
+            count += len(batch[0] if isinstance(batch, tuple) else batch.labels)
+        print("images", count, time.perf_counter() - began, flush=True)
+        os._exit(0)  # not waiting for anyone's workers
+    names = [one for one in CONTESTANTS if one != "webdataset" or importlib.util.find_spec("webdataset")]
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    size = sum(file.stat().st_size for file, _ in directories(given.photographs))
+    size = size // len(directories(given.photographs)) * given.images
+    with file_system(3 * size + (256 << 20), given.reads_per_second) as (made, device):
+        prepare(given.photographs, made, given.images)
+        for _ in range(given.rounds):
+            for name in names:
+                os.sync()
+                Path("/proc/sys/vm/drop_caches").write_text("3")
+                before = reads(device)
+                command = [sys.executable, __file__, str(made), "--one", name]
+                words = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+                count, seconds = int(words[-2]), float(words[-1])
+                assert count == given.images, (name, count)
+                operations, amount = (b - a for a, b in zip(before, reads(device), strict=True))
+                found[name].append((count / seconds, operations / count, amount / size))
+    limit = f"{given.reads_per_second:,} reads/s" if given.reads_per_second else "no limit"
+    print(f"{given.images:,} photographs, {size / 1e9:.2f} GB, {limit}, cold page cache; medians")
+    print(f"{'':24} images/s   each round                reads/image  bytes read / size")
+    for name, rows in found.items():
+        middle = [sorted(row[n] for row in rows)[len(rows) // 2] for n in range(3)]
+        rounds = " ".join(f"{row[0]:.0f}" for row in rows)
+        print(f"{name:24} {middle[0]:8.0f}   {rounds:25} {middle[1]:11.3f}  {middle[2]:17.3f}")
+    if given.json:
+        about = {"machine": about_machine(), "limit": given.reads_per_second, "images": given.images}
+        about |= {"images/s, reads/image, share of bytes": found}
+        given.json.write_text(json.dumps(about, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
