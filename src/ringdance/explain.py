@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from ringdance.hosts.run import Run
 from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, Cause
 from ringdance.launch.parser import Parser
-from ringdance.launch.spec import as_program
+from ringdance.launch.spec import NO_FORMAT, as_program, read_regular
 from ringdance.monitor.processes import open_ring
 
 __all__ = ["main"]
@@ -42,7 +42,8 @@ The last line names the rank that the others wait for, or the first failure. Wit
 of this machine. Another launcher's job can be looked at too, and a directory with flight records and stall
 reports (RINGDANCE_FLIGHT_RECORDER_DIR).
 
-exit code: 0; 2 if there is no such job or directory
+exit code: 0, also where damaged files are left out, which is said on stderr; 2 if there is no such job or
+directory
 """
 _SAMPLE_S = 0.2
 _ANSWER_S = 20.0  # for the commands on other hosts
@@ -245,13 +246,8 @@ def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
 
 
 def _explain_files(directory: Path) -> Iterator[str]:
-    stalls, flights = (_load(directory, kind) for kind in ("stall", "flight"))
-    for flight in flights:
-        text = f"{_who(flight)}: pending {', '.join(map(repr, flight['pending'][:4])) or 'nothing'}"
-        for entry in [entry for entry in flight["records"] if entry["kind"] == "batch"][-1:]:
-            names = ", ".join(map(repr, entry["details"]["names"][:4]))
-            text += f"; last batch at {_clock(entry['time'])}: {names}"
-        yield text
+    stalls, flights = _load(directory, "stall", _stalled), _load(directory, "flight", _pending)
+    yield from map(_pending, flights)
     for path in sorted(directory.glob("ringdance-stacks-*.txt")):
         yield f"stacks: {path}"
     stall = max(stalls, key=lambda stall: float(stall["time"]), default=None)
@@ -272,28 +268,50 @@ def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def _load(directory: Path, kind: str) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(directory.glob(f"ringdance-{kind}-rank*.json")):
-        try:
-            found.append(json.loads(path.read_text()))
-        except (OSError, ValueError):  # it is being written
-            continue
-    return found
+def _load(directory: Path, kind: str, describe: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:
+    """Return the files of a kind that can be described; others are named on stderr and left out."""
+    paths = sorted(directory.glob(f"ringdance-{kind}-rank*.json"))
+    return [content for path in paths if (content := _content(path, describe)) is not None]
+
+
+def _content(path: Path, describe: Callable[[dict[str, Any]], str]) -> dict[str, Any] | None:
+    """Return what a file holds; one that cannot be described is named on stderr."""
+    try:
+        content: dict[str, Any] = json.loads(read_regular(path))
+        describe(content)
+    except (LaunchError, *NO_FORMAT) as error:
+        place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        why = "it is cut off, damaged or of another version: remove it, or try again"
+        print(f"ringdance explain: {path}{place} is left out: {why}", file=sys.stderr)
+        return None
+    return content
+
+
+def _pending(flight: dict[str, Any]) -> str:
+    """Return a sentence about a flight record."""
+    flight["reason"].strip()  # a text, which `_failure` may return
+    text = f"{_who(flight)}: pending {', '.join(map(repr, flight['pending'][:4])) or 'nothing'}"
+    for entry in [entry for entry in flight["records"] if entry["kind"] == "batch"][-1:]:
+        names = ", ".join(map(repr, entry["details"]["names"][:4]))
+        text += f"; last batch at {_clock(entry['time'])}: {names}"
+    return text
+
+
+def _failed(content: dict[str, Any]) -> str:
+    """Return a sentence about the cause of a job's failure."""
+    cause = Cause(**content)
+    text = (f"{_who(content)} failed first: " if cause.rank is not None else "") + cause.message
+    lines = re.findall(r'File "(.*)", line (\d+),? in (\S+)', cause.traceback)
+    own = own_lines([f"{file}:{line} in {name}" for file, line, name in lines])
+    innermost = -1 if "most recent call last" in cause.traceback else 0
+    return f"{text}, at {own[innermost]}" if own else text
 
 
 def _failure(directory: Path, flights: list[dict[str, Any]]) -> str:
     """Return a sentence about the first failure, "" if there was none."""
-    try:
-        cause = Cause(**json.loads((directory / CAUSE_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
-        pass
-    else:
-        text = (f"{_who(vars(cause))} failed first: " if cause.rank is not None else "") + cause.message
-        lines = re.findall(r'File "(.*)", line (\d+),? in (\S+)', cause.traceback)
-        own = own_lines([f"{file}:{line} in {name}" for file, line, name in lines])
-        innermost = -1 if "most recent call last" in cause.traceback else 0
-        return f"{text}, at {own[innermost]}" if own else text
+    path = directory / CAUSE_FILE
+    if path.exists() and (cause := _content(path, _failed)) is not None:
+        return _failed(cause)
     for path in sorted(directory.glob("rank.*/stderr")):
         errors = _ERROR.findall(path.read_text(errors="replace"))
         if errors and not any(error in errors[-1] for error in _OF_OTHERS):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -101,3 +103,39 @@ def test_first_values_are_equal_everywhere():
         "table": (50, 3), "bias": (1,), "w0": (6, 4), "b0": (4,), "w1": (4, 1), "b1": (1,)
     }  # fmt: skip
     assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.3, 2.0, 40.0])
+def test_the_time_for_training_is_kept(step_s: float) -> None:
+    """Steps of any length: until the end of the step in which, or before which, the time is used up."""
+    steps, look, looks = 0, 1, 0
+    while look:
+        steps, looks = steps + look, looks + 1
+        look = strategies.steps_until_look(steps, steps * step_s, 30.0)
+    assert abs(steps * step_s - 30.0) <= max(step_s / 2 + 1e-9, step_s - 30.0)
+    assert looks <= 40  # each is an exchange
+
+
+def test_slow_steps_end_with_the_time() -> None:
+    """A slow step is not followed by seven more."""
+    found = subprocess.run(
+        [sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, timeout=50
+    )
+    assert found.stdout.splitlines()[-1] == "2"
+
+
+TRAIN = """
+import argparse, time
+from ringdance.recipes.deepfm import strategies
+class Slow(strategies.Strategy):
+    steps = 0
+    def __init__(self): pass
+    def step(self):
+        self.steps += 1
+        time.sleep(0.4 * (self.steps > 3))  # the first three are the warm-up
+        return 10
+slow = Slow()
+place = strategies.Place(1, 2, [], [], argparse.Namespace(rows=1000, seconds=0.7, data="", batch_size=10))
+strategies.train(slow, place)
+print(slow.steps - 3)
+"""

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
@@ -260,6 +261,25 @@ def as_program(name: str, action: Callable[[], int]) -> int:
         # Else the interpreter complains when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
+
+
+NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What reading a file raises whose content is not as expected."""
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise a LaunchError if a file is there and no regular one, such as a pipe, which may never end."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise LaunchError(f"{path} is no regular file: copy what comes from it into one")
+
+
+def read_regular(path: Path) -> str:
+    """Return a file's text. Raises LaunchError if it cannot be read or is no regular file."""
+    check_regular(path)
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        raise LaunchError(f"{path}: {error.strerror or error}") from None
 
 
 def check_machine() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from ringdance.errors import LaunchError
+from ringdance.launch.spec import NO_FORMAT, read_regular
 
 __all__ = ["Rank", "Run", "read_run"]
 
 Row = dict[str, Any]
+_NUMBERS = (
+    "rank", "pid", "size", "steps", "bytes", "rss_bytes", "time", "exposed_seconds", "cpu_seconds",
+)  # fmt: skip
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Rank:
         rows: samples in their order.
         step_seconds: mean time of a step.
         exposed: share of the time in which training waited for exchanges.
+        training: samples since the first step, of which nothing is counted, until the last one.
         cores: CPU time by time, of the process with its children.
         gpu: mean use in percent; None without one.
     """
@@ -31,13 +38,15 @@ class Rank:
     rank: int
     host: str
     rows: list[Row]
+    training: list[Row] = field(init=False)
     step_seconds: float = field(init=False)
     exposed: float = field(init=False)
     cores: float = field(init=False)
     gpu: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        last = self.rows[-1]
+        # The first sample with all steps: saving and evaluating may follow.
+        last = next(row for row in self.rows if row["steps"] == self.rows[-1]["steps"])
         stepped = [row for row in self.rows if row["steps"] and row["steps"] < last["steps"]]
         # After the first step, which often compiles; a short run may have no sample since then.
         first = stepped[0] if stepped else self.rows[0]
@@ -49,7 +58,8 @@ class Rank:
         waited = last["exposed_seconds"] - first["exposed_seconds"]
         self.exposed = min(1.0, max(0.0, waited / seconds))
         self.cores = (last["cpu_seconds"] - first["cpu_seconds"]) / max(1e-3, last["time"] - first["time"])
-        gpu = [row["gpu_percent"] for row in self.rows if "gpu_percent" in row]
+        self.training = self.rows[self.rows.index(first) + 1 : self.rows.index(last) + 1]
+        gpu = [row["gpu_percent"] for row in self.training if "gpu_percent" in row]
         self.gpu = fmean(gpu) if gpu else None
 
     def rates(self) -> list[tuple[float, float]]:
@@ -111,9 +121,28 @@ class Run:
         return median([one.exposed for one in self.others]) - self.slowest.exposed
 
     def mean(self, key: str, host: str = "") -> float:
-        """Return the mean of a gauge over all samples, of a host or of all."""
-        rows = [row for one in self.ranks if host in ("", one.host) for row in one.rows if key in row]
+        """Return the mean of a gauge over the samples of training, of a host or of all."""
+        rows = [row for one in self.ranks if host in ("", one.host) for row in one.training if key in row]
         return fmean([row[key] for row in rows]) if rows else 0.0
+
+
+def _read(file: Path) -> Iterator[Row]:
+    """Yield the samples of a file; what is cut off, as by a full disk, is said on stderr."""
+    for number, line in enumerate(read_regular(file).splitlines(), 1):
+        try:
+            row = json.loads(line)
+            if isinstance(row["host"], str) and all(isinstance(row[key], int | float) for key in _NUMBERS):
+                yield row
+                continue
+        except json.JSONDecodeError:
+            print(f"ringdance report: {file}, line {number} is cut off and left out", file=sys.stderr)
+            continue
+        except NO_FORMAT:
+            pass
+        raise LaunchError(
+            f"{file}, line {number} is no sample of `ringdance run --output-filename`, {line[:40]!r}: "
+            "remove that line, or take the samples anew"
+        )
 
 
 def read_run(directory: Path) -> Run:
@@ -124,12 +153,8 @@ def read_run(directory: Path) -> Run:
         raise LaunchError(f"{directory} {what}: start the job with `ringdance run --output-filename DIR`")
     rows: dict[int, list[Row]] = defaultdict(list)
     for file in files:
-        for line in file.read_text(errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-                rows[row["rank"]].append(row)
-            except (ValueError, KeyError):
-                continue  # cut off
+        for row in _read(file):
+            rows[row["rank"]].append(row)
     ranks = []
     for rank, found in sorted(rows.items()):
         own = [row for row in found if row["pid"] == found[-1]["pid"]]  # after a restart: its last process

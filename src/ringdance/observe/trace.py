@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
+from ringdance.launch.spec import NO_FORMAT, check_regular
 
 __all__ = ["Span", "Trace", "load"]
 
@@ -41,36 +42,48 @@ class Trace:
 
 def load(path: Path) -> Trace:
     """Read a file. Raises LaunchError if it cannot be read or is no timeline."""
-    trace = Trace()
+    trace, place = Trace(), ""
     try:
-        for event in _events(path):
+        for place, event in _events(path):  # noqa: B007 : used below
             _add_event(trace, event)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise LaunchError(f"{path} is no timeline: it is not Chrome's JSON") from None
+    except NO_FORMAT as error:
+        if isinstance(error, json.JSONDecodeError):
+            place = f", line {error.lineno}"
+        raise LaunchError(
+            f"{path}{place} is no timeline: it is not Chrome's JSON. Give a file that "
+            "`ringdance run --timeline FILE` has written"
+        ) from None
     if not trace.processes:
         raise LaunchError(f"{path} has no events (was the job ended before its first exchange?)")
     return trace
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file with an event on each line, as the monitor writes them; else of any file."""
+def _events(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and event: lines of a file as the monitor writes it, else of any file."""
+    check_regular(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         if file.readline().strip() != "[":
             file.seek(0)
             found = json.load(file)
-            yield from found["traceEvents"] if isinstance(found, dict) else found
+            found = found["traceEvents"] if isinstance(found, dict) else found
+            yield from ((f", event {number}", event) for number, event in enumerate(found, 1))
             return
+        number = 2
         while lines := list(islice(file, _LINES)):
             lines = [line.rstrip(",\n") for line in lines]
             if lines[-1] in ("]", ""):
                 lines.pop()
             try:
-                yield from json.loads(f"[{','.join(lines)}]")
-            except ValueError:  # the last line is cut off
-                yield from json.loads(f"[{','.join(lines[:-1])}]")
-                return
+                found = json.loads("[" + ",\n".join(lines) + "]")
+            except json.JSONDecodeError as error:
+                if error.lineno < len(lines) or file.read(1):
+                    error.lineno += number - 1
+                    raise
+                found = json.loads(f"[{','.join(lines[:-1])}]")  # the last line is cut off
+            yield from ((f", line {at}", event) for at, event in enumerate(found, number))
+            number += len(lines)
 
 
 def _add_event(trace: Trace, event: dict[str, Any]) -> None:

@@ -106,3 +106,32 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     (still / "metrics-0.jsonl").write_text(lines[0])
     assert report.main([str(still)]) == 2
     assert "mark_step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["null", "[]", "5", '{"rank": 0}', "[" * 100_000])
+def test_lines_that_are_no_samples_are_named(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "run", [0.1]) / "metrics-0.jsonl"
+    cut = len(file.read_text().splitlines())
+    assert report.main([str(file.parent)]) == 0
+    assert capsys.readouterr().err == f"ringdance report: {file}, line {cut} is cut off and left out\n"
+    file.write_text(f"{line}\n{file.read_text()}")
+    assert report.main([str(file.parent)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ringdance report: {file}, line 1 is no sample of ")
+    assert said.count("\n") == 1
+
+
+def test_figures_are_of_the_training_alone(tmp_path: Path) -> None:
+    """Not of the time before the first step ends, nor of what follows the last one."""
+    file = write(tmp_path, [0.1], cores=1.0, host_cpu=40.0, gpu=90.0) / "metrics-0.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()[:-1]]
+    busy = {"host_cpu_percent": 100.0, "gpu_percent": 0.0}
+    rows = [rows[0] | busy, rows[1] | busy, *rows[2:]]  # the second one is of the first step
+    late = {"time": rows[-1]["time"] + 1000, "cpu_seconds": rows[-1]["cpu_seconds"] + 9000}
+    rows.append(rows[-1] | busy | late)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    assert (run.mean("host_cpu_percent"), run.ranks[0].gpu) == (40.0, 90.0)
+    assert run.ranks[0].cores == pytest.approx(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,37 @@ def test_the_tables_and_the_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     for name, why in (("none", "No such file"), ("no.json", "is no timeline")):
         assert timeline.main([str(tmp_path / name)]) == 2
         assert why in capsys.readouterr().err
+
+
+EVENT = '{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}},'
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("", ", line 1 is no timeline"),
+        ("[" * 100_000, " is no timeline"),
+        ("null", " is no timeline"),
+        (f"[\n{EVENT}\nnull,\n{EVENT}\n]\n", ", line 3 is no timeline"),
+        (f'[\n{EVENT}\n{{"name": \n{EVENT}\n]\n', ", line 3 is no timeline"),
+        (f'{{"traceEvents": [{EVENT} 5]}}', ", event 2 is no timeline"),
+    ],
+)
+def test_what_is_no_timeline_is_named(
+    tmp_path: Path, text: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    assert timeline.main([str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"ringdance timeline: {path}{place}: it is not Chrome's JSON. "
+        "Give a file that `ringdance run --timeline FILE` has written\n"
+    )
+
+
+@pytest.mark.limit(20)
+def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        assert timeline.main([str(path)]) == 2
+        assert f"{path} is no regular file: copy" in capsys.readouterr().err

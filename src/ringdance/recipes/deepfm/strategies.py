@@ -107,9 +107,9 @@ class Strategy:
     def finish(self) -> None:
         """Wait until all steps have been made."""
 
-    def agree(self, flag: bool) -> bool:
-        """Return rank 0's flag on all ranks."""
-        return flag
+    def agree(self, number: int) -> int:
+        """Return rank 0's number on all ranks."""
+        return number
 
     def close(self) -> None:
         """Let the other processes end."""
@@ -149,9 +149,9 @@ class RecipeSteps(Strategy):
         """Make the recipe's step."""
         self.model.step(batch, 1.0)
 
-    def agree(self, flag: bool) -> bool:
-        """Return rank 0's flag on all ranks."""
-        return bool(self._hvd.broadcast_object(flag))
+    def agree(self, number: int) -> int:
+        """Return rank 0's number on all ranks."""
+        return int(self._hvd.broadcast_object(number))
 
 
 def tell(**what: Any) -> None:
@@ -205,6 +205,15 @@ class _Clock:
         return self.before + (time.perf_counter() - self.began if self.began else 0.0)
 
 
+def steps_until_look(steps: int, seconds: float, limit: float) -> int:
+    """Return after how many steps to look at the clock again, after so many; 0 at the end.
+
+    Half of the steps for which there is time, as the ranks exchange a message at each look.
+    """
+    left = (limit / max(seconds, 1e-9) - 1) * steps
+    return 0 if left < 0.5 else int(max(1, min(left / 2, steps)))
+
+
 def train(strategy: Strategy, place: Place) -> None:
     """Train until the rows or the seconds are used up; score the validation part at equal distances."""
     given, leader, clock, done = place.given, place.rank == 0, _Clock(), 0
@@ -216,14 +225,15 @@ def train(strategy: Strategy, place: Place) -> None:
         labels, ids, values = _validation(given)
         tell(warm=warm, validation=len(labels), ready=time.time())
     marks = [given.rows * number // EVALUATIONS for number in range(1, EVALUATIONS + 1)]
-    over = False
+    over, steps, look = False, 0, 1
     for mark in (mark for mark in marks if mark > warm):
         clock.start()
-        steps = 0
         while done < mark and not over:
             done += strategy.step()
             steps += 1
-            over = steps % 8 == 0 and strategy.agree(clock.seconds > given.seconds)
+            if steps == look:
+                more = strategy.agree(steps_until_look(steps, clock.seconds, given.seconds))
+                over, look = not more, steps + more
         strategy.finish()
         clock.stop()
         if leader:

@@ -226,14 +226,14 @@ def multi_worker_mirrored(place: Place) -> None:
 
     function = tf.function(lambda *batch: strategy.run(replica, args=batch), input_signature=BATCH)
 
-    def total(flag: Any) -> Any:
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(tf.identity, args=(flag,)), axis=None)
+    def total(one: Any) -> Any:
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(tf.identity, args=(one,)), axis=None)
 
-    agreed = tf.function(total, input_signature=[tf.TensorSpec([], tf.float32)])
+    agreed = tf.function(total, input_signature=[tf.TensorSpec([], tf.int64)])
 
     class Worker(Steps):
-        def agree(self, flag: bool) -> bool:
-            return bool(agreed(np.float32(flag and place.rank == 0)) > 0)
+        def agree(self, number: int) -> int:
+            return int(agreed(np.int64(0 if place.rank else number)))
 
     train(Worker(place, model, function, (place.rank, place.size)), place)
 

@@ -138,10 +138,10 @@ def ddp(place: Place) -> None:
     module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     class Rank(Steps):
-        def agree(self, flag: bool) -> bool:
-            said = torch.tensor([flag])
+        def agree(self, number: int) -> int:
+            said = torch.tensor([number])
             distributed.broadcast(said, 0)
-            return bool(said.item())
+            return int(said.item())
 
         def close(self) -> None:
             distributed.barrier()

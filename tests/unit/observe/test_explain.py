@@ -1,0 +1,34 @@
+"""What `ringdance explain DIR` makes of files that are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ringdance import explain
+
+FLIGHT = {"rank": 1, "host": "node2", "pid": 7, "pending": ["a"], "records": [], "reason": "an error"}
+
+
+@pytest.mark.parametrize("name", ["stall-rank0-1", "flight-rank0-1", "cause"])
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        *((text, "") for text in ("{}", "[]", "null", '{"time": 3}', "[" * 100_000)),
+        ('{"a', ", line 1"),
+        ("", ", line 1"),
+    ],
+)
+def test_damaged_files_are_named_and_left_out(
+    tmp_path: Path, name: str, text: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"ringdance-{name}.json"
+    path.write_text(text)
+    (tmp_path / "ringdance-flight-rank1-7.json").write_text(json.dumps(FLIGHT))
+    assert explain.main([str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(f"ringdance explain: {path}{place} is left out: ")
+    assert said.err.count("\n") == 1
+    assert said.out == "rank 1 on host node2 (pid 7): pending 'a'\nan error\n"
