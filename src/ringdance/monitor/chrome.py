@@ -65,6 +65,10 @@ class ChromeWriter:
         duration = max(0, ended - began) / 1000
         self._timed(name, "X", pid, tid, began, f', "dur": {duration:.3f}{_args(args)}')
 
+    def counter(self, pid: int, name: str, when: int, value: float) -> None:
+        """Write what a counter shows from now on."""
+        self._timed(name, "C", pid, 0, when, _args({"value": value}))
+
     def instant(self, pid: int, tid: int, name: str, when: int) -> None:
         """Write a moment."""
         scope = "g" if name == "CYCLE_START" else "p"

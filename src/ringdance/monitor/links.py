@@ -1,14 +1,16 @@
 """Links between the monitors of several hosts: records go to the one that writes the file.
 
 The monitor on rank 0's host listens; those of the other hosts connect with a token that came through MPI.
-Clocks are compared by round trips: of several the shortest one tells best how far they are apart.
+Clocks are compared by round trips, see ``Clock``.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
+from operator import mul
 from typing import Any
 
 from ringdance.core.ring import Label, RingReader, Who
@@ -19,22 +21,32 @@ __all__ = ["Clock", "Follower", "RemoteRing", "Sender"]
 
 _FIRST_ROUNDS = 8
 _REPEAT_S = 1.0
+_TRIPS = 120
+_LEAST_NS = 10_000_000_000  # for a rate
+_RATES = 1e-4  # by which two clocks may differ
 
 
 class Clock:
-    """How far another host's monotonic clock is ahead of this one's, by round trips.
+    """How far another host's monotonic clock is ahead of this one's, and its rate, by round trips.
+
+    A line through those of the last minutes, the short ones counting most: clocks differ by some 10 ppm, and
+    by more or less as the temperature changes.
 
     Attributes:
-        ahead: in nanoseconds.
+        uncertainty: of ``ahead`` in nanoseconds, about as of the last round trip.
         known: whether there have been enough round trips.
     """
 
     def __init__(self) -> None:
-        self.ahead = 0
-        self.known = False
-        self._best = 1 << 62
+        self.uncertainty = 0
+        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # their time, ahead, half of the trip
+        self._line = 0, 0.0, 0.0  # their time, ahead then, rate
         self._rounds = 0
         self._next = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._rounds >= _FIRST_ROUNDS and bool(self._trips)
 
     def due(self) -> bool:
         """Return whether it is time for a round trip."""
@@ -46,21 +58,40 @@ class Clock:
         self._next = time.monotonic() + (0.0 if self._rounds < _FIRST_ROUNDS else _REPEAT_S)
         return {"do": "clock", "sent": time.monotonic_ns()}
 
-    def answer(self, sent: int, theirs: int) -> None:
-        """Take an answer in."""
-        now = time.monotonic_ns()
-        self._best += self._best >> 6  # clocks drift: a short round trip counts for some minutes
-        if now - sent <= self._best:
-            self._best = now - sent
-            self.ahead = theirs - (sent + now) // 2
-        self.known = self._rounds >= _FIRST_ROUNDS
+    def answer(self, sent: int, theirs: int, now: int = 0) -> None:
+        """Take an answer in, which came ``now``; fit the line."""
+        now = now or time.monotonic_ns()
+        trips = self._trips
+        trips.append((theirs, theirs - (sent + now) // 2, max((now - sent) // 2, 1)))
+        weights = [half**-2 for _, _, half in trips]
+        total = sum(weights)
+        origin, base = trips[0][:2]  # small numbers: a double has no room for squares of nanoseconds
+        x = [at - origin for at, _, _ in trips]
+        y = [ahead - base for _, ahead, _ in trips]
+        mean_x, mean_y = (sum(map(mul, weights, values)) / total for values in (x, y))
+        spread = sum(w * (one - mean_x) ** 2 for w, one in zip(weights, x, strict=True))
+        rate = 0.0
+        if x[-1] > _LEAST_NS and spread:
+            both = zip(weights, x, y, strict=True)
+            rate = sum(w * (one - mean_x) * (other - mean_y) for w, one, other in both) / spread
+        self._line = origin + int(mean_x), base + mean_y, rate
+        # Whatever the ways there and back take, the truth is within half of a round trip of what it says.
+        ppm = 2 * min(trip[2] for trip in trips) / x[-1] if rate else _RATES
+        self.uncertainty = int(min(
+            abs(ahead - self.ahead(at)) + half + ppm * (theirs - at) for at, ahead, half in trips
+        ))  # fmt: skip
+
+    def ahead(self, theirs: int) -> float:
+        """Return in nanoseconds how far that clock is ahead when it says ``theirs``."""
+        at, ahead, rate = self._line
+        return ahead + rate * (theirs - at)
 
 
 class RemoteRing:
     """What has come of another host's ring.
 
     Attributes:
-        taken: what ``RingReader.take`` returned there, and how far that clock is ahead.
+        taken: what ``RingReader.take`` returned there, and ``RingReader.lost``.
     """
 
     def __init__(self, who: Who) -> None:
@@ -102,7 +133,7 @@ class Follower:
                     self.rings[rank] = RemoteRing(Who(rank, message["host"], message["pid"]))
                 ring = self.rings[rank]
                 ring.labels += [one if isinstance(one, str) else tuple(one) for one in message["labels"]]
-                ring.taken.append((message["first"], data, self.clock.ahead))
+                ring.taken.append((message["first"], data, message["lost"]))
             elif "stopped" in message:
                 self.stopped = True
             elif "ended" in message:
@@ -155,7 +186,8 @@ class Sender:
         reader.load_labels()
         sent = self._sent_labels.get(who.rank, 0)
         self._sent_labels[who.rank] = len(reader.labels)
-        self.frames.send({**who._asdict(), "labels": reader.labels[sent:], "first": first}, data)
+        message = {**who._asdict(), "labels": reader.labels[sent:], "first": first, "lost": reader.lost}
+        self.frames.send(message, data)
 
     def finish(self, seconds: float) -> None:
         """Send what is left, and answer for the clock until the other side closes, for so long at most."""

@@ -127,7 +127,7 @@ class Monitor:
 
     def _start(self, file: str, detail: int | None, anew: bool) -> None:
         self._stop()
-        self._trace = TraceFile(file)
+        self._trace = TraceFile(file, anew)
         self._set_detail_everywhere(detail, anew)
 
     def _metrics_to(self, interval: float, **options: Any) -> None:
@@ -225,13 +225,13 @@ class Monitor:
         if self._trace is None:
             return
         for reader in self._readers:
-            self._trace.add(reader, *reader.take())
+            self._trace.add(reader, *reader.take(), reader.lost)
         for follower in self._followers:
             if follower.clock.known:
                 for ring in follower.rings.values():
                     taken, ring.taken = ring.taken, []
-                    for first, data, ahead in taken:
-                        self._trace.add(ring, first, data, -(ahead or follower.clock.ahead))
+                    for first, data, lost in taken:
+                        self._trace.add(ring, first, data, lost, follower.clock)
         if self._trace.full and self._detail != 0:
             self._set_detail_everywhere(0)
 

@@ -40,10 +40,13 @@ class Timeline:
         self._submitted: dict[tuple[int, int, str], deque[tuple[int, int]]] = defaultdict(deque)
         self._chunks: dict[tuple[int, int], list[Record]] = defaultdict(list)
         self._ranks: set[int] = set()
+        self._last: dict[int, int] = {}  # time of the last record
+        self._doubts: dict[int, int] = {}
 
     def add(
-        self, who: Who, name_of: Callable[[int], Label], records: Iterable[Record], offset: int = 0
-    ) -> None:
+        self, who: Who, name_of: Callable[[int], Label], records: Iterable[Record], offset: int = 0,
+        doubt: int = 0, lost: int = 0,
+    ) -> None:  # fmt: skip
         """Add records of one rank.
 
         Args:
@@ -51,6 +54,8 @@ class Timeline:
             name_of: returns the label with a number.
             records: in their order.
             offset: nanoseconds to add to its clock.
+            doubt: uncertainty of that, in nanoseconds.
+            lost: how many records before these were overwritten in the ring.
         """
         rank, pid = who.rank, _RANKS + who.rank
         if rank not in self._ranks:
@@ -60,6 +65,13 @@ class Timeline:
                 self.writer.thread(pid, tid, text)
         for record in records:
             record = record._replace(time=record.time + offset)
+            if lost:
+                self._lose(rank, lost, record.time)
+                lost = 0
+            if doubt != self._doubts.get(rank, 0):
+                self._doubts[rank] = doubt
+                self.writer.counter(pid, "uncertainty of the clock, us", record.time, doubt / 1000)
+            self._last[rank] = record.time
             if record.kind == Kind.SUBMIT:
                 self._submit(rank, str(name_of(record.label)), record)
             elif record.kind == Kind.BATCH:
@@ -76,6 +88,15 @@ class Timeline:
                 self.writer.instant(pid, _STEPS, f"step {record.values[0]}", record.time)
             elif record.kind == Kind.TEXT:
                 self.writer.instant(pid, _STEPS, str(name_of(record.label)), record.time)
+
+    def _lose(self, rank: int, count: int, when: int) -> None:
+        """Mark a gap, and leave out what began before it: a later end would be taken for its own."""
+        self.writer.span(_RANKS + rank, _STEPS, f"{count} records lost", self._last.get(rank, when), when)
+        for key in [key for key in self._submitted if key[0] == rank]:
+            for began, _ in self._submitted.pop(key):
+                self.writer.end(self._tensor(key[2], rank), rank, "", began, lost=True)
+        for place in [place for place in self._chunks if place[0] == rank]:
+            del self._chunks[place]
 
     def _tensor(self, name: str, rank: int) -> int:
         """Return the process id of a tensor; name it and its rank's thread."""
@@ -116,7 +137,7 @@ class Timeline:
             if not when:
                 continue  # before the timeline was started
             pid = self._tensor(name, rank)
-            writer.end(pid, rank, f"NEGOTIATE_{kind}", began)
+            writer.end(pid, rank, f"NEGOTIATE_{kind}", began, round=number, process_set=record.set_id)
             writer.begin(pid, rank, kind, began)
             for text, start, end in parts:
                 writer.span(pid, rank, text, start, end)

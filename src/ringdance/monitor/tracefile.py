@@ -8,7 +8,7 @@ from collections import deque
 
 from ringdance.core.ring import RECORD, RingReader, records
 from ringdance.monitor.chrome import ChromeWriter
-from ringdance.monitor.links import RemoteRing
+from ringdance.monitor.links import Clock, RemoteRing
 from ringdance.monitor.timeline import Timeline
 
 __all__ = ["TraceFile"]
@@ -29,6 +29,7 @@ class TraceFile:
 
     Args:
         path: of it.
+        anew: whether the file begins later than the job.
 
     Attributes:
         full: whether it has its largest size; what comes later is left out.
@@ -37,10 +38,12 @@ class TraceFile:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, anew: bool = False) -> None:
         start = time.monotonic_ns() - int(_BEFORE_S * 1e9)
         self._timeline = Timeline(ChromeWriter(path, start, time.time() - _BEFORE_S))
-        self._taken: deque[tuple[Source, int, bytes, int]] = deque()
+        self._taken: deque[tuple[Source, int, bytes, int, int, int]] = deque()
+        self._anew = anew
+        self._lost: dict[Source, int] = {}
         self._room = _RECORDS
         self._spent, self._began = -_FIRST_S, time.monotonic()
 
@@ -48,13 +51,18 @@ class TraceFile:
     def full(self) -> bool:
         return self._room <= 0
 
-    def add(self, source: Source, first: int, data: bytes, offset: int = 0) -> None:
-        """Add what ``RingReader.take`` has returned; ``offset``: nanoseconds to add to that clock."""
-        if self.full:
+    def add(self, source: Source, first: int, data: bytes, lost: int, clock: Clock | None = None) -> None:
+        """Add what ``RingReader.take`` has returned, with ``RingReader.lost``; ``clock``: of another host."""
+        if self.full or not data:
             return
+        offset = -round(clock.ahead(RECORD.unpack_from(data)[0])) if clock else 0
+        doubt = clock.uncertainty if clock else 0
+        gap = lost - self._lost.setdefault(source, lost if self._anew else 0)
+        self._lost[source] = lost
         size = _SLICE * RECORD.size
         for at in range(0, len(data), size):
-            self._taken.append((source, first + at // RECORD.size, data[at : at + size], offset))
+            part = data[at : at + size]
+            self._taken.append((source, first + at // RECORD.size, part, offset, doubt, 0 if at else gap))
         self._room -= len(data) // RECORD.size
 
     def convert(self, everything: bool = False) -> None:
@@ -65,8 +73,8 @@ class TraceFile:
         allowed = math.inf if everything else _SHARE * (began - self._began) - self._spent
         now = began
         while self._taken and now - began < allowed:
-            source, first, data, offset = self._taken.popleft()
-            self._timeline.add(source.who, source.name, records(first, data), offset)
+            source, first, data, *how = self._taken.popleft()
+            self._timeline.add(source.who, source.name, records(first, data), *how)
             now = time.monotonic()
         self._timeline.writer.flush()
         self._spent += time.monotonic() - began

@@ -139,7 +139,7 @@ def _excerpt(trace: Sequence[RankTimes]) -> str:
         rows[f"{one.rank} {one.host}"] = [*computes, *waits, *cut(one, "batches", 2)]
     marks = {
         f"step {number}": (float(at) - begin) * 1e3
-        for number, at in list(zip(shown[0].numbers, shown[0].times[1:], strict=True))[-_EXCERPT_STEPS:]
+        for number, at in list(zip(shown[0].numbers, shown[0].ends, strict=True))[-_EXCERPT_STEPS:]
         if number
     }
     return svg.spans("The last steps of each rank", rows, _KINDS, marks, (end - begin) * 1e3)

@@ -13,7 +13,7 @@ from ringdance.launch.parser import Parser
 from ringdance.launch.spec import as_program
 from ringdance.observe.figures import Run, read_run
 from ringdance.observe.page import page
-from ringdance.observe.summary import RankTimes, ranks_of
+from ringdance.observe.summary import RankTimes, notes, ranks_of
 from ringdance.observe.trace import load
 from ringdance.observe.verdict import RunLimit, judge
 
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         trace = _trace(runs[-1], arguments.timeline)
         uneven = min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
         verdict = judge(runs[-1], uneven)
+        verdict.evidence.extend(notes(trace))
         target = arguments.output or runs[-1].directory / "report.html"
         try:
             target.write_text(page(runs, verdict, trace, arguments.batch_size), encoding="utf-8")

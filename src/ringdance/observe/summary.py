@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -11,15 +12,18 @@ from typing import Any
 import numpy as np
 
 from ringdance.observe.intervals import Array, Cover
-from ringdance.observe.trace import Span, Trace
+from ringdance.observe.trace import Key, Span, Trace
 
-__all__ = ["PARTS", "RankTimes", "rank_row", "ranks_of", "summarize"]
+__all__ = ["PARTS", "RankTimes", "notes", "rank_row", "ranks_of", "summarize"]
 
 PARTS = {
     "negotiate": "", "wait_for_data": "WAIT_FOR_DATA", "copy_in": "MEMCPY_IN_FUSION_BUFFER",
     "reduce": "MPI_ALLREDUCE", "copy_out": "MEMCPY_OUT_FUSION_BUFFER", "other": "",
 }  # fmt: skip
 """What exposed communication consists of: names of the spans that tell."""
+
+Members = dict[int, tuple[float, float]]
+"""Begin and end of a negotiation, by rank."""
 
 _RANK = re.compile(r"rank (\d+) on (.*) \(pid (\d+)\)")
 _STEP = re.compile(r"step (\d+)")
@@ -31,7 +35,10 @@ class RankTimes:
 
     Attributes:
         threads: spans by name of their thread.
-        times: begin and end of the steps; step ``numbers[i]`` is from ``times[i]`` to ``times[i + 1]``.
+        times: of the marks between steps.
+        numbers, steps, ends: of the steps, without those in which records were lost.
+        doubt: uncertainty of its clock.
+        lost: how many records.
         exposed: of each step.
         parts: of the exposed time of each step, see PARTS.
         hidden: exchanges of each step while the rank computed.
@@ -43,28 +50,33 @@ class RankTimes:
     threads: dict[str, list[Span]]
     times: Array
     numbers: list[int]
+    doubt: float = 0.0
+    lost: int = field(init=False)
+    steps: Array = field(init=False)
+    ends: Array = field(init=False)
     exposed: Array = field(init=False)
     parts: dict[str, Array] = field(init=False)
     hidden: Array = field(init=False)
 
     def __post_init__(self) -> None:
         waits, batches = (Cover((a, b) for _, a, b in self.threads.get(k, ())) for k in ("waits", "batches"))
-        self.exposed = waits.within(self.times)
-        inside = waits.within(self.times, batches)
-        self.hidden = batches.within(self.times) - inside
+        gaps = self.threads.get("steps", [])
+        self.lost = sum(int(text.split()[0]) for text, _, _ in gaps)
+        whole = Cover((a, b) for _, a, b in gaps).within(self.times) == 0
+        whole |= not whole.any()
+        self.numbers = [number for number, is_whole in zip(self.numbers, whole, strict=True) if is_whole]
+        self.steps, self.ends = np.diff(self.times)[whole], self.times[1:][whole]
+        self.exposed = waits.within(self.times)[whole]
+        inside = waits.within(self.times, batches)[whole]
+        self.hidden = batches.within(self.times)[whole] - inside
         phases: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for name, began, ended in self.threads.get("chunks", ()):
             phases[name].append((began, ended))
         self.parts = {
-            part: waits.within(self.times, Cover(phases[name])) for part, name in PARTS.items() if name
+            part: waits.within(self.times, Cover(phases[name]))[whole] for part, name in PARTS.items() if name
         }
         other = inside - sum(self.parts.values(), np.zeros_like(inside))
         self.parts = {"negotiate": self.exposed - inside, **self.parts, "other": np.maximum(other, 0.0)}
-
-    @property
-    def steps(self) -> Array:
-        """The length of each step."""
-        return np.diff(self.times)
 
     @property
     def computed(self) -> Array:
@@ -94,6 +106,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
             times, numbers = list(window), [0]
         ranks.append(RankTimes(
             int(match[1]), match[2], int(match[3]), threads[pid], np.array(times), numbers,
+            trace.doubts.get(pid, 0.0),
         ))  # fmt: skip
     return sorted(ranks, key=lambda one: one.rank)
 
@@ -101,12 +114,13 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
 def summarize(trace: Trace) -> dict[str, Any]:
     """Return a summary of a trace; times are in seconds, those of ranks means of their steps."""
     ranks = ranks_of(trace)
-    tensors, unfinished = _tensors(trace)
+    tensors, unfinished = _tensors(trace, {one.rank: one for one in ranks})
     marked = any(one.numbers != [0] for one in ranks)
     rows = [rank_row(one) for one in ranks]
     keys = [key for key in (rows[0] if rows else ()) if key.endswith("_seconds")]
     return {
         "steps_marked": marked,
+        "notes": notes(ranks),
         "ranks": sorted(rows, key=lambda row: -row["compute_seconds"]),
         "mean": {key: fmean([row[key] for row in rows]) for key in keys},
         "steps": _steps(ranks) if marked else [],
@@ -122,7 +136,17 @@ def rank_row(one: RankTimes) -> dict[str, Any]:
         "rank": one.rank, "host": one.host, "pid": one.pid, "steps": len(one.numbers),
         "step_seconds": float(one.steps.mean()), "compute_seconds": float(one.computed.mean()),
         "exposed_seconds": float(one.exposed.mean()), **means, "hidden_seconds": float(one.hidden.mean()),
+        "records_lost": one.lost, "clock_uncertainty": one.doubt,
     }  # fmt: skip
+
+
+def notes(ranks: Sequence[RankTimes]) -> list[str]:
+    """Return in sentences what a timeline does not tell."""
+    lost = ", ".join(f"{one.lost} of rank {one.rank}" for one in ranks if one.lost)
+    doubts = {one.host: f"{one.host} to {one.doubt * 1e6:,.0f} us" for one in ranks if one.doubt}
+    gaps = f"Records were lost, overwritten before they were read: {lost}. What they tell of is left out."
+    clocks = f"Clocks are known: {', '.join(doubts.values())}. Ranks are not said to be late by less."
+    return [gaps] * bool(lost) + [clocks] * bool(doubts)
 
 
 def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
@@ -141,49 +165,47 @@ def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
     return rows
 
 
-def _tensors(trace: Trace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return how late each tensor comes, and what some ranks have submitted for ever."""
-    submitted: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    rounds: dict[str, dict[Key, Members]] = defaultdict(lambda: defaultdict(dict))
     pending: dict[str, dict[int, float]] = defaultdict(dict)
     for (pid, tid), thread in trace.threads.items():
         name, rank = trace.processes.get(pid, ""), thread.removeprefix("rank ")
         if not rank.isdigit():
             continue
-        for text, began, ended in trace.spans.get((pid, tid), ()):
-            if text.startswith("NEGOTIATE_"):
-                submitted[name].append((ended, began, int(rank)))
+        for number, began, ended in trace.rounds.get((pid, tid), ()):
+            rounds[name][number][int(rank)] = began, ended
         for text, began in trace.open.get((pid, tid), ()):
             if text.startswith("NEGOTIATE_"):
                 pending[name][int(rank)] = began
-    every = {rank for rounds in submitted.values() for _, _, rank in rounds} | {
-        rank for ranks in pending.values() for rank in ranks
+    every = {rank for found in rounds.values() for members in found.values() for rank in members} | {
+        rank for waiting in pending.values() for rank in waiting
     }
-    rows = [row for name, spans in submitted.items() if (row := _lateness(name, spans))]
+    rows = [row for name, found in rounds.items() if (row := _lateness(name, found.values(), ranks))]
     left = [
-        {"tensor": name, "submitted_by": sorted(ranks), "missing": sorted(every - set(ranks)),
-         "since_seconds": min(ranks.values())}
-        for name, ranks in pending.items()
+        {"tensor": name, "submitted_by": sorted(waiting), "missing": sorted(every - set(waiting)),
+         "since_seconds": min(waiting.values())}
+        for name, waiting in pending.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: -row["late_seconds"]), left
 
 
-def _lateness(name: str, spans: list[tuple[float, float, int]]) -> dict[str, Any] | None:
-    """Return how long ranks wait for others to submit a tensor, and for whom most."""
-    rounds: list[dict[int, tuple[float, float]]] = [{}]
-    for ended, began, rank in sorted(spans):  # the ranks end a negotiation together
-        if rank in rounds[-1]:
-            rounds.append({})
-        rounds[-1][rank] = began, ended
+def _lateness(
+    name: str, rounds: Collection[Members], ranks: dict[int, RankTimes]
+) -> dict[str, Any] | None:
+    """Return how long ranks wait for others to submit a tensor, and for whom most; None if for no one."""
     late: Counter[int] = Counter()
     seconds: dict[int, float] = defaultdict(float)
     waits = []
     for members in rounds:
         begins = {rank: began for rank, (began, _) in members.items()}
-        last = max(begins, key=lambda rank: begins[rank])
+        first, last = (pick(begins, key=lambda rank: begins[rank]) for pick in (min, max))
+        behind = begins[last] - begins[first]
+        one, other = ranks[first], ranks[last]
         waits.append(max(ended - began for began, ended in members.values()))
-        if len(members) > 1:
+        if first != last and behind > (0.0 if one.host == other.host else one.doubt + other.doubt):
             late[last] += 1
-            seconds[last] += begins[last] - min(begins.values())
+            seconds[last] += behind
     if not seconds:
         return None
     rank = max(seconds, key=lambda one: seconds[one])

@@ -106,6 +106,8 @@ def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -
                 for row in summary["tensors"][:tensors]
             ],
         )  # fmt: skip
+    for text in summary["notes"]:
+        console.print(Text(text), soft_wrap=True)
     for row in summary["unfinished"]:
         by, missing = (", ".join(map(str, row[key])) or "none" for key in ("submitted_by", "missing"))
         text = f"At the end of the file {row['tensor']} waits: submitted by ranks {by}; missing: {missing}"

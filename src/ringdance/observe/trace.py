@@ -12,7 +12,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.spec import NO_FORMAT, check_regular
 
-__all__ = ["Span", "Trace", "load"]
+__all__ = ["Key", "Span", "Trace", "load"]
 
 Key = tuple[int, int]
 Span = tuple[str, float, float]
@@ -29,6 +29,8 @@ class Trace:
         threads: names by process and thread.
         spans: of each thread, in the order of their ends.
         instants: of each thread: name and time.
+        rounds: of each tensor's thread: process set and round of each negotiation, its begin and end.
+        doubts: by process the uncertainty of its clock.
         open: of each thread: name and begin of spans that do not end in the file.
     """
 
@@ -37,6 +39,8 @@ class Trace:
         self.threads: dict[Key, str] = {}
         self.spans: dict[Key, list[Span]] = defaultdict(list)
         self.instants: dict[Key, list[tuple[str, float]]] = defaultdict(list)
+        self.rounds: dict[Key, list[tuple[tuple[int, int], float, float]]] = defaultdict(list)
+        self.doubts: dict[int, float] = defaultdict(float)
         self.open: dict[Key, list[tuple[str, float]]] = defaultdict(list)
 
 
@@ -96,7 +100,13 @@ def _add_event(trace: Trace, event: dict[str, Any]) -> None:
         trace.open[thread].append((event["name"], event["ts"] / 1e6))
     elif phase == "E" and trace.open[thread]:
         name, began = trace.open[thread].pop()
-        trace.spans[thread].append((name, began, event["ts"] / 1e6))
+        args, ended = event.get("args", {}), event["ts"] / 1e6
+        if "round" in args:
+            trace.rounds[thread].append(((args["process_set"], args["round"]), began, ended))
+        elif "lost" not in args:
+            trace.spans[thread].append((name, began, ended))
+    elif phase == "C":
+        trace.doubts[pid] = max(trace.doubts[pid], event["args"]["value"] / 1e6)
     elif phase == "i" and "ts" in event:
         trace.instants[thread].append((event["name"], event["ts"] / 1e6))
     elif event["name"] == "process_name" and "name" in event["args"]:

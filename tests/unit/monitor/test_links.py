@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from random import Random
+
+import pytest
 
 from ringdance.core.ring import Kind, Ring, RingReader, Who, records
 from ringdance.launch.remote import tcp
@@ -60,7 +63,31 @@ def test_the_distance_of_two_clocks_is_found_through_slow_round_trips() -> None:
             time.sleep(0.02)  # the answer was late: such a round trip says little
         clock.answer(question["sent"], time.monotonic_ns() + ahead)
     assert clock.known
-    assert abs(clock.ahead - ahead) < 2_000_000
+    assert abs(clock.ahead(time.monotonic_ns() + ahead) - ahead) < 2_000_000
+
+
+@pytest.mark.parametrize("ppm", [30, -30, 0])
+def test_clocks_that_drift_apart_for_an_hour(ppm: int) -> None:
+    """The truth is within the uncertainty, which is about that of the short round trips."""
+    random = Random(1)
+    clock, rate = Clock(), ppm * 1e-6
+
+    def theirs(now: int) -> int:
+        return now + 7_000_000_000_000 + round(rate * now)
+
+    now, bounds = 10**9, []
+    for second in range(3600):
+        for _ in range(8 if second == 0 else 1):
+            there, back = (round(30_000 + random.expovariate(1 / 100_000)) for _ in range(2))  # ns
+            clock.answer(now, theirs(now + there), now + there + back)
+        for later in (0, 900_000_000):  # until the next round trip
+            at = now + later
+            error = abs(clock.ahead(theirs(at)) - (theirs(at) - at))
+            assert error <= clock.uncertainty + 1e-4 * later * (second < 10)
+        bounds.append(clock.uncertainty)
+        now += 10**9
+    assert sorted(bounds)[len(bounds) // 2] < 100_000
+    assert max(bounds) < 500_000
 
 
 def test_questions_about_the_clock_are_answered() -> None:
@@ -69,7 +96,7 @@ def test_questions_about_the_clock_are_answered() -> None:
         follower.check_clock()
         assert sender.commands() in (([], True),)
         follower.receive()
-    assert abs(follower.clock.ahead) < 50_000_000
+    assert abs(follower.clock.ahead(time.monotonic_ns())) < 50_000_000
     follower.frames.send({"do": "start", "detail": 1, "anew": True})
     found: list[dict[str, object]] = []
     while not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 
 from ringdance.core.recorder import Recorder
 from ringdance.core.request import Collective
-from ringdance.core.ring import Kind, RingReader, Who
+from ringdance.core.ring import MASK, Kind, RingReader, Who
 from ringdance.monitor import tracefile
 from ringdance.monitor.activities import activities, chunks_of
 from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.links import Clock
 from ringdance.monitor.timeline import COLLECTIVES, Timeline
+from ringdance.observe import timeline
+from ringdance.observe.summary import summarize
+from ringdance.observe.trace import load
 
 MS = 1_000_000
 
@@ -84,11 +89,11 @@ def test_the_largest_size_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     trace, reader = tracefile.TraceFile(str(path)), RingReader(recorder.ring.memory)
     for number in range(100):
         recorder.ring.add(Kind.STEP, a=number, b=1)
-        trace.add(reader, *reader.take())
+        trace.add(reader, *reader.take(), reader.lost)
         trace.convert(everything=True)
     assert trace.full
     recorder.ring.add(Kind.STEP, a=100, b=1)
-    trace.add(reader, *reader.take())
+    trace.add(reader, *reader.take(), reader.lost)
     trace.close()
     names = [event["name"] for event in written(path)]
     assert "step 99" in names
@@ -126,3 +131,65 @@ def test_a_chunk_that_stands_for_several_fills_the_time_until_the_next() -> None
     assert [duration / MS for duration in found[1].durations] == [2, 4, 6, 8]
     assert [duration / MS for duration in found[2].durations] == [2, 4, 6, 8]
     assert [duration / MS for duration in found[3].durations] == [1, 1, 0, 0]
+
+
+def test_records_that_are_lost_are_said_and_nothing_is_paired_over_the_gap(tmp_path: Path) -> None:
+    """Two ranks; of the first one's records so many are lost that an exchange has no end."""
+    path = tmp_path / "trace.json"
+    trace = tracefile.TraceFile(str(path))
+    began = time.monotonic_ns()
+    for rank in range(2):
+        recorder = Recorder(0, "")
+        recorder.ring.describe(rank, 2, f"node{rank}")
+        reader, label = RingReader(recorder.ring.memory), recorder.label("t")
+        for number in range(1, 41):
+            at = began + 100 * number * MS
+            recorder.ring.add(Kind.SUBMIT, label, 0, 8, 0, Collective.ALLREDUCE, when=at + 9 * rank * MS)
+            if rank == 0 and number == 20:  # more than there is room for; the exchange ends among them
+                trace.add(reader, *reader.take(), reader.lost)
+                for _ in range(MASK + 1000):
+                    recorder.ring.add(Kind.TEXT, when=at + MS)
+            else:
+                recorder.ring.add(Kind.BATCH, label, 0, number, 0, Collective.ALLREDUCE, 8, when=at + 10 * MS)
+            recorder.ring.add(Kind.STEP, a=number, b=1, when=at + 20 * MS)
+        trace.add(reader, *reader.take(), reader.lost)
+        if rank == 0:
+            assert reader.lost > 1000
+            said = f"{reader.lost} of rank 0"
+    trace.close()
+    found = summarize(load(path))
+    assert len(found["notes"]) == 1
+    assert said in found["notes"][0]
+    assert found["unfinished"] == []
+    assert [row["step"] for row in found["steps"]] == [*range(2, 20), *range(21, 41)]
+    (tensor,) = found["tensors"]
+    assert (tensor["late_rank"], tensor["late_share"], tensor["times"]) == (1, 1.0, 40)
+    assert tensor["late_seconds"] == pytest.approx(39 * 0.009, rel=0.1)
+
+
+def test_no_lateness_below_the_uncertainty_of_clocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks of two hosts submit 0.9 ms after one another, by clocks that are known to 1 ms, or to 0.1 ms."""
+    for trip_ms, late in ((2.0, None), (0.2, 1)):
+        path, clock = tmp_path / "trace.json", Clock()
+        trace = tracefile.TraceFile(str(path))
+        began = time.monotonic_ns()
+        clock.answer(began, began + 7 * MS + int(trip_ms * MS / 2), began + int(trip_ms * MS))
+        for rank in range(2):
+            recorder = Recorder(0, "")
+            recorder.ring.describe(rank, 2, f"node{rank}")
+            reader, label = RingReader(recorder.ring.memory), recorder.label("t")
+            for number in range(1, 5):
+                at = began + 10 * number * MS + 7 * MS * rank
+                recorder.ring.add(
+                    Kind.SUBMIT, label, 0, 8, 0, Collective.ALLREDUCE, when=at + rank * 9 * MS // 10
+                )
+                recorder.ring.add(Kind.BATCH, label, 0, number, 0, Collective.ALLREDUCE, 8, when=at + 5 * MS)
+            trace.add(reader, *reader.take(), reader.lost, clock if rank else None)
+        trace.close()
+        found = summarize(load(path))
+        assert [row["late_rank"] for row in found["tensors"]] == ([late] if late else [])
+        assert timeline.main([str(path)]) == 0
+        said = capsys.readouterr().out
+        assert f"Clocks are known: node1 to {trip_ms * 500:,.0f} us." in said

@@ -33,7 +33,7 @@ def write(path: Path, steps: int = 5) -> Path:
         for rank, submitted in ((0, 10), (1, 60)):
             pid, at = 1_000_000 + rank, (1000 + step * 100) * MS
             writer.begin(2_000_000, rank, "NEGOTIATE_ALLREDUCE", at + submitted * MS)
-            writer.end(2_000_000, rank, "NEGOTIATE_ALLREDUCE", at + 70 * MS)
+            writer.end(2_000_000, rank, "NEGOTIATE_ALLREDUCE", at + 70 * MS, round=step, process_set=0)
             writer.span(pid, BATCHES, "ALLREDUCE", at + 70 * MS, at + 90 * MS, bytes=5)
             writer.span(pid, CHUNKS, "WAIT_FOR_DATA", at + 70 * MS, at + 75 * MS)
             writer.span(pid, CHUNKS, "MPI_ALLREDUCE", at + 75 * MS, at + 88 * MS)
