@@ -47,6 +47,29 @@ def alone() -> tuple[np.ndarray, np.ndarray]:
     return table.values, table.accumulators
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sums_may_begin_at_0(sharded: bool) -> None:
+    table = hvd.EmbeddingTable(8, 3, rate=0.1, accumulator=0, sharded=sharded)
+    before, _ = table.lookup(np.arange(8), training=False)
+    for _ in range(2):
+        rows, _ = table.lookup(np.arange(4))
+        gradient = np.zeros_like(rows)
+        gradient[1], gradient[2, 0], gradient[3, 0] = -2e-3, 5.0, 1e-25  # its square is 0 in float32
+        table.update(gradient)
+    moved = table.lookup(np.arange(8), training=False)[0] - before
+    step = 0.1 * (1 + 0.5**0.5)  # Adagrad's first two, whatever the gradient
+    expected = np.zeros((8, 3))
+    expected[1], expected[2, 0] = step, -step
+    np.testing.assert_allclose(moved, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulator", [-0.1, float("nan"), float("inf")])
+def test_sums_that_are_none_are_refused(accumulator: float) -> None:
+    with pytest.raises(ArgumentError, match=f"accumulator={accumulator}"):
+        hvd.EmbeddingTable(8, 3, accumulator=accumulator)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_steps_are_those_of_one_process(sharded: bool, tmp_path: Path) -> None:
     table = hvd.EmbeddingTable(ROWS, COLUMNS, rate=0.1, scale=0.5, sharded=sharded)

@@ -26,6 +26,7 @@ __all__ = ["EmbeddingTable"]
 Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16  # rows that are drawn, sent, read or written at once
 _STEP = 2048  # rows that are updated at once, in the processor's cache
+_TINY = np.finfo(np.float32).tiny
 
 
 class EmbeddingTable:
@@ -42,7 +43,9 @@ class EmbeddingTable:
         columns: of each row.
         rate: the learning rate, which may be changed at any time.
         scale: standard deviation of the first values, drawn from a normal distribution.
-        accumulator: first sum of squared gradients; greater: smaller first steps.
+        accumulator: first sum of squared gradients, 0 or more; greater: smaller first steps. The default is
+            that of Keras and TensorFlow. Gradients of a mean over a batch are small: where their squares stay
+            far below this sum, steps are those of SGD at rate / sqrt(accumulator).
         sharded: whether each rank has only its part of the rows; ``lookup`` is a collective call then.
         seed: of the first values, which do not depend on the number of ranks.
         name: key that matches the ranks' calls, for people too.
@@ -60,6 +63,8 @@ class EmbeddingTable:
     ) -> None:
         if rows < 1 or columns < 1:
             raise ArgumentError(f"EmbeddingTable({rows}, {columns}): give a positive number of each.")
+        if not 0 <= accumulator < np.inf:
+            raise ArgumentError(f"EmbeddingTable(accumulator={accumulator}): sums of squares begin at 0 or more.")
         engine = session.engine()
         self.rows, self.columns, self.rate, self.name = rows, columns, rate, name
         self.sharded = sharded and engine.size > 1
@@ -149,6 +154,7 @@ class EmbeddingTable:
         squares = self.accumulators.take(keys, axis=0)  # twice as fast as an index
         squares += gradient * gradient
         self.accumulators[keys] = squares
+        np.maximum(squares, _TINY, out=squares)  # 0 / 0 where neither sum nor gradient is more than 0
         np.sqrt(squares, out=squares)
         np.divide(gradient, squares, out=squares)
         squares *= self.rate
