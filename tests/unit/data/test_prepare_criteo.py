@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from criteo_lines import criteo_lines
 
 from ringdance.data import Table, planted
+from ringdance.data.prepare import shuffle
 from ringdance.data.prepare.cli import main
 from ringdance.data.prepare.shuffle import divide
 
@@ -168,9 +171,77 @@ def test_real_rows(tmp_path):
 def test_cuts_between_any_ranks():
     random = np.random.RandomState(0)
     keys = [np.sort(random.randint(0, 2**63, n).astype(np.uint64) * np.uint64(2)) for n in (0, 1, 50, 400)]
-    cuts = divide(keys, np.array([0, 1, 77, 451]))
+    cuts = divide(lambda: keys, np.array([0, 1, 77, 451]))
     assert cuts.sum(axis=1).tolist() == [0, 1, 77, 451]
     joined = np.sort(np.concatenate(keys))
     for rank, cut in zip((0, 1, 77, 451), cuts, strict=True):
         before = np.concatenate([one[:at] for one, at in zip(keys, cut, strict=True)])
         assert (np.sort(before) == joined[:rank]).all()
+
+
+@pytest.mark.parametrize("near", [0, 60])
+def test_cuts_of_keys_that_share_their_first_bits(near, monkeypatch):
+    """However few or many keys a bucket has, as many as wanted are before a cut."""
+    monkeypatch.setattr(shuffle, "_NEAR", near)
+    keys = [np.arange(n, 3000, 7, dtype=np.uint64) for n in range(7)]
+    ranks = np.array([0, 1, 2, 1500, 2999, 3000])
+    assert divide(lambda: keys, ranks).sum(axis=1).tolist() == ranks.tolist()
+
+
+def test_merged_runs_give_the_same_bytes(source, tmp_path, monkeypatch):
+    """With two groups of runs, one of them merged, and what an interrupted run has merged already."""
+    words = ("--shards", 3, "--balance", "--chunk", 0.02, "--table-size", 5000, "--validation")
+    assert prepare(source / "day_10", tmp_path / "whole", *words, source / "day_2") == 0
+    monkeypatch.setattr(shuffle, "MOST_RUNS", 50)
+    monkeypatch.setattr(shuffle, "MERGED", 9)
+    monkeypatch.setattr(shuffle, "_PIECE", 300)
+    gather = shuffle.gather
+    monkeypatch.setattr(shuffle, "gather", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(source / "day_10", tmp_path / "merged", *words, source / "day_2")
+    left = [path.name.split(".")[:2] for path in (tmp_path / "merged/.prepare").glob("*.rows.npy")]
+    assert left.count(["merged", "1"]) == 7
+    assert left.count(["sorted", "0"]) == 47
+    assert len(left) == 54, "runs that were merged are removed"
+    monkeypatch.setattr(shuffle, "gather", gather)
+    monkeypatch.setattr(shuffle, "merge", lambda *_: 1 / 0)  # nothing is merged again
+    assert prepare(source / "day_10", tmp_path / "merged", *words, source / "day_2") == 0
+    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
+
+
+MEASURED = """
+import resource, sys
+from ringdance.data.prepare import shuffle
+from ringdance.data.prepare.cli import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+code = main(["prepare", "criteo", *sys.argv[2:]])
+print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("runs", "processes"), [
+    (1200, 1), pytest.param(20_000, 2, marks=[pytest.mark.slow, pytest.mark.limit(1800)]),
+])  # fmt: skip
+def test_many_runs_need_few_open_files_and_little_memory(tmp_path, runs, processes):
+    """Each row is there once; every run has some rows for every file."""
+    source, chunk, count = tmp_path / "train.txt", 2048, 0
+    with open(source, "wb") as file:
+        for part in planted(runs * 10, seed=5):
+            for line in criteo_lines(part, "\t").splitlines(keepends=True):
+                if file.tell() < runs * chunk:
+                    file.write(line)
+                    count += 1
+    words = [source, tmp_path / "out", "--shards", 16, "--chunk", chunk / (1 << 20), "-np", processes]
+    limit = 256 if runs < 10_000 else 1024
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, [limit, *words])], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"Between the passes: merge {runs} runs into {-(-runs // shuffle.MERGED)}" in done.stderr
+    assert int(done.stdout.split()[-1]) < 1 << 20, "1 GB, in kB"
+    table = Table.open(source, table_size=1_000_000, format="csv")
+    there = table.read(np.arange(len(table))).packed()
+    found = Table.open(tmp_path / "out").read(np.arange(count)).packed()
+    assert len(found) == len(there) == count
+    assert sorted(row.tobytes() for row in found) == sorted(row.tobytes() for row in there)

@@ -66,7 +66,8 @@ SRC, also compressed as .gz:
   a directory of these     without files whose names begin with "test"; of a prepared one both splits
 
 Categories become ids by a hash, below --table-size; numbers x become log1p(x). Rows are shuffled over all
-files, always in the same way: a sort by hashes in two passes, which needs as much disk again as the result.
+files, always in the same way: a sort by hashes in two passes, which needs as much disk again as the result;
+above 64 GB of text what is sorted is merged in between.
 Broken rows are left out and listed in DST/problems.tsv.
 
 examples:
@@ -205,7 +206,7 @@ def _prepare_clicks(arguments: argparse.Namespace) -> int:
     files = criteo.find([path.absolute() for path in arguments.source], apart)
     plan = ShufflePlan(
         files, arguments.format, arguments.shards, arguments.table_size, arguments.balance, share,
-        arguments.max_broken, arguments.chunk << 20,
+        arguments.max_broken, round(arguments.chunk * (1 << 20)),
     )  # fmt: skip
     destination = arguments.destination.absolute()
     return LEFT_OUT if criteo.prepare(destination, plan, _job(arguments), arguments.overwrite) else 0
@@ -255,7 +256,7 @@ def _add_clicks(parser: argparse.ArgumentParser) -> None:
     _add_table(parser, _share_or_path, "SHARE|SRC", ", or its files (default: none)")
     add("--balance", action="store_true", help="give each file the same share of clicks")
     add("--max-broken", type=int, metavar="N", help="broken rows to leave out (default: one in a hundred)")
-    add("--chunk", type=_positive, default=64, help=argparse.SUPPRESS)  # MB; for tests
+    add("--chunk", type=float, default=64, help=argparse.SUPPRESS)  # MB; for tests
 
 
 def _add_table(

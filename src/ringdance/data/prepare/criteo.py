@@ -8,19 +8,19 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.filesize import decimal
 
-from ringdance.data.files import needed, write_whole
+from ringdance.data.files import needed, npy, write_whole
 from ringdance.data.order import block
+from ringdance.data.prepare import shuffle
 from ringdance.data.prepare.chunks import SourceFile
 from ringdance.data.prepare.generate import SPLITS, clear, file_count
 from ringdance.data.prepare.plan import finished, state
 from ringdance.data.prepare.prepare import locked, run_work, say
 from ringdance.data.prepare.progress import PrepareProgress
-from ringdance.data.prepare.shuffle import OutputFile, ShufflePlan, divide, read_outputs, work
+from ringdance.data.prepare.shuffle import OutputFile, Run, ShufflePlan, cuts, is_merged, work
 from ringdance.data.tables.formats import SUFFIXES
 from ringdance.data.tables.writing import ENDS, write_index
 from ringdance.errors import ArgumentError
@@ -102,7 +102,12 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
         say(f"{len(plan.files)} files, {decimal(size)}; {decimal(shutil.disk_usage(destination).free)} free")
         say("Pass 1 of 2: parse and sort")
         run_work(destination, work, "1", job, PrepareProgress(0, size, "rows"))
-        outputs, left_out = _divide(destination, plan)
+        groups, left_out = _runs(destination, plan)
+        outputs = []
+        for group, runs in enumerate(_merged(destination, groups, job)):
+            outputs += _outputs(destination, plan, runs, group)
+        listed = json.dumps([asdict(one) for one in outputs])
+        write_whole(state(destination) / "outputs.json", listed.encode())
         rows = sum(one.rows for one in outputs if not finished(destination, one.name))
         say(f"Pass 2 of 2: write {rows} rows into {len(outputs)} files")
         run_work(destination, work, "2", job, PrepareProgress(rows, rows, "rows"))
@@ -131,10 +136,10 @@ def _remove_state(destination: Path, keep: str = "") -> None:
             path.unlink()
 
 
-def _divide(destination: Path, plan: ShufflePlan) -> tuple[list[OutputFile], int]:
-    """Decide which file gets which rows, list the broken ones; return the files and the number of broken."""
+def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[list[Run]], int]:
+    """List the broken rows; return the runs of each group, and the number of broken rows."""
     directory = state(destination)
-    runs: list[list[dict[str, Any]]] = [[], []]
+    runs: list[list[Run]] = [[], []]
     problems, total = [], 0
     for number, file in enumerate(plan.files):
         first = 1 + bool(file.header)
@@ -142,7 +147,7 @@ def _divide(destination: Path, plan: ShufflePlan) -> tuple[list[OutputFile], int
         for run in (run for note in notes for run in note):
             problems += [f"{file.path}\t{first + row}\t{text}\n" for row, text in run["broken"]]
             first, total = first + run["rows"], total + run["rows"]
-            runs[file.group].append(run)
+            runs[file.group].append(Run(run["name"], run["classes"]))
     (destination / _PROBLEMS).unlink(missing_ok=True)
     if problems:
         (destination / _PROBLEMS).write_text("".join(problems), errors="surrogateescape")
@@ -151,17 +156,33 @@ def _divide(destination: Path, plan: ShufflePlan) -> tuple[list[OutputFile], int
         if len(problems) > limit:
             raise ArgumentError(f"{told}: more than --max-broken {limit}. A larger one resumes from here")
         say(f"{told}, and left out. The first: {problems[0].strip()}")
-    outputs = []
-    for group, some in enumerate(runs):
-        outputs += _outputs(directory, plan, some, group) if some else []
-    write_whole(directory / "outputs.json", json.dumps([asdict(one) for one in outputs]).encode())
-    return read_outputs(destination), len(problems)
+    return runs, len(problems)
 
 
-def _outputs(directory: Path, plan: ShufflePlan, runs: list[dict[str, Any]], group: int) -> list[OutputFile]:
+def _merged(destination: Path, groups: list[list[Run]], job: JobSpec) -> list[list[Run]]:
+    """Merge the runs of groups that have too many; return those that are left."""
+    found, todo = [], []
+    for group, runs in enumerate(groups):
+        if len(runs) > shuffle.MOST_RUNS:
+            begins = range(0, len(runs), shuffle.MERGED)
+            parts = [(f"merged.{group}.{at}", runs[at : at + shuffle.MERGED]) for at in begins]
+            todo += parts
+            runs = [Run(name, np.sum([run.classes for run in some], 0).tolist()) for name, some in parts]
+        found.append(runs)
+    if todo:
+        write_whole(state(destination) / "merge.json", json.dumps(todo).encode())
+        left = [some for name, some in todo if not is_merged(destination, name)]
+        rows = sum(sum(run.classes) for some in left for run in some)
+        say(f"Between the passes: merge {sum(map(len, left))} runs into {len(left)}")
+        run_work(destination, work, "merge", job, PrepareProgress(rows, rows, "rows"))
+    return found
+
+
+def _outputs(destination: Path, plan: ShufflePlan, runs: list[Run], group: int) -> list[OutputFile]:
     """Divide the rows of a group into files."""
-    classes = np.array([run["classes"] for run in runs])  # rows of each run and class
-    total = classes.sum(axis=0)
+    if not runs:
+        return []
+    total = np.sum([run.classes for run in runs], axis=0)  # of each class
     held = np.round(total * plan.validation).astype(int) if plan.validation else total * group
     names, counts = [], []
     for split, wanted in (("validation", held), ("train", total - held)):
@@ -170,17 +191,8 @@ def _outputs(directory: Path, plan: ShufflePlan, runs: list[dict[str, Any]], gro
         for shard in range(shards):
             names.append(f"{split}-{shard:05}-of-{shards:05}.{ENDS[plan.format]}")
             counts.append([np.subtract(*block(int(n), shard, shards)[::-1]) for n in wanted])
-    cuts = []
-    for number, begins in enumerate((0 * classes[:, 0], classes[:, 0])):
-        keys = []
-        for run, begin, end in zip(runs, begins, begins + classes[:, number], strict=True):
-            keys.append(np.load(directory / f"{run['name']}.keys.npy", mmap_mode="r")[begin:end])
-        ends = np.append(0, np.cumsum([one[number] for one in counts]))
-        cuts.append(divide(keys, ends) + begins)
-    return [
-        OutputFile(name, int(np.sum(counts[n])), [
-            (run["name"], [(int(cut[n, r]), int(cut[n + 1, r])) for cut in cuts])
-            for r, run in enumerate(runs)
-        ])
-        for n, name in enumerate(names)
-    ]  # fmt: skip
+    ranks, directory = np.cumsum([0 * total, *counts], axis=0), state(destination)
+    found = [cuts(directory, runs, kind, ranks[:, kind]) for kind in range(len(total))]
+    write_whole(directory / f"cuts.{group}.npy", npy(np.stack(found, axis=1)))
+    write_whole(directory / f"runs.{group}.json", json.dumps([run.name for run in runs]).encode())
+    return [OutputFile(name, int(sum(counts[n])), group, n) for n, name in enumerate(names)]

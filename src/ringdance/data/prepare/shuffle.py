@@ -5,28 +5,49 @@ by keys is a permutation that depends on the source alone. Pass 1 parses chunks 
 is sorted by class and key. Between the passes the keys are found that divide the order into files of the
 sizes wanted. Pass 2 reads for each file what every run has between two keys, and writes it in the order of
 another hash. Without ``--balance`` all rows are of one class; with it, clicks and others are divided apart.
+
+Of more runs than MOST_RUNS each file would have a few rows only, so that MERGED of them at a time are merged
+into one before. This changes no byte of the result, as no key is there twice. One run is open at a time, and
+keys of one are in memory.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from ringdance.data.files import npy, write_whole
+from ringdance.data.files import ShardWriter, npy, write_whole
 from ringdance.data.prepare.chunks import SourceFile, parse
 from ringdance.data.prepare.plan import finished, state
 from ringdance.data.prepare.work import Report, run_process, taken
 from ringdance.data.tables import criteo
-from ringdance.data.tables.rows import Array, Rows
+from ringdance.data.tables.rows import Array, Rows, dtype, header
 from ringdance.data.tables.table import TableFile
 from ringdance.data.tables.writing import TableWriter, Written
 
+MOST_RUNS, MERGED = 1024, 128
 _WRITTEN = 1 << 14  # rows that are encoded at once
+_PIECE = 1 << 18  # rows that are merged at once: 85 MB
+_NEAR = 12  # bits: that many keys are sorted to find one
+
+
+class Run(NamedTuple):
+    """Rows that are sorted by class and key: ``NAME.keys.npy`` and ``NAME.rows.npy``.
+
+    Attributes:
+        name: of its files, without the end.
+        classes: rows of each class.
+    """
+
+    name: str
+    classes: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -76,12 +97,14 @@ class OutputFile:
     Attributes:
         name: such as "train-00000-of-00008.npy".
         rows: how many it has.
-        parts: of each run: its name, and begin and end of rows there, of each class.
+        group: of its rows; ``runs.GROUP.json`` has the names of the runs.
+        number: of its rows in ``cuts.GROUP.npy``, shape (files + 1, classes, runs): begins, ends in the next.
     """
 
     name: str
     rows: int
-    parts: Sequence[tuple[str, Sequence[tuple[int, int]]]]
+    group: int
+    number: int
 
     def written(self, destination: Path) -> Written:
         """Return what was noted of it when it was complete."""
@@ -111,35 +134,86 @@ def _save(destination: Path, name: str, array: Array) -> None:
     write_whole(state(destination) / name, npy(array))
 
 
-def divide(keys: Sequence[Array], ranks: Array) -> Array:
+def divide(keys: Callable[[], Iterable[Array]], ranks: Array) -> Array:
     """Return where sorted runs are cut so that so many keys are before the cuts.
 
     Args:
-        keys: of each run, sorted, uint64; no key is there twice.
+        keys: iterates over the runs, three times: keys of each, sorted, uint64; no key is there twice.
         ranks: shape (cuts,), int64: from 0 to the number of keys.
 
     Returns:
         Shape (cuts, runs), int64.
     """
-    low, high = np.zeros(len(ranks), np.uint64), np.full(len(ranks), np.iinfo(np.uint64).max)
-    for _ in range(64):  # the smallest bound with as many keys below it
-        middle = low + (high - low) // np.uint64(2)
-        enough = sum((np.searchsorted(one, middle) for one in keys), np.zeros(len(ranks), np.int64)) >= ranks
-        low, high = np.where(enough, low, middle + np.uint64(1)), np.where(enough, middle, high)
-    return np.stack([np.searchsorted(one, high) for one in keys], axis=1)
+    bits = max(8, int(ranks.max()).bit_length() - _NEAR)
+    shift, buckets = np.uint64(64 - bits), 1 << bits  # a key's first bits are its bucket
+    counts = sum(np.bincount((one >> shift).view(np.int64), minlength=buckets) for one in keys())
+    ends = np.cumsum(counts)
+    bucket = np.minimum(np.searchsorted(ends, ranks, "right"), buckets - 1)
+    wanted = np.zeros(buckets, bool)
+    wanted[bucket] = True
+    last = np.array([np.iinfo(np.uint64).max], np.uint64)
+    near = np.sort(np.concatenate([*(one[wanted[(one >> shift).view(np.int64)]] for one in keys()), last]))
+    first = np.searchsorted(near, bucket.astype(np.uint64) << shift)
+    bounds = near[first + ranks - (ends - counts)[bucket]]
+    return np.stack([np.searchsorted(one, bounds) for one in keys()], axis=1)
+
+
+def cuts(directory: Path, runs: Sequence[Run], kind: int, ranks: Array) -> Array:
+    """Return where the rows of a class begin, and where they are cut: as :func:`divide` does, in the runs."""
+    begins = [sum(run.classes[:kind]) for run in runs]
+
+    def keys() -> Iterator[Array]:
+        for run, begin in zip(runs, begins, strict=True):
+            found = np.load(directory / f"{run.name}.keys.npy", mmap_mode="r")
+            yield np.asarray(found[begin : begin + run.classes[kind]])
+
+    found: Array = divide(keys, ranks) + np.array(begins)
+    return found
+
+
+def _between(directory: Path, names: Sequence[str], begins: Array, ends: Array) -> tuple[Array, Array]:
+    """Return keys and rows that runs have between two cuts, shape (classes, runs)."""
+
+    def joined(kind: str) -> Array:
+        parts: list[Array] = []
+        for name, *ranges in zip(names, *begins, *ends, strict=True):
+            of_run = np.load(directory / f"{name}.{kind}.npy", mmap_mode="r")
+            half = len(ranges) // 2
+            parts += [np.array(of_run[a:b]) for a, b in zip(ranges[:half], ranges[half:], strict=True)]
+        return np.concatenate(parts)
+
+    return joined("keys"), joined("rows")
+
+
+def merge(destination: Path, fields: int, name: str, runs: Sequence[Run], report: Report) -> None:
+    """Merge runs into one, and remove them; it is complete when its rows are there."""
+    directory, names = state(destination), [run.name for run in runs]
+    classes = np.sum([run.classes for run in runs], axis=0).tolist()
+    about = header(sum(classes), np.dtype(np.uint64)), header(sum(classes), dtype(fields))
+    ends = [directory / f"{name}.{kind}.npy" for kind in ("rows", "keys")]
+    with ShardWriter(ends[0]) as rows_file, ShardWriter(ends[1]) as keys_file:
+        keys_file.write(about[0])
+        rows_file.write(about[1])
+        for number, total in enumerate(classes):
+            found = cuts(directory, runs, number, np.array([*range(0, total, _PIECE), total]))
+            for begin, end in pairwise(found[:, None]):
+                keys, rows = _between(directory, names, begin, end)
+                order = np.argsort(keys)
+                keys_file.write(keys[order].tobytes())
+                rows_file.write(rows[order].tobytes())
+                report(len(order), len(order))
+    for run in runs:
+        for kind in ("keys", "rows"):
+            (directory / f"{run.name}.{kind}.npy").unlink()
 
 
 def gather(destination: Path, plan: ShufflePlan, output: OutputFile, report: Report) -> None:
     """Write a file from what the runs have for it."""
-    keys: list[Array] = []
-    found: list[Array] = []
     directory = state(destination)
-    for name, ranges in output.parts:
-        for kind, pieces in (("keys", keys), ("rows", found)):
-            of_run = np.load(directory / f"{name}.{kind}.npy", mmap_mode="r")
-            pieces += [of_run[begin:end] for begin, end in ranges]
-    order = np.argsort(criteo.mixed(np.concatenate(keys)))
-    rows, fields = np.concatenate(found), plan.files[0].fields
+    names = json.loads((directory / f"runs.{output.group}.json").read_text())
+    found = np.load(directory / f"cuts.{output.group}.npy", mmap_mode="r")
+    keys, rows = _between(directory, names, *found[output.number : output.number + 2])
+    order, fields = np.argsort(criteo.mixed(keys)), plan.files[0].fields
     with TableWriter(destination / output.name, plan.format, output.rows, fields) as writer:
         for at in range(0, output.rows, _WRITTEN):
             some = order[at : at + _WRITTEN]
@@ -155,7 +229,7 @@ def work(destination: Path, run: str, step: str, report: Report) -> None:
     Args:
         destination: directory of the data set.
         run: name of this run.
-        step: "1" or "2".
+        step: "1", "merge" or "2".
         report: takes rows and bytes.
     """
     plan = ShufflePlan.read(destination)
@@ -165,9 +239,19 @@ def work(destination: Path, run: str, step: str, report: Report) -> None:
             if not (state(destination) / note).exists() and taken(destination, run, note.name):
                 scatter(destination, plan, number, unit, note, report)
         return
+    if step == "merge":
+        for name, runs in json.loads((state(destination) / "merge.json").read_text()):
+            if not is_merged(destination, name) and taken(destination, run, name):
+                merge(destination, plan.files[0].fields, name, [Run(*one) for one in runs], report)
+        return
     for output in read_outputs(destination):
         if not finished(destination, output.name) and taken(destination, run, output.name):
             gather(destination, plan, output, report)
+
+
+def is_merged(destination: Path, name: str) -> bool:
+    """Whether a run that others are merged into is complete."""
+    return (state(destination) / f"{name}.rows.npy").exists()
 
 
 def read_outputs(destination: Path) -> list[OutputFile]:

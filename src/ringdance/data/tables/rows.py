@@ -111,9 +111,9 @@ def dtype(fields: int) -> np.dtype[np.void]:
     return np.dtype([("label", "<f4"), ("ids", "<i4", (fields,)), ("values", "<f4", (fields,))])
 
 
-def header(count: int, fields: int) -> bytes:
-    """Return what a ``.npy`` file with so many rows begins with."""
+def header(count: int, kind: np.dtype[Any]) -> bytes:
+    """Return what a ``.npy`` file with so many elements of a dtype begins with."""
     memory = io.BytesIO()
-    about = {"descr": np.lib.format.dtype_to_descr(dtype(fields)), "fortran_order": False, "shape": (count,)}
+    about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(memory, about)
     return memory.getvalue()

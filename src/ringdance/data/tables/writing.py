@@ -11,7 +11,7 @@ import numpy as np
 from ringdance.data.files import ShardWriter
 from ringdance.data.tables import examples, lines
 from ringdance.data.tables.formats import scan
-from ringdance.data.tables.rows import Array, Rows, header
+from ringdance.data.tables.rows import Array, Rows, dtype, header
 from ringdance.data.tables.table import Table, TableFile
 from ringdance.errors import ArgumentError
 
@@ -51,7 +51,7 @@ class TableWriter:
         self.path, self.format, self.count = path, format, count
         self._file, self._rows = ShardWriter(path), 0
         if format == "rows":
-            self._file.write(header(count, fields))
+            self._file.write(header(count, dtype(fields)))
 
     def write(self, rows: Rows) -> None:
         """Append rows."""
