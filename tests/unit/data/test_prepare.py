@@ -7,7 +7,10 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ import pytest
 
 from ringdance.data import Dataset, Table, write
 from ringdance.data.prepare.cli import main
+from ringdance.data.prepare.sources import find
 from ringdance.errors import ArgumentError
 
 PIL = pytest.importorskip("PIL.Image")
@@ -429,8 +433,43 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
         (tmp_path / "src" / name).symlink_to("..")
         assert f"{name} links to a directory above it" in refused()
         (tmp_path / "src" / name).unlink()
+    ring = [tmp_path / "src" / one / "next" for one in CLASSES]  # each links to the next class
+    for link, to in zip(ring, [*CLASSES[1:], CLASSES[0]], strict=True):
+        link.symlink_to(f"../{to}")
+    assert f"{CLASSES[0]}/next/next/next links to a directory above it" in refused()
+    for link in ring:
+        link.unlink()
     (tmp_path / "src" / CLASSES[0]).rename(tmp_path / "src" / os.fsdecode(b"\xff\xfe"))
     assert "the name of the class '\\udcff\\udcfe' is not UTF-8" in refused()
+
+
+def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
+    """ImageNet-21k has 14 million: names of 31 bytes, less than 100 bytes of each image in all."""
+    for number in range(30_000):
+        name = f"n{number // 300:08}/n{number // 300:08}_{number:05}.JPEG"
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mknod(tmp_path / name)
+    tracemalloc.start()
+    try:
+        [found] = find(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 100 * 30_000
+    finally:
+        tracemalloc.stop()
+    assert len(found.names) == len(found.places) == 30_000
+    assert [found.names[number] for number in (0, 29_999)] == ["n00000000/n00000000_00000.JPEG", name]
+    assert found.places["label"].tolist() == [number // 300 for number in range(30_000)]
+
+
+def test_a_process_that_cannot_go_on_has_the_exit_code_of_one(tmp_path):
+    """2, as where this process writes; the disk is full for the processes of a job."""
+    class_directories(tmp_path / "src", 40)
+    words = ["data", "prepare", "imagenet", tmp_path / "src", tmp_path / "dst", "--shards", 2, "-np", 2]
+    limited = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (20_000, 20_000)); import ringdance.cli as c"
+    script = f"{limited}, sys; sys.exit(c.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "tfrecord: File too large" in done.stderr
+    assert done.returncode == 2, done.stderr
 
 
 def test_info_after_an_interruption_says_to_resume(tmp_path, capfd):

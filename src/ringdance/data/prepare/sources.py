@@ -11,6 +11,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,26 @@ SPLITS = {"train": ("train",), "validation": ("val", "validation")}
 _TARS = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
 _KAGGLE = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")
 _IMAGE = re.compile(r"\.(jpe?g|png|gif|bmp|webp|tiff?)$", re.IGNORECASE)
+
+
+class Names(Sequence[str]):
+    """Names in one buffer, as ImageNet-21k has 14 million: each with a newline behind it.
+
+    Args:
+        text: UTF-8, with surrogates for other bytes.
+        ends: shape (names,), int64: where the next one begins.
+    """
+
+    def __init__(self, text: bytearray, ends: np.ndarray[Any, Any]) -> None:
+        self.text, self._ends = text, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Return a name; no slices."""
+        begin = self._ends[number - 1] if number else 0
+        return self.text[begin : self._ends[number] - 1].decode(errors="surrogateescape")
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class Source:
     classes: Sequence[str]
     texts: Mapping[str, str]
     tars: Sequence[str]
-    names: Sequence[str]
+    names: Names
     changed: str
     places: Places
 
@@ -64,9 +85,10 @@ class Source:
     @property
     def fingerprint(self) -> str:
         """A hash of names, sizes, labels and texts."""
-        found = hashlib.sha256("\n".join([*self.names, "", *self.classes]).encode(errors="surrogateescape"))
+        found = hashlib.sha256(self.names.text)
+        found.update("\n".join(["", *self.classes]).encode(errors="surrogateescape"))
         found.update(repr(sorted(self.texts.items())).encode())
-        found.update(np.ascontiguousarray(self.places[["label", "length", "offset"]]).tobytes())
+        found.update(np.ascontiguousarray(self.places).view(np.uint8))
         return found.hexdigest()
 
 
@@ -114,33 +136,46 @@ def _place(source: Path, split: str) -> Path | None:
 def _source(
     split: str, place: Path, source: Path, known: Sequence[str], texts: Mapping[str, str], labels: Path | None
 ) -> Source:
-    """List the images of a split and number their classes."""
-    found = sorted(_in_tar(place) if place.is_file() else _in_directory(place), key=lambda one: one[:2])
-    if not found:
+    """List the images of a split and number their classes; objects of one class are in memory at a time."""
+    text, ends, places, changed = bytearray(), bytearray(), bytearray(), hashlib.sha256()
+    there: dict[str, int] = {}
+    files = {"": 0}
+    images = _in_tar(place) if place.is_file() else _in_directory(place)
+    for directory, group in groupby(images, lambda one: one[0]):
+        some = sorted(group, key=lambda one: one[1])
+        flat = [one[1] for one in some if not directory]
+        by_name = validation_labels(source, place, flat, known, labels) if flat else {}
+        rows = []
+        for _, name, tar, *where, _ in some:
+            label = there.setdefault(directory or by_name[name], len(there))
+            rows.append((files.setdefault(tar, len(files)), label, *where))
+        places += np.array(rows, PLACE).tobytes()
+        changed.update(np.array([one[-1] for one in some]).tobytes())
+        if broken := next((one[1] for one in some if "\n" in one[1]), None):
+            raise ArgumentError(f"{place}: the name {broken!r} contains a newline")
+        added = "".join(f"{one[1]}\n" for one in some).encode(errors="surrogateescape")
+        newlines = np.flatnonzero(np.frombuffer(added, np.uint8) == ord("\n"))
+        ends += (newlines + (len(text) + 1)).tobytes()
+        text += added
+    if not text:
         raise ArgumentError(f"{place}: no images in it")
-    if flat := [name for directory, name, *_ in found if not directory]:
-        by_name = validation_labels(source, place, flat, known, labels)
-        found = [(one[0] or by_name[one[1]], *one[1:]) for one in found]
-    classes = list(known) or sorted({one[0] for one in found})
-    numbers = {name: number for number, name in enumerate(classes)}
-    if strange := sorted({one[0] for one in found} - set(classes)):
+    classes = list(known) or sorted(there)
+    if strange := sorted(there.keys() - set(classes)):
         raise ArgumentError(f"{place}: classes that train does not have: {', '.join(strange[:5])}")
-    if split == "train" and (empty := sorted(set(classes) - {one[0] for one in found})):
+    if split == "train" and (empty := sorted(set(classes) - there.keys())):
         raise ArgumentError(
             f"{place}: classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC"
         )
-    if broken := next((one[1] for one in found if "\n" in one[1]), None):
-        raise ArgumentError(f"{place}: the name {broken!r} contains a newline")
     if strange := [name for name in classes if name != name.encode(errors="replace").decode()]:
         raise ArgumentError(f"{place}: the name of the class {strange[0]!r} is not UTF-8: rename it")
-    tars = sorted({one[2] for one in found} - {""})
-    files = {name: number for number, name in enumerate(tars)} | {"": -1}
-    rows = [(files[tar], numbers[directory], offset, size) for directory, _, tar, offset, size, _ in found]
-    changed = hashlib.sha256(np.array([one[-1] for one in found]).tobytes()).hexdigest()
+    found, tars = np.frombuffer(places, PLACE), sorted(files.keys() - {""})
+    for field, order, kinds in (("label", classes, there), ("file", tars, files)):
+        numbers = {name: number for number, name in enumerate(order)}
+        found[field] = np.array([numbers.get(name, -1) for name in kinds], np.int32)[found[field]]
     root = os.path.abspath(place if place.is_dir() else place.parent)
     used = {name: texts[name] for name in classes if name in texts}
-    names = [one[1] for one in found]
-    return Source(split, root, classes, used, tars, names, changed, np.array(rows, PLACE))
+    names = Names(text, np.frombuffer(ends, np.int64))
+    return Source(split, root, classes, used, tars, names, changed.hexdigest(), found)
 
 
 def _class_names(place: Path) -> list[str]:
@@ -153,12 +188,18 @@ def _class_names(place: Path) -> list[str]:
 
 
 def _in_directory(root: Path) -> Iterator[Found]:
-    """Iterate over images in class directories, in tars of classes, and in the directory itself."""
-    for entry in os.scandir(root):
+    """Iterate over images in class directories, in tars of classes, and in the directory itself, by class."""
+    above = [os.path.realpath(root)]
+
+    def class_of(entry: os.DirEntry[str]) -> str:
+        tar = entry.name.removesuffix(".tar")
+        return entry.name if entry.is_dir() else tar if tar != entry.name else ""
+
+    for entry in sorted(os.scandir(root), key=class_of):
         if entry.name.startswith("."):
             continue
-        if _is_directory(entry):
-            for name, size, changed in _walk(entry.path, entry.name):
+        if _is_directory(entry, above):
+            for name, size, changed in _walk(entry.path, entry.name, above):
                 yield entry.name, name, "", 0, size, changed
         elif entry.name.endswith(".tar"):
             with tarfile.open(entry.path, "r:") as tar:
@@ -170,19 +211,20 @@ def _in_directory(root: Path) -> Iterator[Found]:
             yield "", entry.name, "", 0, entry.stat().st_size, entry.stat().st_mtime_ns
 
 
-def _walk(directory: str, name: str) -> Iterator[tuple[str, int, int]]:
+def _walk(directory: str, name: str, above: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    above = [*above, os.path.realpath(directory)]
     for entry in os.scandir(directory):
-        if _is_directory(entry):
-            yield from _walk(entry.path, f"{name}/{entry.name}")
+        if _is_directory(entry, above):
+            yield from _walk(entry.path, f"{name}/{entry.name}", above)
         elif _is_image(entry):
             yield f"{name}/{entry.name}", entry.stat().st_size, entry.stat().st_mtime_ns
 
 
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether a directory; raises ArgumentError if walking it would not end."""
+def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
+    """Whether a directory; raises ArgumentError if it is one of those that it was found in, or above one."""
     if entry.is_symlink() and entry.is_dir():
-        here, there = (os.path.realpath(path) for path in (os.path.dirname(entry.path), entry.path))
-        if f"{here}/".startswith(f"{there}/"):
+        there = os.path.realpath(entry.path)
+        if any(f"{path}/".startswith(f"{there}/") for path in above):
             raise ArgumentError(f"{entry.path} links to a directory above it: remove the link")
     return entry.is_dir()
 
@@ -197,13 +239,16 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 
 
 def _in_tar(path: Path) -> Iterator[Found]:
-    """Iterate over the images of an official tar: of tars of classes, or of images without a class."""
+    """Iterate over the images of an official tar, by class: of tars of classes, or of images without one."""
+
+    def class_of(member: tarfile.TarInfo) -> str:
+        return Path(member.name).stem if member.name.endswith(".tar") else ""
+
     place, changed = os.path.abspath(path), path.stat().st_mtime_ns
     try:
         with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if member.name.endswith(".tar"):
-                    directory = Path(member.name).stem
+            for member in sorted(tar, key=class_of):
+                if directory := class_of(member):
                     with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
                         for name, offset, size in _members(inner):
                             offset += member.offset_data

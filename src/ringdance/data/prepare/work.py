@@ -142,7 +142,7 @@ def run_process(work: Work, words: Sequence[str]) -> int:
     else:
         return 0
     print(f"host {os.uname().nodename}: {problem}", file=sys.stderr)
-    return 1
+    return 2
 
 
 if __name__ == "__main__":
