@@ -128,7 +128,8 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
     words = ("--checkpoint-every", "5", "--epochs", "2")
     whole, saved = tmp_path / "whole", tmp_path / "saved"
     run(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(whole))
-    steps = -(-32_000 // (2 * BATCH)) * 2
+    each = 32_000 // (2 * BATCH)  # whole batches
+    steps = each * 2
     for _ in range(2):
         job, output = begin(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(saved))
         goal = newest(saved) + 10
@@ -137,14 +138,14 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
     at = newest(saved)
     assert at < steps, "it must be killed before the end"
     text = run(tmp_path, "keras", 2, clicks, *words, "--checkpoints", str(saved))
-    assert f"going on after step {at}: epoch {at * 2 * BATCH // 32_000}" in text
+    assert f"going on after step {at}: epoch {at // each}" in text
     for ending in ("npz", "npz.npy"):
         pair = [np.load(one / f"checkpoint-{steps:08}.{ending}") for one in (whole, saved)]
         arrays = [{"table": one} if ending == "npz.npy" else dict(one) for one in pair]
         for name in arrays[0].keys() - {"position"}:
             np.testing.assert_allclose(arrays[1][name], arrays[0][name], rtol=1e-3, atol=1e-4, err_msg=name)
     more = run(tmp_path, "keras", 3, clicks, "--epochs", "3", "--checkpoints", str(saved))
-    rest = -(-32_000 // (3 * BATCH))
+    rest = 32_000 // (3 * BATCH)
     assert f"after step {steps + rest}: AUC" in more
 
 

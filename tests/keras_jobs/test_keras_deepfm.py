@@ -27,7 +27,7 @@ pytestmark = [
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, CHECKED, TABLE, BATCH = 24_000, 4_000, 20_011, 512
-STEPS = -(-ROWS // (BATCH // SIZE * SIZE))
+STEPS = ROWS // (BATCH // SIZE * SIZE)  # whole batches
 
 
 @pytest.fixture
