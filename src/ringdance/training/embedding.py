@@ -64,7 +64,7 @@ class EmbeddingTable:
         if rows < 1 or columns < 1:
             raise ArgumentError(f"EmbeddingTable({rows}, {columns}): give a positive number of each.")
         if not 0 <= accumulator < np.inf:
-            raise ArgumentError(f"EmbeddingTable(accumulator={accumulator}): sums of squares begin at 0 or more.")
+            raise ArgumentError(f"EmbeddingTable(accumulator={accumulator}): sums begin at 0 or more.")
         engine = session.engine()
         self.rows, self.columns, self.rate, self.name = rows, columns, rate, name
         self.sharded = sharded and engine.size > 1
