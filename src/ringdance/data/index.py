@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,20 @@ import numpy as np
 from ringdance.data.files import file_crc32c
 from ringdance.errors import ArgumentError
 
-CHECKSUM = "npy_crc32c"
-"""Entry of the JSON file: of the whole ``.npy`` file; missing in indexes of earlier versions."""
+CHECKSUM, TABLE = "npy_crc32c", "table"
+"""Entries of the JSON file: of the whole ``.npy`` file, missing in indexes of earlier versions; its kind."""
+Entry = tuple[str, Callable[[Any], bool]]
+_COUNT: Entry = "a count", lambda value: type(value) is int and 0 <= value < 1 << 53
+_TEXT: Entry = "a text", lambda value: isinstance(value, str) and value != "" and "\0" not in value
+_ENTRIES: dict[str, Entry] = {
+    "version": _COUNT, "format": _TEXT, "files": ("a list", lambda value: isinstance(value, list)),
+    "fields": ("1 to 65535", lambda value: type(value) is int and 0 < value < 1 << 16), "table_size": _COUNT,
+    CHECKSUM: _COUNT, "name": _TEXT, "size": _COUNT, "rows": _COUNT,
+    "samples": _COUNT, "crc32c": ("a count or null", lambda value: value is None or _COUNT[1](value)),
+    "first_label": ("0, 1 or null", lambda value: value in (0, 1, None)),
+    "classes": ("texts", lambda value: isinstance(value, list) and all(map(_TEXT[1], value))),
+}  # fmt: skip
+_FORMATS = {True: ("rows", "tfrecord", "libsvm", "csv"), False: ("tfrecord", "webdataset")}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -25,10 +38,26 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise damaged(path, str(error) or "empty") from None
-    missing = {"version", "format", "files"} - (found.keys() if isinstance(found, dict) else set())
-    if missing:
-        raise damaged(path, f"it has no {', '.join(sorted(missing))}")
+    is_table = isinstance(found, dict) and found.get("kind") == TABLE
+    own, count = (("fields", "table_size"), "rows") if is_table else (("classes",), "samples")
+    if why := _wrong("it", found, {"version", "format", "files", *own}):
+        raise damaged(path, why)
+    for number, file in enumerate(found["files"]):
+        if why := _wrong(f"files[{number}]", file, {"name", "size", "crc32c", count}):
+            raise damaged(path, why)
+        if file[count] > file["size"]:
+            raise damaged(path, f"files[{number}] has {file[count]} {count} in {file['size']} bytes")
+    if found["format"] not in _FORMATS[is_table]:
+        raise damaged(path, f"format is {found['format']!r}, not one of {', '.join(_FORMATS[is_table])}")
     return dict(found)
+
+
+def _wrong(what: str, entries: Any, needed: set[str]) -> str:
+    """Return what is wrong with an object of an index, "" if it is right."""
+    if missing := needed - (entries.keys() if isinstance(entries, dict) else set()):
+        return f"{what} has no {', '.join(sorted(missing))}"
+    wrong = (name for name, value in entries.items() if name in _ENTRIES and not _ENTRIES[name][1](value))
+    return next((f"{name} of {what} is {entries[name]!r:.40}, not {_ENTRIES[name][0]}" for name in wrong), "")
 
 
 def read_npy(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -37,14 +66,16 @@ def read_npy(path: Path, about: dict[str, Any]) -> np.ndarray[Any, Any]:
     Raises:
         ArgumentError: it is damaged, or belongs to another JSON file.
     """
-    try:
-        found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r")
-    except FileNotFoundError:
-        raise
-    except (ValueError, EOFError, OSError) as error:
-        raise damaged(path, str(error)) from None
     if CHECKSUM in about and (crc := file_crc32c(path)) != about[CHECKSUM]:
         raise damaged(path, f"checksum {crc:08x}, and {about[CHECKSUM]:08x} by the .json")
+    try:
+        found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # its header is Python: a damaged one ends in errors of any kind
+        raise damaged(path, " ".join(str(error).split())) from None
+    if found.ndim != 1:
+        raise damaged(path, f"it holds {found.ndim} dimensions, not 1")
     return found
 
 
@@ -66,7 +97,8 @@ def missing(directory: Path, split: str, end: str, maker: str) -> ArgumentError:
         maker: what makes such an index.
     """
     others = sorted(one.stem for one in directory.glob(f"*{end}"))
-    if any(directory.glob(".prepare/run.*")):
+    begun = [path for name in (f"{split}.json", "run.*") for path in directory.glob(f".prepare/{name}")]
+    if begun or ((directory / ".prepare/criteo.json").exists() and not others):
         hint = "`ringdance data prepare` was interrupted here: run the same command again, it resumes"
     else:
         hint = f"It has {', '.join(others)}" if others else maker

@@ -14,7 +14,7 @@ from ringdance.data import Table, TableLoader, tfrecord
 from ringdance.data.files import crc32c
 from ringdance.data.order import _mixed
 from ringdance.data.tables import Rows, criteo, examples
-from ringdance.data.tables.rows import BLOCK, PADDING, RowError, header
+from ringdance.data.tables.rows import BLOCK, PADDING, RowError, dtype, header
 from ringdance.data.tables.table import TableFile
 from ringdance.data.tables.writing import ENDS, TableWriter, Written, write_index
 from ringdance.errors import ArgumentError
@@ -216,7 +216,7 @@ def test_broken_records_are_named(tables, tmp_path):
     with pytest.raises(ArgumentError, match=r"short.tfrecord: the records do not end at byte \d+: damaged"):
         Table.open(tmp_path / "short.tfrecord", table_size=SIZE)
     rows.ids[299, 3] = SIZE
-    found = broken(tmp_path, "rows", header(300, 39) + rows.packed().tobytes())
+    found = broken(tmp_path, "rows", header(300, dtype(39)) + rows.packed().tobytes())
     assert found == "npy, row 300: id 100003 (from 0) is beyond the table: expected 0 to 100002"
 
 

@@ -18,10 +18,10 @@ from rich.filesize import decimal
 from ringdance.data import tfrecord
 from ringdance.data.dataset import ROW, Dataset
 from ringdance.data.files import file_crc32c, needed
-from ringdance.data.index import CHECKSUM, read_json
+from ringdance.data.index import CHECKSUM, TABLE, read_json
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.prepare.foreign import SCANS
-from ringdance.data.tables.table import KIND, Table
+from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 from ringdance.launch.system.linux import usable_cores
 
@@ -66,7 +66,7 @@ def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
         Dataset.open(directory)  # explains what is missing
     for name in names:
         try:
-            is_table = read_json(directory / f"{name}.json").get("kind") == KIND
+            is_table = read_json(directory / f"{name}.json").get("kind") == TABLE
             yield Table.open(directory, name) if is_table else Dataset.open(directory, name)
         except ArgumentError as error:
             yield error
@@ -76,7 +76,7 @@ def _is_index(path: Path) -> bool:
     """Whether a JSON file is a split's, perhaps damaged."""
     try:
         return path.with_suffix(".npy").exists() or {"format", "files"} <= set(json.loads(path.read_bytes()))
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return True
 
 
@@ -171,7 +171,7 @@ def _about(data: Dataset | Table) -> dict[str, Any]:
         clicks = data.read(np.arange(min(len(data), _ROWS))).labels.mean()
         return about | {
             "rows": len(data), "fields": data.fields, "table size": data.table_size, "clicks": float(clicks),
-            "bytes_per_row": size // len(data),
+            "bytes_per_row": size // max(len(data), 1),
         }  # fmt: skip
     sizes = []
     for number in np.linspace(0, len(data) - 1, min(_LOOKED_AT, len(data))).astype(int):

@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from ringdance.data.files import crc32c, npy, write_whole
-from ringdance.data.index import CHECKSUM, damaged, missing, read_json, read_npy
+from ringdance.data.index import CHECKSUM, TABLE, damaged, missing, read_json, read_npy
 from ringdance.data.open_files import OpenFiles
 from ringdance.data.order import Indices
 from ringdance.data.tables.formats import FORMATS, format_of, scan
 from ringdance.data.tables.lines import NEWLINE
-from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves
+from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves, dtype
 from ringdance.errors import ArgumentError
 
-KIND, VERSION = "table", 1
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Table:
     @classmethod
     def _by_index(cls, index: Path, table_size: int | None) -> Table:
         about = read_json(index)
-        if about.get("kind") != KIND:
+        if about.get("kind") != TABLE:
             raise ArgumentError(f"{index} is the index of images: ringdance.data.Dataset opens it.")
         if table_size not in (None, about["table_size"]):
             raise ArgumentError(
@@ -120,7 +120,8 @@ class Table:
                 offsets = read_npy(index.with_suffix(".npy"), about)
         except (TypeError, FileNotFoundError) as error:
             raise damaged(index, str(error)) from None
-        if about["version"] != VERSION or (len(offsets) and len(offsets) != sum(map(_offsets, files))):
+        wanted = 0 if about["format"] == "rows" else sum(map(_offsets, files))
+        if about["version"] != VERSION or offsets.dtype != np.uint64 or len(offsets) != wanted:
             raise damaged(index, "it and its .npy do not fit together")
         return cls(
             index.parent, index.stem, about["format"], about["fields"], about["table_size"], files, offsets
@@ -128,7 +129,7 @@ class Table:
 
     def write(self) -> None:
         """Write the index; a process that opens it meanwhile finds the old one or none."""
-        about = {"kind": KIND, "version": VERSION, "format": self.format, "rows": len(self)}
+        about = {"kind": TABLE, "version": VERSION, "format": self.format, "rows": len(self)}
         about |= {"fields": self.fields, "table_size": self.table_size, "block": BLOCK}
         about["files"] = [asdict(one) for one in self.files]
         if self.format != "rows":
@@ -224,7 +225,12 @@ class Table:
         size = name.stat().st_size
         if size != self.files[file].size:
             raise ArgumentError(f"{name} has {size} bytes, and {self.files[file].size} by its index.")
-        found = np.load(name, mmap_mode="r") if self.format == "rows" else np.memmap(name, np.uint8, "r")
+        if self.format != "rows":
+            return np.memmap(name, np.uint8, "r").view(np.ndarray)
+        found = read_npy(name, {})
+        if found.dtype != dtype(self.fields) or len(found) != self.files[file].rows:
+            expected = f"{self.files[file].rows} rows of {self.fields} fields"
+            raise damaged(name, f"{len(found)} of {found.dtype}, and {expected} by its index")
         return found.view(np.ndarray)
 
 
