@@ -322,7 +322,8 @@ def test_errors_say_what_to_do(tmp_path, capfd, monkeypatch):
     assert "src/train, whose directories are classes" in capfd.readouterr().err
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path, capfd):
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python would cut its .pyc files without a word
     class_directories(tmp_path / "src", 40)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
