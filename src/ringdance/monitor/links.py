@@ -10,7 +10,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from operator import mul
+from operator import itemgetter
+from statistics import fmean, linear_regression
 from typing import Any
 
 from ringdance.core.ring import Label, RingReader, Who
@@ -22,18 +23,18 @@ __all__ = ["Clock", "Follower", "RemoteRing", "Sender"]
 _FIRST_ROUNDS = 8
 _REPEAT_S = 1.0
 _TRIPS = 120
-_LEAST_NS = 10_000_000_000  # for a rate
+_LEAST_NS = 5_000_000_000  # for a rate
 _RATES = 1e-4  # by which two clocks may differ
 
 
 class Clock:
     """How far another host's monotonic clock is ahead of this one's, and its rate, by round trips.
 
-    A line through those of the last minutes, the short ones counting most: clocks differ by some 10 ppm, and
+    A line through the shortest quarter of those of the last minutes: clocks differ by some 10 ppm, and
     by more or less as the temperature changes.
 
     Attributes:
-        uncertainty: of ``ahead`` in nanoseconds, about as of the last round trip.
+        uncertainty: of ``ahead`` in nanoseconds, until the next round trip.
         known: whether there have been enough round trips.
     """
 
@@ -63,23 +64,19 @@ class Clock:
         now = now or time.monotonic_ns()
         trips = self._trips
         trips.append((theirs, theirs - (sent + now) // 2, max((now - sent) // 2, 1)))
-        weights = [half**-2 for _, _, half in trips]
-        total = sum(weights)
-        origin, base = trips[0][:2]  # small numbers: a double has no room for squares of nanoseconds
-        x = [at - origin for at, _, _ in trips]
-        y = [ahead - base for _, ahead, _ in trips]
-        mean_x, mean_y = (sum(map(mul, weights, values)) / total for values in (x, y))
-        spread = sum(w * (one - mean_x) ** 2 for w, one in zip(weights, x, strict=True))
-        rate = 0.0
-        if x[-1] > _LEAST_NS and spread:
-            both = zip(weights, x, y, strict=True)
-            rate = sum(w * (one - mean_x) * (other - mean_y) for w, one, other in both) / spread
-        self._line = origin + int(mean_x), base + mean_y, rate
+        best = sorted(trips, key=itemgetter(2))[: len(trips) // 4 + 1]
+        origin, base = best[0][:2]
+        x, y = [at - origin for at, _, _ in best], [ahead - base for _, ahead, _ in best]
+        span, rate = max(x) - min(x), 0.0
+        self._line = origin, base, rate  # the shortest one, as long as there is none
+        if span > _LEAST_NS:
+            rate = linear_regression(x, y).slope
+            self._line = origin + round(fmean(x)), base + fmean(y), rate
         # Whatever the ways there and back take, the truth is within half of a round trip of what it says.
-        ppm = 2 * min(trip[2] for trip in trips) / x[-1] if rate else _RATES
-        self.uncertainty = int(min(
-            abs(ahead - self.ahead(at)) + half + ppm * (theirs - at) for at, ahead, half in trips
-        ))  # fmt: skip
+        change = 2 * best[0][2] / span if rate else _RATES
+        until = theirs + _REPEAT_S * 1e9
+        bounds = (abs(ahead - self.ahead(at)) + half + change * (until - at) for at, ahead, half in trips)
+        self.uncertainty = round(min(bounds))
 
     def ahead(self, theirs: int) -> float:
         """Return in nanoseconds how far that clock is ahead when it says ``theirs``."""

@@ -11,6 +11,7 @@ import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import hypot
 from statistics import fmean
 from typing import Any
 
@@ -35,7 +36,8 @@ _TAIL = 30  # lines of a failed run that are shown
 
 _INPUT = """\
 Three runs, each until it has measured for --seconds: the loader alone (its batches are drawn and dropped),
-the step alone (with one batch again and again), and both. The script needs no change if its loader is
+the step alone (with up to 48 batches, again and again from memory), and both; each with its noise: half of
+the 95% confidence interval, by the spread within the run. The script needs no change if its loader is
 hvd.image_loader(...) or hvd.table_loader(...); any other one is wrapped once:
 
   loader = hvd.watch_input(DataLoader(data, batch_size=32))     a tf.data pipeline alike
@@ -58,6 +60,7 @@ class Speed:
     Attributes:
         unit: what the loader gives: images, rows or samples.
         samples_per_second: of all ranks, at the pace of the slowest.
+        noise: half of the speed's 95% confidence interval, as a share of it.
         slowest: the slowest rank.
         behind: share by which it is behind the mean rank.
         cores: that a rank uses, with its loader's processes.
@@ -67,6 +70,7 @@ class Speed:
 
     unit: str
     samples_per_second: float
+    noise: float
     slowest: int
     behind: float
     cores: float
@@ -83,9 +87,10 @@ class Speed:
         """Sum up the figures of all ranks."""
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
+        slowest = speeds.index(least)
         names = ("cores", "usable", "host_busy")
         return cls(
-            str(rows[0]["unit"]), least * len(rows), speeds.index(least), 1 - least / mean,
+            str(rows[0]["unit"]), least * len(rows), rows[slowest]["noise"], slowest, 1 - least / mean,
             *(fmean(row[name] for row in rows) for name in names),
         )  # fmt: skip
 
@@ -94,11 +99,21 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     """Return which waits for which, by the three speeds.
 
     Returns:
-        Bound is loader, step, cores (both need the same ones) or order (one works while the other waits).
+        Bound is loader, step, cores (both need the same ones), order (one works while the other waits), or
+        unclear where the speeds differ by less than their noise.
     """
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
-    pace, less = f"{alone.unit}/s", _LESS.get(alone.unit, _LESS["images"])
+    pace, advice = f"{alone.unit}/s", _LESS.get(alone.unit, _LESS["images"])
+    less = loader < step * (1 - _WORTH) and both >= loader * 0.7
+    noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
+    if noise >= max(_WORTH, 1 - both / step) or (less and other >= 1 - loader / step):
+        return Limit(
+            "unclear",
+            f"The speeds differ by less than their noise, {max(noise, other):.0%}: the loader alone gives "
+            f"{loader:,.1f} {pace}, the step alone takes {step:,.1f}, both together {both:,.1f}.",
+            "Measure longer (--seconds), while nothing else runs on the hosts.",
+        )
     if both >= step * (1 - _WORTH):
         return Limit(
             "step",
@@ -107,7 +122,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "Make the step faster (a larger batch, 16-bit floating point, more ranks: `ringdance report` "
             "shows what limits it), or leave the input as it is.",
         )
-    if loader < step * (1 - _WORTH) and both >= loader * 0.7:
+    if less:
         sentence = (
             f"The step waits for the loader, {1 - both / step:.0%} of the time: the loader gives "
             f"{loader:,.1f} {pace}, the step could take {step:,.1f}. With a loader that keeps up, training "
@@ -118,7 +133,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
         if alone.is_busy:
             return Limit(
                 "loader", sentence,
-                f"Loading alone keeps the cores busy ({used}): {less}, or use machines with more cores "
+                f"Loading alone keeps the cores busy ({used}): {advice}, or use machines with more cores "
                 "for each rank.",
             )  # fmt: skip
         slow = ""
@@ -128,7 +143,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "loader", sentence,
             f"Loading alone leaves cores idle ({used}): use more threads (threads= of Ringdance's loaders, "
             "num_workers= of a DataLoader). If that does not help, the disk is the limit: copy the data to a "
-            f"local one (`ringdance hosts copy`), or {less}.{slow}",
+            f"local one (`ringdance hosts copy`), or {advice}.{slow}",
         )  # fmt: skip
     if not speeds["both"].is_busy and loader > both:
         return Limit(
@@ -143,18 +158,18 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
         "cores",
         f"Loader and step take the cores from each other: alone they reach {loader:,.1f} and {step:,.1f} "
         f"{pace}, together {both:,.1f}. Without the loader's work, training is {gain:.1f} times as fast.",
-        f"Less work for the loader: {less}; or more cores for each rank. Try fewer threads of the loader too "
-        "(threads=, num_workers=).",
+        f"Less work for the loader: {advice}; or more cores for each rank. Try fewer threads of the loader "
+        "too (threads=, num_workers=).",
     )
 
 
 def table(speeds: Mapping[str, Speed]) -> str:
     """Return the speeds as lines of text."""
-    lines = [f"{'':14}{speeds['loader'].unit + '/s':>14}{'cores per rank':>18}{'hosts busy':>12}"]
+    lines = [f"{'':14}{speeds['loader'].unit + '/s':>14}{'+-':>6}{'cores per rank':>18}{'hosts busy':>12}"]
     for part, title in PARTS.items():
         one = speeds[part]
         cores = f"{one.cores:.1f} of {one.usable:.1f}"
-        lines.append(f"{title:14}{one.samples_per_second:>14,.1f}{cores:>18}{one.host_busy:>12.0%}")
+        lines.append(f"{title:14}{one.samples_per_second:>14,.1f}{one.noise:>6.1%}{cores:>18}{one.host_busy:>12.0%}")
     return "\n".join(lines)
 
 

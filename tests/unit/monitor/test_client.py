@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from ringdance.core.ring import Ring, Word, shared_memory
 from ringdance.monitor.client import MonitorClient
+from ringdance.observe.summary import summarize
+from ringdance.observe.trace import load
 
 
 def test_hosts_whose_monitors_never_connect_are_counted(tmp_path: Path) -> None:
@@ -19,3 +25,50 @@ def test_hosts_whose_monitors_never_connect_are_counted(tmp_path: Path) -> None:
     ring.words[Word.CLOSED] = 1
     assert client.close() == 2
     json.loads((tmp_path / "timeline.json").read_text())
+
+
+RANK = """
+import sys, time
+from ringdance.core.ring import Kind, Ring, Word, shared_memory
+rank = int(sys.argv[1])
+ring = Ring(shared_memory())
+ring.describe(rank, 2, f"node{rank}")
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(1, 20):
+    ring.add(Kind.SUBMIT, ring.label("t"), 0, 8)
+    time.sleep(0.05)
+    ring.add(Kind.BATCH, ring.label("t"), 0, number, 0, 0, 8)
+ring.words[Word.CLOSED] = 1
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+def test_a_timeline_of_two_monitors_says_how_well_the_clocks_are_known(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank)], stdin=-1, stdout=-1, bufsize=0)
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout.readline() == b"ready\n"
+        writer, other = (MonitorClient([process.pid], metrics=False) for process in ranks)
+        writer.start(str(tmp_path / "t.json"), 1, anew=False)
+        other.connect(**writer.listen(1))
+        for process in ranks:
+            process.stdin.write(b"\n")
+        for process in ranks:
+            process.stdin.write(b"\n")
+        for process in ranks:
+            process.wait()
+        assert [client.close() for client in (other, writer)] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    found = summarize(load(tmp_path / "t.json"))
+    assert {row["rank"]: bool(row["clock_uncertainty"]) for row in found["ranks"]} == {0: False, 1: True}
+    assert found["ranks"][0]["records_lost"] == 0
+    assert [note.partition(" to ")[0] for note in found["notes"]] == ["Clocks are known: node1"]
+    assert found["tensors"][0]["times"] == 19

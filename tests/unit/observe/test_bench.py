@@ -11,11 +11,11 @@ from ringdance.observe.bench import INPUT_MARK, Speed, judge, table
 from ringdance.training.loaders import input_check
 
 
-def speed(images: float, cores: float = 0.2, second: float = 1.0) -> Speed:
+def speed(images: float, cores: float = 0.2, second: float = 1.0, noise: float = 0.02) -> Speed:
     """Two ranks with two cores each, of which the second reaches a share of the first one's speed."""
     rows = [
         {"unit": "images", "samples": images / 2 * share, "seconds": 1.0, "cores": cores, "usable": 2.0,
-         "host_busy": cores / 2}
+         "host_busy": cores / 2, "noise": noise}
         for share in (1.0, second)
     ]
     return Speed.of(rows)
@@ -34,6 +34,10 @@ def speed(images: float, cores: float = 0.2, second: float = 1.0) -> Speed:
         (speed(100), speed(100), speed(51, cores=2.0), "cores", "fewer threads"),
         (speed(100), speed(100), speed(51), "order", "2.0 times as fast"),
         (speed(400), speed(100), speed(80), "order", "prefetch()"),
+        (speed(400), speed(100, noise=0.15), speed(80, noise=0.15), "unclear", "less than their noise, 21%"),
+        (speed(400), speed(100, noise=0.15), speed(98), "unclear", "Measure longer"),
+        (speed(400), speed(100, noise=0.15), speed(60, noise=0.15), "order", "prefetch()"),
+        (speed(85, noise=0.2), speed(100), speed(70), "unclear", "Measure longer"),
     ],
 )
 def test_who_waits_for_whom(loader: Speed, step: Speed, both: Speed, bound: str, words: str) -> None:
@@ -46,8 +50,8 @@ def test_the_job_has_the_pace_of_its_slowest_rank() -> None:
     one = speed(100, second=0.8)
     assert (one.samples_per_second, one.slowest) == (80.0, 1)
     lines = table({"loader": one, "step": speed(50), "both": speed(50)}).splitlines()
-    assert lines[1].split() == ["loader", "alone", "80.0", "0.2", "of", "2.0", "10%"]
-    assert lines[3].split() == ["both", "50.0", "0.2", "of", "2.0", "10%"]
+    assert lines[1].split() == ["loader", "alone", "80.0", "2.0%", "0.2", "of", "2.0", "10%"]
+    assert lines[3].split() == ["both", "50.0", "2.0%", "0.2", "of", "2.0", "10%"]
     assert len({len(line) for line in lines}) == 1
 
 

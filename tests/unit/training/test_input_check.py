@@ -14,7 +14,15 @@ from ringdance.data.loader import Batch
 from ringdance.data.tables import Rows, TableBatch
 from ringdance.data.tables.writing import TableWriter
 from ringdance.errors import ArgumentError
-from ringdance.training.loaders.input_check import INPUT_MARK, WatchedLoader, samples_of, watch_input
+from ringdance.training.loaders import input_check
+from ringdance.training.loaders.input_check import (
+    INPUT_MARK,
+    WatchedLoader,
+    bytes_of,
+    noise_of,
+    samples_of,
+    watch_input,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +83,37 @@ def test_the_loader_alone_yields_nothing(capfd: pytest.CaptureFixture[str]) -> N
     assert row["seconds"] >= 0.01
 
 
-def test_the_step_alone_has_one_batch(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_step_alone_has_several_batches_in_turn(capfd: pytest.CaptureFixture[str]) -> None:
     loader, seen, row = run("step", capfd)
-    assert set(seen) == {0}
-    assert loader.drawn == len(seen) // 5 + 1  # each time that the script begins anew
+    assert seen == ([0, 1, 2] * len(seen))[: len(seen)]  # also when the script begins anew
+    assert loader.drawn == 3
     assert row["samples"] < 4 * len(seen)
+    assert row["noise"] > 0
+
+
+def test_what_is_kept_of_batches_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [Batch(np.full((4, 2, 2, 3), n), np.zeros(4), None, 1.0, 4, 4) for n in range(100)]
+    for limit, different in ((1 << 28, 48), (4 * bytes_of(batches[0]), 4), (1, 1)):
+        monkeypatch.setattr(input_check, "_KEPT_BYTES", limit)
+        watched = WatchedLoader(batches, "step", 100.0).drawn()
+        seen = [next(watched).images[0, 0, 0, 0] for _ in range(3 * different)]
+        assert seen == list(range(different)) * 3
+    array = np.zeros((5, 4), np.float32)
+    assert [bytes_of(one) for one in ((array, array), {"x": [array]}, 7, "text", batches[0])] == [
+        160, 80, 0, 0, batches[0].images.nbytes + 32,
+    ]  # fmt: skip
+
+
+def test_the_noise_is_that_of_the_mean() -> None:
+    assert noise_of(np.arange(50) * 0.25) == 0.0
+    random = np.random.default_rng(0)
+    shares = []
+    for _ in range(400):  # the true mean is 1, and is within the interval in 95 of 100 cases
+        times = np.concatenate([[0.0], np.cumsum(random.exponential(1.0, 200))])
+        mean = times[-1] / 200
+        shares.append(abs(mean - 1) <= noise_of(times) * mean)
+    assert 0.9 < np.mean(shares) < 0.99
+    assert noise_of([0.0, 1.0, 3.0, 4.0]) == pytest.approx(4.30 * 0.57735 / 3**0.5 / (4 / 3), rel=1e-3)
 
 
 def test_both_go_through_the_epochs(capfd: pytest.CaptureFixture[str]) -> None:

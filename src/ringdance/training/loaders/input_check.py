@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ringdance import session
 from ringdance import settings as settings_module
@@ -21,6 +25,9 @@ __all__ = ["watch_input"]
 INPUT_MARK = "::ringdance-input::"
 _LEAST = 3  # batches that are measured, and that are left out before
 _UNITS = {"images": "images", "ids": "rows"}  # what a batch with such an attribute has
+_KEPT, _KEPT_BYTES = 48, 1 << 28  # batches of the step alone, at most
+# Student's t for 95% and 1, 2, ... degrees of freedom.
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 _WARM_UP = 0.3  # of the time that is measured
 
 
@@ -48,7 +55,7 @@ class WatchedLoader:
 
     Args:
         loader: what is watched; other attributes than those here are its own.
-        part: "loader": batches are dropped; "step": the first one is yielded again and again; "both".
+        part: "loader": batches are dropped; "step": the first ones are yielded again and again; "both".
         seconds: of the measurement, after a warm-up.
     """
 
@@ -58,7 +65,10 @@ class WatchedLoader:
         self._loader, self.part, self._seconds = loader, part, seconds
         self._batches = self._samples = 0
         self._next, self._warm, self._unit = _LEAST, False, "samples"
-        self._start = self._cpu = 0.0
+        self._kept: Iterator[Any] | None = None
+        self._full: Any = None
+        self._times: list[float] = []  # at the start and after each batch
+        self._cpu = 0.0
         self._host = 0.0, 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -86,37 +96,46 @@ class WatchedLoader:
         """Return whether this loader is measured: the first one is."""
         if WatchedLoader._measured is None:
             WatchedLoader._measured = self
-            self._start, self._cpu, self._host = time.perf_counter(), _cpu_seconds(), _host_cpu()
+            self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), _host_cpu()
         return WatchedLoader._measured is self
 
     def count(self, samples: int) -> None:
         """Count a batch that is done; raise ``SystemExit(0)`` after the last, on all ranks alike."""
         self._samples += samples
         self._batches += 1
+        self._times.append(time.perf_counter())
         if self._batches >= self._next and self._is_complete():
             self._report()
             raise SystemExit(0)
 
     def drawn(self) -> Iterator[Any]:
-        """Yield batches without an end; of the step alone, the first one again and again.
-
-        Without the short ones at the end of an epoch: a framework may compile the step for them once more.
-        """
-        full = None
+        """Yield batches without an end; of the step alone, the first ones again and again."""
+        if self.part == "step":
+            self._kept = self._kept or itertools.cycle(self._first())
+            yield from self._kept
         while True:
-            batch = None
-            for batch in self._loader:
-                self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
-                if self.part == "step":
-                    break
-                count = getattr(batch, "count", None)  # of all ranks, so that all leave out the same
-                full = count if full is None else full
-                if count == full or not isinstance(count, int):
-                    yield batch
-            while self.part == "step" and batch is not None:
+            yield from self._epoch()
+
+    def _epoch(self) -> Iterator[Any]:
+        """Yield batches; no short ones, for which a framework may compile the step once more."""
+        batch = None
+        for batch in self._loader:
+            self._unit = next((word for name, word in _UNITS.items() if hasattr(batch, name)), "samples")
+            count = getattr(batch, "count", None)  # of all ranks, so that all leave out the same
+            self._full = count if self._full is None else self._full
+            if count == self._full or not isinstance(count, int):
                 yield batch
-            if batch is None:
-                raise ArgumentError(f"{self._loader!r} has no batches: there is nothing to measure.")
+        if batch is None:
+            raise ArgumentError(f"{self._loader!r} has no batches: there is nothing to measure.")
+
+    def _first(self) -> Iterator[Any]:
+        """Yield the batches of the step alone: more than caches hold, as in a training."""
+        room = _KEPT_BYTES
+        for batch in itertools.islice(self._epoch(), _KEPT):
+            yield batch
+            room -= bytes_of(batch)
+            if room <= 0:
+                break
 
     def _is_complete(self) -> bool:
         """Return whether the measurement has lasted long enough; begin it after the warm-up.
@@ -124,7 +143,7 @@ class WatchedLoader:
         With steps, the ranks agree: each has to end after the same one. They ask one another after numbers of
         batches that grow, which costs next to nothing. Without, they wait for one another only at the end.
         """
-        elapsed = time.perf_counter() - self._start
+        elapsed = time.perf_counter() - self._times[0]
         if self.part != "loader" and session.is_initialized():
             elapsed = max(allgather_json(elapsed, "ringdance.input_check.time"))
         limit = self._seconds * (1.0 if self._warm else _WARM_UP)
@@ -135,18 +154,18 @@ class WatchedLoader:
         if not self._warm:
             self._warm, self._batches, self._samples = True, 0, 0
             self._next = _LEAST
-            self._start, self._cpu, self._host = time.perf_counter(), _cpu_seconds(), _host_cpu()
+            self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), _host_cpu()
             return False
         return True
 
     def _report(self) -> None:
         """Write the figures of all ranks to the stdout of rank 0."""
-        seconds, used = time.perf_counter() - self._start, _cpu_seconds() - self._cpu
+        seconds, used = time.perf_counter() - self._times[0], _cpu_seconds() - self._cpu
         busy, host = _host_cpu()[0] - self._host[0], _host_cpu()[1] - self._host[1]
         share = own_cores(session.engine().local_size if session.is_initialized() else 1)
         row = {
             "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
-            "cores": round(used / seconds, 3),
+            "noise": noise_of(self._times), "cores": round(used / seconds, 3),
             "usable": max(share, 1), "host_busy": round(busy / host, 3) if host else 0.0,
         }  # fmt: skip
         rank, rows = 0, [row]
@@ -156,6 +175,27 @@ class WatchedLoader:
             sys.stdout.flush()
             # Past sys.stdout, which a script may have redirected; a newline, as it may be within a line.
             os.write(1, f"\n{INPUT_MARK}{json.dumps(rows)}\n".encode())
+
+
+def noise_of(times: Sequence[float]) -> float:
+    """Return the half of the 95% confidence interval of the mean time of a batch, as a share of it.
+
+    Args:
+        times: at the start and after each batch; the spread is that of up to ten parts of them.
+    """
+    edges = np.linspace(0, len(times) - 1, min(len(times), len(_T) + 2)).round().astype(int)
+    each = np.diff(np.array(times)[edges]) / np.diff(edges)
+    return float(round(_T[len(each) - 2] * each.std(ddof=1) / len(each) ** 0.5 / each.mean(), 4))
+
+
+def bytes_of(batch: Any) -> int:
+    """Return the size of a batch's arrays, at most."""
+    if hasattr(batch, "shape"):  # TensorFlow's do not tell their bytes
+        return int(getattr(batch, "nbytes", 8 * math.prod(batch.shape)))
+    parts = vars(batch) if hasattr(batch, "labels") else batch  # of image_loader and table_loader
+    if isinstance(parts, Mapping | tuple | list):
+        return sum(map(bytes_of, parts.values() if isinstance(parts, Mapping) else parts))
+    return 0
 
 
 def samples_of(batch: Any) -> int:
