@@ -18,7 +18,8 @@ Entry = tuple[str, Callable[[Any], bool]]
 _COUNT: Entry = "a count", lambda value: type(value) is int and 0 <= value < 1 << 53
 _TEXT: Entry = "a text", lambda value: isinstance(value, str) and value != "" and "\0" not in value
 _ENTRIES: dict[str, Entry] = {
-    "version": _COUNT, "format": _TEXT, "files": ("a list", lambda value: isinstance(value, list)),
+    "version": ("1", lambda value: value == 1), "format": _TEXT,
+    "files": ("a list", lambda value: isinstance(value, list)),
     "fields": ("1 to 65535", lambda value: type(value) is int and 0 < value < 1 << 16), "table_size": _COUNT,
     CHECKSUM: _COUNT, "name": _TEXT, "size": _COUNT, "rows": _COUNT,
     "samples": _COUNT, "crc32c": ("a count or null", lambda value: value is None or _COUNT[1](value)),
@@ -43,8 +44,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if why := _wrong("it", found, {"version", "format", "files", *own}):
         raise damaged(path, why)
     for number, file in enumerate(found["files"]):
-        if why := _wrong(f"files[{number}]", file, {"name", "size", "crc32c", count}):
+        if why := _wrong(f"files[{number}]", file, wanted := {"name", "size", "crc32c", count}):
             raise damaged(path, why)
+        if more := file.keys() - wanted:
+            raise damaged(path, f"files[{number}] has {', '.join(sorted(more))}")
         if file[count] > file["size"]:
             raise damaged(path, f"files[{number}] has {file[count]} {count} in {file['size']} bytes")
     if found["format"] not in _FORMATS[is_table]:

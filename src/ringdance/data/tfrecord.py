@@ -15,9 +15,10 @@ from typing import BinaryIO
 from ringdance.data.files import ShardWriter, crc32c, crc32c_extend
 from ringdance.data.sample import Sample
 from ringdance.errors import ArgumentError
-from ringdance.protobuf import delimited, delimiter, fields, read_varint, varint
 
-_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+# Wire types of protocol buffers; bytes are also texts, messages and packed numbers.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3  # numbers of the fields of tf.train.Feature
 FIRST_LABEL = 1
 """Label of the first class in ``image/class/label``: TensorFlow's ImageNet scripts keep 0 free."""
@@ -92,12 +93,12 @@ def framed(data: bytes) -> bytes:
 
 def _head(size: int) -> bytes:
     """Return what is before the data of a record."""
-    length = _LENGTH.pack(size)
+    length = LENGTH.pack(size)
     return length + _CRC.pack(masked(crc32c(length)))
 
 
-def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
-    """Iterate over a file's records: where the data begins, and the data.
+def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes, bytes, bytes]]:
+    """Iterate over a file's records: where each begins, what is before its data, these, and their checksum.
 
     Args:
         file: at its start.
@@ -111,7 +112,7 @@ def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
         number += 1
         if not is_head(head):
             raise ArgumentError(f"{file.name}: no record at byte {offset}: damaged, or no TFRecord file")
-        length = _LENGTH.unpack(head[:8])[0]
+        length = LENGTH.unpack(head[:8])[0]
         data = file.read(length)
         crc = file.read(4)
         if len(crc) < 4:
@@ -119,7 +120,7 @@ def records(file: BinaryIO, check: bool = True) -> Iterator[tuple[int, bytes]]:
             raise ArgumentError(f"{file.name}: it ends within {where}: was its writer stopped?")
         if check and masked(crc32c(data)) != _CRC.unpack(crc)[0]:
             raise ArgumentError(f"{file.name}: wrong checksum of the record at byte {offset}")
-        yield offset + 12, data
+        yield offset, head, data, crc
         offset += 16 + length
 
 
@@ -157,3 +158,59 @@ def _first(data: bytes, kind: int, start: int, end: int) -> tuple[Value, int] | 
             value = read_varint(data, at)[0]
             return value - (value >> 63 << 64), at
     return None
+
+
+def varint(value: int) -> bytes:
+    """Return an integer, negative ones as 64 bits."""
+    value &= (1 << 64) - 1
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+@lru_cache(maxsize=4096)
+def delimiter(field: int, size: int) -> bytes:
+    """Return what is before the bytes of a field with so many of them."""
+    return varint(field << 3 | _BYTES) + varint(size)
+
+
+def delimited(field: int, data: bytes) -> bytes:
+    """Return a field with bytes."""
+    return delimiter(field, len(data)) + data
+
+
+def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Iterate over a message's fields: number, and where its value begins and ends.
+
+    Raises:
+        IndexError: the message ends within a field.
+        ValueError: a field is of no known kind.
+    """
+    while at < end:
+        tag, at = read_varint(data, at)
+        kind, start = tag & 7, at
+        if kind == _VARINT:
+            _, at = read_varint(data, at)
+        elif kind == _BYTES:
+            size, start = read_varint(data, at)
+            at = start + size
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+        else:
+            raise ValueError(f"wire type {kind}")
+        if at > end:
+            raise IndexError(at)
+        yield tag >> 3, start, at
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the integer that begins there, from 0 to 2**64 - 1, and the place behind it."""
+    value, shift = data[at], 7
+    at += 1
+    while value >> shift - 7 > 127:
+        value += (data[at] - 1) << shift  # -1: the mark of the byte before
+        at, shift = at + 1, shift + 7
+    return value, at

@@ -521,8 +521,8 @@ def test_looking_through_a_source_holds_no_objects_of_its_images(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 100 * 30_000
     finally:
         tracemalloc.stop()
-    assert len(found.names) == len(found.places) == 30_000
-    assert [found.names[number] for number in (0, 29_999)] == ["n00000000/n00000000_00000.JPEG", name]
+    assert len(found.ends) == len(found.places) == 30_000
+    assert [found.name(number) for number in (0, 29_999)] == ["n00000000/n00000000_00000.JPEG", name]
     assert found.places["label"].tolist() == [number // 300 for number in range(30_000)]
 
 

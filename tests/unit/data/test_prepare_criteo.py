@@ -214,20 +214,18 @@ import resource, sys
 from ringdance.data.prepare import shuffle
 from ringdance.data.prepare.cli import main
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
-shuffle.MOST_RUNS, shuffle.MERGED = map(int, sys.argv[2:4])
-code = main(["prepare", "criteo", *sys.argv[4:]])
+shuffle.MOST_RUNS = int(sys.argv[2])
+code = main(["prepare", "criteo", *sys.argv[3:]])
 print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 sys.exit(code)
 """
 
 
-@pytest.mark.parametrize(("runs", "processes", "limit", "most", "merged"), [
-    (200, 1, 64, 100, 16),
-    pytest.param(20_000, 2, 1024, shuffle.MOST_RUNS, shuffle.MERGED, marks=[
-        pytest.mark.slow, pytest.mark.limit(1800),
-    ]),
+@pytest.mark.parametrize(("runs", "most", "limit", "processes"), [
+    (400, 256, 128, 1),
+    pytest.param(20_000, shuffle.MOST_RUNS, 1024, 2, marks=[pytest.mark.slow, pytest.mark.limit(1800)]),
 ])  # fmt: skip
-def test_many_runs_need_few_open_files_and_little_memory(tmp_path, runs, processes, limit, most, merged):
+def test_many_runs_need_few_open_files_and_little_memory(tmp_path, runs, most, limit, processes):
     """Each row is there once; every run has some rows for every file."""
     source, chunk, count = tmp_path / "train.txt", 2048, 0
     with open(source, "wb") as file:
@@ -237,12 +235,10 @@ def test_many_runs_need_few_open_files_and_little_memory(tmp_path, runs, process
                     file.write(line)
                     count += 1
     words = [source, tmp_path / "out", "--shards", 16, "--chunk", chunk / (1 << 20), "-np", processes]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *map(str, [limit, most, merged, *words])],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", MEASURED, *map(str, [limit, most, *words])]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"Between the passes: merge {runs} runs into {-(-runs // merged)}" in done.stderr
+    assert f"Between the passes: merge {runs} runs into {-(-runs // shuffle.MERGED)}" in done.stderr
     assert int(done.stdout.split()[-1]) < 1 << 20, "1 GB, in kB"
     table = Table.open(source, table_size=1_000_000, format="csv")
     there = table.read(np.arange(len(table))).packed()

@@ -101,18 +101,18 @@ def _scan_tfrecord(path: Path) -> _Scanned:
     """Read all records of a file; of each, the image's place and the label."""
     scanned = _Scanned(path, from_one=True)
     with open(path, "rb") as file:
-        for start, data in tfrecord.records(file):
+        for begin, head, data, _ in tfrecord.records(file):
             found = tfrecord.parse(data)
             image = next((found[name] for name in _IMAGES if name in found), None)
             key = next((name for name in _LABELS if name in found), "")
             label = found[key][0] if key else None
             if image is None or not isinstance(image[0], bytes) or not isinstance(label, int):
                 raise ArgumentError(
-                    f"{path}: the record at byte {start - 12} has no image ({', '.join(_IMAGES[:2])}) or no "
+                    f"{path}: the record at byte {begin} has no image ({', '.join(_IMAGES[:2])}) or no "
                     f"label ({', '.join(_LABELS[:2])}); its features: {', '.join(sorted(found)) or 'none'}"
                 )
             scanned.from_one &= key == _LABELS[0]
-            scanned.rows.append((0, len(image[0]), start + image[1], label))
+            scanned.rows.append((0, len(image[0]), begin + len(head) + image[1], label))
             if _SYNSET in found and isinstance(synset := found[_SYNSET][0], bytes):
                 scanned.synsets[label] = synset.decode()
     return scanned

@@ -136,7 +136,7 @@ def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, n
     Returns:
         The plan without places of names, and the numbers of the images in their new order.
     """
-    images = len(source.names)
+    images = len(source.places)
     if not 0 < shards <= images:
         raise ArgumentError(f"--shards {shards}: {source.split} has {images} images, so 1 to {images} files")
     order = np.random.RandomState(_SEED).permutation(images)
@@ -154,7 +154,7 @@ def store(plan: Plan, source: Source, order: np.ndarray[Any, Any], destination: 
     names_at = [0]
     with open(directory / f"{plan.split}.names", "wb") as file:
         for begin, end in zip(plan.first, plan.first[1:], strict=False):
-            text = "".join(f"{source.names[number]}\n" for number in order[begin:end])
+            text = "".join(f"{source.name(number)}\n" for number in order[begin:end])
             names_at.append(names_at[-1] + file.write(text.encode(errors="surrogateescape")))
     np.save(directory / f"{plan.split}.places.npy", source.places[order])
     stored = Plan(**(vars(plan) | {"names_at": names_at}))

@@ -131,8 +131,8 @@ def _shards(source: Source, options: Options) -> int:
     if source.split == "validation" and options.validation_shards:
         return options.validation_shards
     if options.shards and source.split == "validation":
-        return min(-(-options.shards // 8), len(source.names))
-    return options.shards or max(1, min(round(source.size / _FILE_SIZE), len(source.names)))
+        return min(-(-options.shards // 8), len(source.places))
+    return options.shards or max(1, min(round(source.size / _FILE_SIZE), len(source.places)))
 
 
 def _remove(destination: Path, plan: Plan) -> None:
@@ -198,7 +198,7 @@ def _ratio(source: Source, plan: Plan) -> float:
     before = after = 0
     for number in np.linspace(0, plan.images - 1, min(_TRIED, plan.images)).astype(int):
         tar, _, offset, length = source.places[number]
-        with open(source.tars[tar] if tar >= 0 else f"{source.root}/{source.names[number]}", "rb") as file:
+        with open(source.tars[tar] if tar >= 0 else f"{source.root}/{source.name(number)}", "rb") as file:
             file.seek(int(offset))
             data = file.read(int(length))
         try:

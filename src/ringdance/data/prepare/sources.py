@@ -33,26 +33,6 @@ _KAGGLE = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")
 _IMAGE = re.compile(r"\.(jpe?g|png|gif|bmp|webp|tiff?)$", re.IGNORECASE)
 
 
-class Names(Sequence[str]):
-    """Names in one buffer, as ImageNet-21k has 14 million: each with a newline behind it.
-
-    Args:
-        text: UTF-8, with surrogates for other bytes.
-        ends: shape (names,), int64: where the next one begins.
-    """
-
-    def __init__(self, text: bytearray, ends: np.ndarray[Any, Any]) -> None:
-        self.text, self._ends = text, ends
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, number: Any) -> Any:
-        """Return a name; no slices."""
-        begin = self._ends[number - 1] if number else 0
-        return self.text[begin : self._ends[number] - 1].decode(errors="surrogateescape")
-
-
 @dataclass(frozen=True)
 class Source:
     """The images of a split.
@@ -63,7 +43,8 @@ class Source:
         classes: names of the directories, sorted.
         texts: what classes are called, by directory.
         tars: files that contain images.
-        names: of the images, relative to `root` or as in the tar.
+        names: of the images, relative to `root` or as in the tar: UTF-8, with a newline behind each.
+        ends: shape (images,), int64: where the next name begins.
         changed: a hash of the times of their files' last changes.
         places: of the images, in the same order; dtype PLACE.
     """
@@ -73,9 +54,15 @@ class Source:
     classes: Sequence[str]
     texts: Mapping[str, str]
     tars: Sequence[str]
-    names: Names
+    names: bytearray  # one buffer, as ImageNet-21k has 14 million
+    ends: np.ndarray[Any, Any]
     changed: str
     places: Places
+
+    def name(self, number: int) -> str:
+        """Return the name of an image."""
+        begin = self.ends[number - 1] if number else 0
+        return self.names[begin : self.ends[number] - 1].decode(errors="surrogateescape")
 
     @property
     def size(self) -> int:
@@ -85,7 +72,7 @@ class Source:
     @property
     def fingerprint(self) -> str:
         """A hash of names, sizes, labels and texts."""
-        found = hashlib.sha256(self.names.text)
+        found = hashlib.sha256(self.names)
         found.update("\n".join(["", *self.classes]).encode(errors="surrogateescape"))
         found.update(repr(sorted(self.texts.items())).encode())
         found.update(np.ascontiguousarray(self.places).view(np.uint8))
@@ -174,8 +161,8 @@ def _source(
         found[field] = np.array([numbers.get(name, -1) for name in kinds], np.int32)[found[field]]
     root = os.path.abspath(place if place.is_dir() else place.parent)
     used = {name: texts[name] for name in classes if name in texts}
-    names = Names(text, np.frombuffer(ends, np.int64))
-    return Source(split, root, classes, used, tars, names, changed.hexdigest(), found)
+    begins_next = np.frombuffer(ends, np.int64)
+    return Source(split, root, classes, used, tars, text, begins_next, changed.hexdigest(), found)
 
 
 def _class_names(place: Path) -> list[str]:

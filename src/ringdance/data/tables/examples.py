@@ -16,12 +16,11 @@ import numpy as np
 from ringdance.data import tfrecord
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows
 from ringdance.data.tfrecord import FLOAT_LIST, INT64_LIST
-from ringdance.protobuf import delimited
 
 _NAMES = {b"label": 0, b"ids": 1, b"feat_ids": 1, b"values": 2, b"feat_vals": 2}
 _HEAD, _TAIL = 12, 4  # bytes of a record around its data
 _EXPECTED = "expected a tf.train.Example with label (one number), ids (integers) and values (floats)"
-_length = struct.Struct("<Q").unpack_from
+_length = tfrecord.LENGTH.unpack_from
 
 
 def bounds(data: Array) -> Array:
@@ -51,9 +50,9 @@ def pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
         ArgumentError: one is not complete.
     """
     parts, total = [], 0
-    for _, data in tfrecord.records(stream, check=False):
-        parts += [struct.pack("<QI", len(data), 0), data, bytes(_TAIL)]
-        total += _HEAD + len(data) + _TAIL
+    for _, *record in tfrecord.records(stream, check=False):
+        parts += record
+        total += _HEAD + len(record[1]) + _TAIL
         if total >= size:
             yield b"".join(parts)
             parts, total = [], 0
@@ -161,7 +160,7 @@ def encode(rows: Rows) -> bytes:
             tfrecord.entry("label", FLOAT_LIST, 4), struct.pack("<f", labels[number]),
             tfrecord.entry("values", FLOAT_LIST, size), values[number].tobytes(),
         ))  # fmt: skip
-        found.append(tfrecord.framed(delimited(1, data)))
+        found.append(tfrecord.framed(tfrecord.delimited(1, data)))
         start = end
     return b"".join(found)
 

@@ -115,13 +115,13 @@ class Table:
             )
         offsets = np.empty(0, np.uint64)
         try:
-            files = [TableFile(**one) for one in about["files"]]
             if about["format"] != "rows":
                 offsets = read_npy(index.with_suffix(".npy"), about)
-        except (TypeError, FileNotFoundError) as error:
+        except FileNotFoundError as error:
             raise damaged(index, str(error)) from None
+        files = [TableFile(**one) for one in about["files"]]
         wanted = 0 if about["format"] == "rows" else sum(map(_offsets, files))
-        if about["version"] != VERSION or offsets.dtype != np.uint64 or len(offsets) != wanted:
+        if offsets.dtype != np.uint64 or len(offsets) != wanted:
             raise damaged(index, "it and its .npy do not fit together")
         return cls(
             index.parent, index.stem, about["format"], about["fields"], about["table_size"], files, offsets
