@@ -23,7 +23,7 @@ class Epoch:
         plan: which samples come in which batch.
         pool: its threads that make batches.
         reads: its threads that only read.
-        stop: set where nobody will take what they prepare.
+        stop: set when what they prepare is not wanted any more.
     """
 
     def __init__(self, loader: Batches, epoch: int, position: int) -> None:
