@@ -116,16 +116,17 @@ def test_the_time_for_training_is_kept(step_s: float) -> None:
     assert looks <= 40  # each is an exchange
 
 
-def test_slow_steps_end_with_the_time() -> None:
-    """A slow step is not followed by seven more."""
+@pytest.mark.parametrize("kind", ["Slow", "Later"])
+def test_slow_steps_end_with_the_time(kind: str) -> None:
+    """A slow step is not followed by seven more, nor are those that are started alone too many."""
     found = subprocess.run(
-        [sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, timeout=50
+        [sys.executable, "-c", TRAIN, kind], capture_output=True, text=True, check=True, timeout=50
     )
     assert found.stdout.splitlines()[-1] == "2"
 
 
 TRAIN = """
-import argparse, time
+import argparse, sys, time
 from ringdance.recipes.deepfm import strategies
 class Slow(strategies.Strategy):
     steps = 0
@@ -134,7 +135,16 @@ class Slow(strategies.Strategy):
         self.steps += 1
         time.sleep(0.4 * (self.steps > 3))  # the first three are the warm-up
         return 10
-slow = Slow()
+class Later(Slow):
+    waiting = 0
+    def step(self):
+        self.steps += 1
+        self.waiting += self.steps > 3
+        return 10
+    def finish(self):
+        time.sleep(0.4 * self.waiting)
+        self.waiting = 0
+slow = {"Slow": Slow, "Later": Later}[sys.argv[1]]()
 place = strategies.Place(1, 2, [], [], argparse.Namespace(rows=1000, seconds=0.7, data="", batch_size=10))
 strategies.train(slow, place)
 print(slow.steps - 3)

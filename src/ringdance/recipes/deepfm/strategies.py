@@ -232,6 +232,7 @@ def train(strategy: Strategy, place: Place) -> None:
             done += strategy.step()
             steps += 1
             if steps == look:
+                strategy.finish()  # steps may only have been started
                 more = strategy.agree(steps_until_look(steps, clock.seconds, given.seconds))
                 over, look = not more, steps + more
         strategy.finish()
