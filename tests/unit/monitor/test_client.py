@@ -35,6 +35,7 @@ ring = Ring(shared_memory())
 ring.describe(rank, 2, f"node{rank}")
 print("ready", flush=True)
 sys.stdin.readline()
+time.sleep(0.02 * rank)  # late by more than the clocks' uncertainty
 for number in range(1, 20):
     ring.add(Kind.SUBMIT, ring.label("t"), 0, 8)
     time.sleep(0.05)
