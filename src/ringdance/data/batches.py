@@ -143,8 +143,8 @@ class Batches:
         finally:
             epoch.end()
             self._epochs.remove(epoch)
-            if not ended:
-                self.close()
+            if not ended:  # other iterations may go on
+                self._drop_following()
 
     def _begun(self) -> Epoch:
         """Return the epoch that is set: what was prepared ahead, if it is that one."""
@@ -158,13 +158,17 @@ class Batches:
         return Epoch(self, *wanted)
 
     def leave(self) -> None:
-        """End the threads of iterations that are still under way; each finishes what it is at."""
+        """End the threads of all iterations that are under way; each finishes what it is at."""
         for epoch in list(self._epochs):
             epoch.end()
 
     def close(self) -> None:
         """End all threads, also those that prepare the next epoch."""
         self.leave()
+        self._drop_following()
+
+    def _drop_following(self) -> None:
+        """End the threads that prepare the next epoch."""
         following, self._following = self._following, None
         if following:
             following.end()

@@ -137,7 +137,8 @@ class Dataset:
         for number in np.unique(rows["file"]).tolist():
             some = rows[rows["file"] == number]
             begin, end = int(some["offset"].min()), int((some["offset"] + some["length"]).max())
-            os.pread(self._open(number).number, end - begin, begin)
+            file = self._open(number)  # stays open as long as this refers to it
+            os.pread(file.number, end - begin, begin)
 
     @cached_property
     def _open(self) -> OpenFiles[_Descriptor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import os
 import threading
 import time
 from collections import Counter
@@ -208,6 +209,38 @@ def test_the_next_epoch_is_prepared_while_this_one_ends() -> None:
     assert loader._following is None  # nor is it tried again
     assert labels(1, 6) == second[2:]
     assert labels(0) == first
+
+
+def test_iterations_of_one_loader_do_not_end_one_another() -> None:
+    loader = Loader(Memory(20), 2, image_size=8, seed=3)
+    expected = [batch.indices.tolist() for batch in loader]
+    left = iter(loader)
+    next(left)
+    other = iter(loader)
+    found = [next(other).indices.tolist()]
+    del left  # in the middle
+    gc.collect()
+    found += [batch.indices.tolist() for batch in other]
+    assert found == expected
+    first, second = iter(loader), iter(loader)
+    for one, another, numbers in zip(first, second, expected, strict=True):
+        assert one.indices.tolist() == another.indices.tolist() == numbers
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_a_file_stays_open_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, ((one, 0) for one in Memory(6).data), shards=3)
+    data = Dataset.open(tmp_path)
+    pread, names = os.pread, []
+
+    def read(number: int, size: int, offset: int) -> bytes:
+        data.close()  # as another thread does that needs the descriptor
+        names.append(os.readlink(f"/proc/self/fd/{number}"))
+        return pread(number, size, offset)
+
+    monkeypatch.setattr(os, "pread", read)
+    data.will_need(0, 6)
+    assert names == [str((tmp_path / file.name).resolve()) for file in data.files]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
