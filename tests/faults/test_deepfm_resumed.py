@@ -18,6 +18,7 @@ from test_deepfm_recipe import RECIPES, kill, newest
 
 from ringdance.data.tables import Rows
 from ringdance.data.tables.writing import TableWriter, write_index
+from ringdance.training.checkpoint_files import CheckpointFiles, present_path
 
 pytest.importorskip("torch")
 ROWS, FIELDS = 20_001, 3
@@ -108,7 +109,13 @@ def saved_at(directory: Path, step: int) -> bool:
 
 
 def reached(directory: Path) -> int:
-    """Return how many rows of the epoch the newest checkpoint contains."""
-    with np.load(directory / f"checkpoint-{newest(directory):08}.npz") as saved:
+    """Return how many rows of the epoch the newest checkpoint contains.
+
+    Killed at the right moment, it counts although its files have their first names still: Note [Manifests].
+    """
+    files = CheckpointFiles(directory, 2, "checkpoint", ".npz")
+    found = files.find(None)
+    assert found
+    with np.load(present_path(files.path(found.number), found.token)) as saved:
         position = json.loads(str(saved["position"]))
     return int(position["done"]) or int(position["epoch"]) * ROWS
