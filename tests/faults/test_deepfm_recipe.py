@@ -14,6 +14,7 @@ import pytest
 from processes import Job, start, wait_until
 
 import ringdance.recipes.deepfm
+from ringdance.training.checkpoint_files import CheckpointFiles
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("torch")
@@ -150,5 +151,6 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
 
 
 def newest(directory: Path) -> int:
-    """Return the step of the newest checkpoint."""
-    return max((int(one.stem.rpartition("-")[2]) for one in directory.glob("checkpoint-*.npz")), default=0)
+    """Return the step of the newest checkpoint that counts: see Note [Manifests]."""
+    found = CheckpointFiles(directory, 2, "checkpoint", ".npz").find(None) if directory.is_dir() else None
+    return found.number if found else 0
