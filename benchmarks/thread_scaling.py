@@ -27,8 +27,8 @@ from pathlib import Path
 from common import about_machine, busy_cores, format_table, launch_environment, ratio
 
 RANKS, THREADS = "2 ranks of 1 thread", "1 process of 2 threads"
-# Of the recipe's table: epoch, step, learning rate, loss, images/s, those of a rank, share of waiting.
-LINE = re.compile(r"^\s*[\d.]+\s+(\d+)\s+[\d.e+-]+\s+[\d.]+\s+([\d.,]+)\s+[\d.,]+\s+[\d.]+%")
+# Of the recipe's table: epoch, step, learning rate, loss, top-1, images/s, those of a rank, share of waiting.
+LINE = re.compile(r"^\s*[\d.]+\s+(\d+)\s+[\d.e+-]+\s+[\d.]+\s+[\d.]+%\s+([\d.,]+)\s+[\d.,]+\s+[\d.]+%")
 
 
 def recipe() -> Path:

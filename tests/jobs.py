@@ -93,6 +93,7 @@ def all_jobs() -> list[Job]:
                 only_slow=size != 2, needs=("tensorflow",)),
             Job("ranks", f"jax-{size}", ("ranks/test_jax_*.py",), size, only_slow=size != 2, **jax),
         ]  # fmt: skip
+    jobs += [Job("ranks", "torchvision-2", ("torchvision_jobs",), 2, only_slow=True, needs=("torchvision",))]
     for size in (2, 3):
         later = size == 3
         jobs += [Job("ranks", f"jax-devices-{size}", ("jax_jobs",), size, only_slow=later, **jax)]

@@ -40,6 +40,7 @@ def all_steps() -> list[Step]:
     for venv in (".venv-mpich", ".venv-impi"):
         steps += [Step(venv, ("--all", f"ranks/numpy-{size}")) for size in (1, 2, 3, 4)]
         steps += [Step(venv, ("faults",)), Step(venv, ("--slow", "hosts"), {"KILL_TRIALS": "1"})]
+    steps.append(Step(".venv-torchvision", ("--all", "ranks/torchvision-2")))
     if shutil.which("cc"):  # SageMaker's toolkit is compiled when it is installed
         steps.append(Step(".venv-sagemaker", ("--slow", "hosts", "-k", "sagemaker")))
     return steps

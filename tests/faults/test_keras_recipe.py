@@ -24,13 +24,13 @@ sys.path.insert(0, {recipe!r})
 import train_keras
 import keras
 
-def small(classes, image_size):
+def small(classes, image_size, width):
     images = keras.Input((image_size, image_size, 3), dtype="uint8")
     x = keras.layers.Rescaling(1 / 255)(images)
     x = keras.layers.BatchNormalization()(keras.layers.Conv2D(4, 3, 2, use_bias=False)(x))
     return keras.Model(images, keras.layers.Dense(classes, dtype="float32")(keras.layers.Flatten()(x)))
 
-whole, left = train_keras.train_step, [int(os.environ["DIE"])]
+whole, left = train_keras.Training.step, [int(os.environ["DIE"])]
 
 def step(*words):
     if left[0] == 0 and train_keras.hvd.rank() == 1:
@@ -38,7 +38,7 @@ def step(*words):
     left[0] -= 1
     return whole(*words)
 
-train_keras.resnet50, train_keras.train_step = small, step
+train_keras.resnet50, train_keras.Training.step = small, step
 train_keras.main()
 """
 

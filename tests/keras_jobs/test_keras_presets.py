@@ -22,7 +22,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 STEPS, BATCH, CLASSES, PIXELS = 200, 16, 3, 8
 
 
-def keras_net(classes: int, image_size: int) -> Any:
+def keras_net(classes: int, image_size: int, width: int) -> Any:
     images = keras.Input((image_size, image_size, 3), dtype="uint8")
     x = keras.layers.Normalization(mean=(123.675, 116.28, 103.53), variance=(3410.0, 3262.7, 3291.9))(images)
     y = keras.layers.Conv2D(4, 3, use_bias=False)(x)
@@ -61,9 +61,10 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
         epochs=10, image_size=PIXELS, precision="float32",
     )
     assert preset.optimizer == optimizer
-    given = Namespace(rate=rate, accumulate=1, width=0, checkpoints=None, keep=1)
+    given = Namespace(rate=rate, accumulate=1, width=0, model=None, seed=0)
     keras.utils.set_random_seed(0)
-    model = by_keras.build(preset, CLASSES, 1)
+    other = by_keras.Training(given, preset, CLASSES)
+    model = other.model
     training = by_torch.Training(given, preset, CLASSES, torch.device("cpu"))
     start = as_torch([keras.ops.convert_to_numpy(one.value) for one in model.trainable_variables])
     with torch.no_grad():
@@ -78,7 +79,7 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
         current = schedule(step / (STEPS // 10))
         assert current > 0
         batch = Batch(images, labels, labels, 1.0, 0, BATCH * SIZE)
-        by_keras.train_step(model, batch, current, CLASSES, 1)
+        other.step(batch, current)
         channels_first = torch.from_numpy(np.moveaxis(images, 3, 1).copy())
         training.step(replace(batch, images=channels_first, labels=torch.from_numpy(labels)), current)
     found = as_torch([keras.ops.convert_to_numpy(one.value) for one in model.trainable_variables])

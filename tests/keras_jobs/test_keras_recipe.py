@@ -6,7 +6,9 @@ import importlib
 import io
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 IMAGES = 8 * SIZE + 3  # two steps in an epoch, and three images that are left out
 
 
-def small(classes: int, image_size: int) -> Any:
+def small(classes: int, image_size: int, width: int) -> Any:
     images = keras.Input((image_size, image_size, 3), dtype="uint8")
     x = keras.layers.Rescaling(1 / 255)(images)
     x = keras.layers.Conv2D(8, 3, 2, use_bias=False)(x)
@@ -76,7 +78,8 @@ def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
 
 def read(path: Path) -> tuple[dict[str, Any], list[Any]]:
     with np.load(path) as saved:
-        return json.loads(str(saved["state"])), [saved[name] for name in saved.files if name != "state"]
+        names = [name for name in saved.files if name not in ("position", "options")]
+        return json.loads(str(saved["position"])), [saved[name] for name in names]
 
 
 def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
@@ -85,11 +88,11 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
     run(recipe, monkeypatch, photos, "whole")
     told = capsys.readouterr().out
     run(recipe, monkeypatch, photos, "parts", "--steps", "1")
-    assert final(photos / "parts")[0]["position"] == 4 * SIZE
+    assert final(photos / "parts")[0]["done"] == 4 * SIZE
     run(recipe, monkeypatch, photos, "parts", "--price-per-hour", "3600")
     state, variables = final(photos / "parts")
     expected, others = final(photos / "whole")
-    assert (state["step"], state["epoch"], state["position"]) == (4, 2, 0)
+    assert (state["step"], state["epoch"], state["done"]) == (4, 2, 0)
     assert expected["step"] == 4
     for one, other in zip(variables, others, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
@@ -101,6 +104,44 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
         again = capsys.readouterr().out
         assert "going on after step 1" in again
         assert again.count("epochs: top-1") == 2, "none in mid-epoch"
+        assert "top-5" not in again, "there are three classes"
+    run(recipe, monkeypatch, photos, "parts", "--evaluate")
+    if RANK == 0:
+        figures = [line.rpartition(",")[0] for line in again.splitlines() if ": top-1" in line]
+        assert figures[-1] in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="optimizer was sgd, now lars"):
+        run(recipe, monkeypatch, photos, "parts", "--optimizer", "lars")
+
+
+def test_a_model_of_keras_applications_averaged_exported_and_loaded_again(
+    recipe: Any, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--model MobileNetV2 --image-size 32 --epochs 2 --mixup 0.2 --cutmix 1 --erase 0.5 --ema 0.5"
+    model = photos / "model"
+    run(recipe, monkeypatch, photos, "library", *words.split(), "--export", str(model))
+    told = capsys.readouterr().out
+    again = f"{words} --evaluate --checkpoints= --weights {model / 'model.weights.h5'}"
+    run(recipe, monkeypatch, photos, "library", *again.split())
+    if RANK == 0:
+        figures = told.partition("after 2 epochs: ")[2].partition(" of")[0]
+        assert f"before any training: {figures}" in capsys.readouterr().out
+        right = 0
+        program = keras.models.load_model(model / "model.keras", compile=False)
+        checks = data.Loader(data.Dataset.open(photos / "data"), 4, image_size=32, augment=False)
+        for batch in checks:
+            shares = program.predict_on_batch(batch.images)
+            np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-4)
+            right += int((shares.argmax(axis=1) == batch.labels).sum())
+        assert figures == f"top-1 {right / IMAGES:.2%}"
+        given = Namespace(model="MobileNetV2", accumulate=1, seed=0)
+        preset = replace(recipe.PRESETS["laptop"], image_size=32)
+        assert recipe.Training(given, preset, 5).load_weights(str(model / "model.weights.h5")) == [
+            "predictions/kernel"
+        ]
+        other = recipe.Training(Namespace(model="MobileNet", accumulate=1, seed=0), preset, 3)
+        with pytest.raises(ValueError, match="layers"):
+            other.load_weights(str(model / "model.weights.h5"))
+    hvd.broadcast_object(None)
 
 
 def test_lars_with_accumulation_in_half_precision(

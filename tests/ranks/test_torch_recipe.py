@@ -1,12 +1,16 @@
-"""A step of the recipe on all ranks is the step of one process on the whole batch."""
+"""The recipe: a step on all ranks is one process's on the whole batch; evaluation, best model, score.py."""
 
 from __future__ import annotations
 
 import copy
+import io
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +22,13 @@ from torch import nn
 
 import ringdance.recipes.resnet50
 import ringdance.torch as hvd
+from ringdance import data
 from ringdance.data import Batch
 from ringdance.data.order import block
 
 sys.path.insert(0, str(Path(ringdance.recipes.resnet50.__file__).parent))  # where a copy finds presets.py
 
+import options
 import train_torch
 from presets import PRESETS
 
@@ -36,12 +42,12 @@ def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
     """Of 7 images the ranks have unequally many, some fewer than passes; of 1 all but one have padding."""
     torch.manual_seed(RANK)
     preset = replace(PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
-    given = Namespace(accumulate=passes, width=4, checkpoints=None, keep=1)
+    given = Namespace(accumulate=passes, width=4, model=None, seed=0)
     training = train_torch.Training(given, preset, 5, torch.device("cpu"))
     for one in training.model.modules():
         if isinstance(one, nn.BatchNorm2d):
             nn.init.ones_(one.weight)  # else gradients of most layers are 0
-    training.restore()
+    training.equal()
     training.model.eval()  # normalization by the statistics of a batch is of each rank's own
     twin = copy.deepcopy(training.model)
 
@@ -60,3 +66,101 @@ def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
         expected = other.detach() - RATE * other.grad
         scale = float((RATE * other.grad).abs().max())
         torch.testing.assert_close(one.detach(), expected, rtol=1e-5, atol=1e-3 * scale, msg=name)
+
+
+IMAGES = {"train": 8 * SIZE + 3, "validation": 7}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A directory that all ranks share, with a data set in which the colour tells the class."""
+    image = pytest.importorskip("PIL.Image")
+    directory = Path(hvd.broadcast_object(str(tmp_path)))
+    if RANK == 0:
+        for split, count in IMAGES.items():
+            samples = []
+            for number in range(count):
+                file = io.BytesIO()
+                image.new("RGB", (40, 40), (80 * (number % 3), 255 - 9 * number, 40)).save(file, "JPEG")
+                samples.append((file.getvalue(), number % 3))
+            data.write(directory / "data", samples, split=split)
+    hvd.broadcast_object(None)
+    return directory
+
+
+def run(monkeypatch: pytest.MonkeyPatch, directory: Path, *words: str) -> None:
+    line = f"--preset laptop --data {directory / 'data'} --image-size 40 --width 4 --batch-size 4 --rate 0.05"
+    monkeypatch.setattr(sys, "argv", ["train_torch.py", *line.split(), *words])
+    monkeypatch.setattr(train_torch.hvd, "shutdown", lambda: None)
+    train_torch.main()
+    hvd.broadcast_object(None)
+
+
+def evaluations(text: str) -> list[str]:
+    """Return the figures of each evaluation that was printed, without the time."""
+    return [line.rpartition(",")[0].partition(": ")[2] for line in text.splitlines() if ": top-1" in line]
+
+
+def test_evaluation_alone_is_that_of_the_training(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With mixed images and averaged weights; stopped and resumed; of the best model, and as exported."""
+    mixed = ["--mixup", "0.2", "--cutmix", "1", "--erase", "0.5", "--label-smoothing", "0.1"]
+    same = f"--epochs 3 --checkpoints {photos / 'saved'} --ema 0.5".split()
+    run(monkeypatch, photos, *mixed, *same, "--steps", "3")
+    run(monkeypatch, photos, *mixed, *same, "--export", str(photos / "model"))
+    told = capsys.readouterr().out
+    run(monkeypatch, photos, *same, "--evaluate")
+    run(monkeypatch, photos, "--weights", str(photos / "model" / "weights.pt"), "--evaluate")
+    again = capsys.readouterr().out
+    if RANK == 0:
+        assert "top-5" not in told, "there are three classes"
+        found = evaluations(told)
+        assert len(found) == 3, told
+        best = max(found, key=lambda line: float(line.split()[1].rstrip("%")))
+        assert evaluations(again) == [best, best], (told, again)
+        score = np.loadtxt(scored(photos, "validation"), skiprows=1, dtype=str, delimiter="\t")
+        right = sum(
+            int(label) == np.argmax(row.astype(float))
+            for label, row in zip(score[:, 1], score[:, 2:], strict=True)
+        )
+        assert best.split()[1] == f"{right / IMAGES['validation']:.2%}"
+    hvd.broadcast_object(None)
+    with pytest.raises(SystemExit) as problem:
+        run(monkeypatch, photos, *same, "--optimizer", "lars", "--width", "8")
+    assert "model was ResNet-50 of width 4, now ResNet-50 of width 8; optimizer was sgd, now lars" in str(
+        problem.value
+    )
+
+
+def scored(photos: Path, split: str) -> Path:
+    """Run the scoring script in a process of its own."""
+    output = photos / "scores.tsv"
+    script = Path(train_torch.__file__).with_name("score.py")
+    words = [str(photos / "model"), str(photos / "data"), "--split", split, "--output", str(output)]
+    own = {name: one for name, one in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    subprocess.run([sys.executable, str(script), *words], check=True, env=own, timeout=100)
+    return output
+
+
+def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(photos / "other.pt")
+    torch.manual_seed(5)
+    other: Any = train_torch.resnet50(7, 4)
+    if RANK == 0:
+        torch.save(other.state_dict(), path)
+    given = Namespace(accumulate=1, width=4, model=None, seed=0)
+    training = train_torch.Training(given, PRESETS["laptop"], 3, torch.device("cpu"))
+    assert "fc.weight, fc.bias fresh" in options.begin_with(path, training, 3)
+    training.equal()
+    torch.testing.assert_close(training.model.layer3[1].conv2.weight, other.layer3[1].conv2.weight)
+    assert training.model.fc.weight.shape[0] == 3
+    training = train_torch.Training(replaced(given), PRESETS["laptop"], 3, torch.device("cpu"))
+    with pytest.raises(SystemExit, match=r"other\.pt: not of this model: \d+ of its entries"):
+        options.begin_with(path, training, 3)
+
+
+def replaced(given: Namespace) -> Namespace:
+    return Namespace(**{**vars(given), "width": 8})

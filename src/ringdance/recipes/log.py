@@ -1,4 +1,4 @@
-"""What the recipes' tables have in common: time and money so far, the wait for input, TensorBoard's files."""
+"""The table that the recipes print: loss, speed, wait for input, time and cost; TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from typing import Any
 import numpy as np
 
 import ringdance.numpy as hvd
-from ringdance.data import Batch
+
+TRAINED_ON = "train (the data has no other split: these are not validation figures)"
+"""What an evaluation is of where there is nothing but what is trained on."""
 
 
 class TrainingLog:
-    """What rank 0 prints of a training.
+    """What rank 0 prints of a training, and the files that say which samples were used.
 
     Args:
-        given: options of the recipe: ``price_per_hour`` and ``tensorboard``.
+        given: options of the recipe: ``price_per_hour`` and ``tensorboard``; if it has them ``time_limit``
+            and ``sample_log``.
+        unit: what a sample is: "images".
+        samples: of an epoch.
+        epochs: of the training.
         seconds: of the runs before.
 
     Attributes:
@@ -27,13 +33,19 @@ class TrainingLog:
         waited: seconds since then in which the training waited for them.
     """
 
-    def __init__(self, given: argparse.Namespace, seconds: float) -> None:
+    def __init__(
+        self, given: argparse.Namespace, unit: str, samples: int, epochs: float, seconds: float
+    ) -> None:
         self.began, self.price = time.perf_counter() - seconds, given.price_per_hour
+        self.unit, self.epoch, self.total, self.earlier = unit, samples, samples * epochs, seconds
+        self.limit, used = getattr(given, "time_limit", None), getattr(given, "sample_log", None)
+        self.used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
         self.board: Any = None
         if hvd.rank() == 0 and given.tensorboard:
             from tensorboardX import SummaryWriter
 
             self.board = SummaryWriter(given.tensorboard)
+        self.titles: tuple[str, ...] = ()
         self.clear()
 
     def clear(self) -> None:
@@ -61,10 +73,45 @@ class TrainingLog:
             self.samples += batch.count
             yield batch
 
-    def rates(self) -> tuple[float, float]:
-        """Return samples per second since :meth:`clear`, and the share of the time that was waiting."""
+    def use(self, step: int, epoch: int, batch: Any) -> None:
+        """Note which images this rank has used in a step."""
+        if self.used:
+            samples = batch.indices[batch.indices >= 0].tolist()
+            with self.used.open("a") as file:
+                print(json.dumps({"step": step, "epoch": epoch, "samples": samples}), file=file)
+
+    def line(self, step: int, done: int, rate: float, figures: dict[str, float]) -> bool:
+        """Print a line on the steps since the last one; return whether the time is over. Collective.
+
+        Args:
+            step: number of the last one.
+            done: samples of all epochs.
+            rate: of learning, in the last step.
+            figures: such as "loss", of this rank; their means over the ranks are printed. "top-1": a share.
+        """
+        mine = np.array([*figures.values(), self.seconds() - self.earlier])
+        *means, seconds = hvd.allreduce(mine, name="figures").tolist()
         passed = time.perf_counter() - self.mark
-        return self.samples / passed, self.waited / passed
+        speed, waiting = self.samples / passed, self.waited / passed
+        left, cost = clock((self.total - done) / speed), self.cost()
+        if self.titles != (titles := tuple(figures)):
+            self.titles = titles
+            named = "".join(f"{title:>9}" for title in titles)
+            self.print(
+                f"{'epoch':>8} {'step':>8} {'rate':>9}{named} {self.unit + '/s':>10} {'per rank':>9} "
+                f"{'input':>6} {'time':>9} {'left':>9} {'cost':>9}"
+            )
+        shown = "".join(
+            f"{mean:9.2%}" if title.startswith("top") else f"{mean:9.5f}"
+            for title, mean in zip(titles, means, strict=True)
+        )
+        self.print(
+            f"{done / self.epoch:8.2f} {step:8} {rate:9.4g}{shown} {speed:10,.1f} {speed / hvd.size():9,.1f} "
+            f"{waiting:6.1%} {clock(self.seconds()):>9} {left:>9} {cost:>9}"
+        )
+        values = {**dict(zip(titles, means, strict=True)), f"{self.unit}_per_second": speed}
+        self.scalars(step, rate=rate, waiting_for_input=waiting, **values)
+        return bool(self.limit and seconds > self.limit)
 
     def cost(self) -> str:
         """Return the cost so far."""
@@ -83,61 +130,6 @@ class TrainingLog:
         self.print(f"done in {clock(self.seconds())}{cost}")
         if self.board is not None:
             self.board.close()
-
-
-TRAINED_ON = "train (the data has no other split: these are not validation figures)"
-"""What an evaluation is of where there is nothing but what is trained on."""
-
-
-class ImageLog(TrainingLog):
-    """The table of a training with images, and the files that say which images were used.
-
-    Args:
-        given: options of the recipe, with ``sample_log``.
-        images: of an epoch.
-        epochs: of the schedule.
-        seconds: of the runs before.
-    """
-
-    def __init__(self, given: argparse.Namespace, images: int, epochs: float, seconds: float) -> None:
-        super().__init__(given, seconds)
-        self.epoch, self.total = images, images * epochs
-        self.used = Path(given.sample_log) / f"rank-{hvd.rank()}.jsonl" if given.sample_log else None
-
-    def begin(self, step: int, epoch: int, done: int) -> None:
-        """Print where the training goes on, and the head of the table."""
-        if step:
-            self.print(f"going on after step {step}: epoch {epoch}, {done} of its images are done")
-        self.print(
-            f"{'epoch':>8} {'step':>8} {'rate':>9} {'loss':>8} {'images/s':>9} {'per rank':>9} {'input':>6} "
-            f"{'time':>9} {'left':>9}{'cost':>10}"
-        )
-
-    def use(self, step: int, epoch: int, batch: Batch) -> None:
-        """Note which images this rank has used in a step."""
-        if self.used:
-            samples = batch.indices[batch.indices >= 0].tolist()
-            with self.used.open("a") as file:
-                print(json.dumps({"step": step, "epoch": epoch, "samples": samples}), file=file)
-
-    def line(self, step: int, done: int, rate: float, loss: float) -> None:
-        """Print a line on the steps since the last one; ``done``: images of all epochs. Collective."""
-        mean = float(hvd.allreduce(np.float32(loss), name="loss"))
-        speed, waiting = self.rates()
-        left = clock((self.total - done) / speed)
-        self.print(
-            f"{done / self.epoch:8.2f} {step:8} {rate:9.4g} {mean:8.4f} {speed:9,.1f} "
-            f"{speed / hvd.size():9,.1f} {waiting:6.1%} {clock(self.seconds()):>9} {left:>9}{self.cost():>10}"
-        )
-        self.scalars(step, loss=mean, rate=rate, images_per_second=speed, waiting_for_input=waiting)
-
-    def evaluation(self, step: int, epoch: int, found: dict[str, float], split: str) -> None:
-        """Print what an evaluation of a split has found, whose time is not that of steps."""
-        self.print(
-            f"after {epoch} epochs: top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%} of "
-            f"{found['count']} images of {split}"
-        )
-        self.scalars(step, top1=found["top1"], top5=found["top5"])
 
 
 def clock(seconds: float) -> str:

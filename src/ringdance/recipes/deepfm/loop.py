@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +13,8 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
-from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, scores_of
+from ringdance.recipes.log import TRAINED_ON, TrainingLog, scores_of
+from ringdance.recipes.training import Position, Training, write
 
 Array = np.ndarray[Any, Any]
 
@@ -91,46 +89,12 @@ class Model(Protocol):
         """Write what score.py needs beside the table."""
 
 
-@dataclass
-class Position:
-    """Where a training is; ``done`` counts rows of the epoch, ``worse`` evaluations since the best."""
+class Evaluated:
+    """A model with the rows of its evaluations, and with its layers in what it exports."""
 
-    step: int = 0
-    epoch: int = 0
-    done: int = 0
-    seconds: float = 0.0
-    best: float = 0.0
-    worse: int = 0
-
-
-@dataclass
-class Training:
-    """A model with its data and its files, on each rank; ``split``: what ``check`` is of."""
-
-    given: argparse.Namespace
-    model: Model
-    data: Table
-    check: Table
-    split: str
-    at: Position = field(default_factory=Position)
-
-    def __post_init__(self) -> None:
-        given = self.given
-        self.loader = hvd.table_loader(
-            self.data, given.batch_size, seed=given.seed, threads=given.threads, drop_last=True
-        )
-        self.checks = hvd.table_loader(self.check, given.batch_size, shuffle=False, threads=given.threads)
-        self.files = self.best = None
-        if given.checkpoints:
-            self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=".npz")
-            if self.split != TRAINED_ON:
-                self.best = hvd.Checkpoints(given.checkpoints, 1, "best", ".npz")
-
-    def rate(self) -> float:
-        """Return the factor of the learning rates in this step."""
-        scaled = 1 + self.given.scale_rate * (hvd.size() - 1)
-        warm = (self.at.step + 1) / max(self.given.warmup, 1)
-        return float(scaled * min(1.0, warm))
+    def __init__(self, model: Model, checks: Any) -> None:
+        self.framework, self.restore, self.state = model.framework, model.restore, model.state
+        self.model, self.checks = model, checks
 
     def evaluate(self) -> dict[str, float]:
         """Return AUC, log-loss and calibration on the validation rows, each counted once.
@@ -145,161 +109,32 @@ class Training:
                 scores.add(found, batch.labels)
         return scores.result()
 
-    def save(self, files: Any) -> None:
-        """Begin to write a checkpoint: copies are made here, the files are written in the background."""
-        if files is None:
-            return
-        state = self.model.state() if hvd.rank() == 0 else {}
-        position = np.array(json.dumps(asdict(self.at)))
-        files.save(self.at.step, lambda path: _write(path, {**state, "position": position}), self.model.table)
+    def export(self, directory: Path) -> None:
+        """Write what score.py needs beside the table, and what --warm-start needs."""
+        self.model.export(directory)
+        write(directory / "layers.npz", self.state())
 
-    def restore(self, files: Any) -> bool:
-        """Load the newest checkpoint on all ranks; return whether there is one."""
-        found = files.read(table=self.model.table) if files else None
-        if found is None:
-            return False
-        with np.load(io.BytesIO(found[1])) as saved:
-            state = dict(saved)
-        self.at = Position(**json.loads(str(state.pop("position"))))
-        self.model.restore(state)
-        return True
 
-    def begin(self) -> None:
-        """Load the newest checkpoint, else yesterday's model, if there is one."""
-        if self.restore(self.files) or not self.given.warm_start:
-            return
-        start = Path(self.given.warm_start)
-        state, problem = hvd.broadcast_object(self._exported(start) if hvd.rank() == 0 else None)
-        if problem:
-            raise SystemExit(f"train_{self.model.framework}: --warm-start {start}: {problem}")
-        self.model.table.load(start / "table.npy")
-        self.model.restore(state)
+def warm_start(start: Path, model: Model, about: dict[str, Any]) -> None:
+    """Begin with an exported model, which must be as ``about`` says; collective."""
 
-    def _exported(self, model: Path) -> tuple[dict[str, Array], str]:
-        """Return the layers of an exported model, or what is wrong with it."""
+    def exported() -> tuple[dict[str, Array], str]:
+        """Return its layers, or what is wrong with it."""
         try:
-            about = json.loads((model / "model.json").read_text())
-            mine = {"framework": self.model.framework, "fields": self.data.fields, "dim": self.given.dim}
-            mine |= {"table_size": self.data.table_size}
-            for name, value in mine.items():
-                if about[name] != value:
-                    return {}, f"its {name} is {about[name]}, here it is {value}"
-            with np.load(model / "layers.npz") as saved:
+            found = json.loads((start / "model.json").read_text())
+            for name, value in {"framework": model.framework, **about}.items():
+                if found[name] != value:
+                    return {}, f"its {name} is {found[name]}, here it is {value}"
+            with np.load(start / "layers.npz") as saved:
                 return dict(saved), ""
         except OSError as error:
             return {}, f"no exported model: {error.strerror}: {error.filename}"
 
-    def export(self, directory: str) -> None:
-        """Write the model for score.py: a directory that is complete when it has its name."""
-        if self.best and self.best.numbers():
-            self.restore(self.best)
-        final, partial = Path(directory), Path(f"{directory}.partial")
-        if hvd.rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self.model.table.save(partial / "table.npy")
-        # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
-        with hvd.pause_stall_check("export"):
-            if hvd.rank() == 0:
-                self.model.export(partial)
-                _write(partial / "layers.npz", self.model.state())
-                about = {"framework": self.model.framework, "fields": self.data.fields}
-                about |= {"table_size": self.data.table_size, "dim": self.given.dim}
-                (partial / "model.json").write_text(json.dumps(about | {"steps": self.at.step}, indent=1))
-                shutil.rmtree(final, ignore_errors=True)
-                os.replace(partial, final)
-            hvd.barrier()
-
-
-def train(training: Training) -> None:
-    """Train from the newest checkpoint to the last epoch, the limits, or until the AUC gets no better."""
-    given, data = training.given, training.data
-    training.begin()
-    log = Log(given, training.at, len(data))
-    last = training.at.step + given.steps if given.steps else None
-    over = training.at.epoch >= given.epochs or 0 < (given.patience or 0) <= training.at.worse
-    while not over:
-        at = training.at
-        training.loader.set_epoch(at.epoch, at.done)
-        end = training.loader.plan.end
-        for batch in log.timed(training.loader):
-            loss = training.model.step(batch, training.rate())
-            at.step, at.done = at.step + 1, batch.position
-            ended = at.done == end
-            if at.step % given.log_every == 0 or ended:
-                over = log.line(at, loss, given.rate * training.rate())
-            if ended:
-                at.epoch, at.done = at.epoch + 1, 0
-            over = over or at.step == last or at.epoch >= given.epochs
-            every = given.evaluate_every
-            if over or (at.step % every == 0 if every else ended):
-                over = evaluate(training, log) or over
-            if over or ended or at.step % given.checkpoint_every == 0:
-                at.seconds = log.seconds()
-                training.save(training.files)
-            if over or ended:
-                break
-        else:  # fewer rows were left than a batch of so many ranks
-            at.epoch, at.done = at.epoch + 1, 0
-            over = at.epoch >= given.epochs
-    if last and training.at.step < last and training.at.epoch >= given.epochs:
-        log.print(f"ended before --steps: {given.epochs} epochs have no more rows; --epochs N for more")
-    if given.export:
-        training.export(given.export)
-        log.print(f"model written to {given.export}")
-    for files in (training.files, training.best):
-        if files:
-            files.close()
-    log.close()
-
-
-def evaluate(training: Training, log: Log) -> bool:
-    """Evaluate and keep the best model; return whether it is time to stop."""
-    at, found = training.at, training.evaluate()
-    log.evaluation(at, found, training.split)
-    if training.split == TRAINED_ON:  # the model that knows these rows best need not be the best
-        return False
-    if found["auc"] > at.best:
-        at.best, at.worse = found["auc"], 0
-        training.save(training.best)
-        return False
-    at.worse += 1
-    if training.given.patience and at.worse >= training.given.patience:
-        log.print(f"ended: no better AUC than {at.best:.5f} in {at.worse} evaluations")
-        return True
-    return False
-
-
-class Log(TrainingLog):
-    """The table of the steps."""
-
-    def __init__(self, given: argparse.Namespace, at: Position, rows: int) -> None:
-        super().__init__(given, at.seconds)
-        self.limit, self.earlier, self.rows_in_epoch = given.time_limit, at.seconds, rows
-        if at.step:
-            self.print(f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its rows are done")
-        self.print(
-            f"{'epoch':>7} {'step':>8} {'rate':>8} {'loss':>8} {'rows/s':>10} {'input':>6} {'time':>9} "
-            f"{'cost':>8}"
-        )
-
-    def line(self, at: Position, loss: float, rate: float) -> bool:
-        """Print a line on the steps since the last one; return whether the time is over. Collective."""
-        mean, seconds = hvd.allreduce(np.array([loss, self.seconds() - self.earlier]), name="loss")
-        speed, waiting = self.rates()
-        self.print(
-            f"{at.epoch + at.done / self.rows_in_epoch:7.2f} {at.step:8} {rate:8.3g} {mean:8.5f} "
-            f"{speed:10,.0f} {waiting:6.1%} {clock(self.seconds()):>9} {self.cost():>8}"
-        )
-        self.scalars(at.step, loss=mean, rows_per_second=speed, waiting_for_input=waiting)
-        return bool(self.limit and seconds > self.limit)
-
-    def evaluation(self, at: Position, found: dict[str, float], split: str) -> None:
-        """Print what an evaluation of a split has found."""
-        self.print(
-            f"after step {at.step}: {scores_of(found)} of {split}, {clock(self.seconds())} {self.cost():>8}"
-        )
-        self.scalars(at.step, **{name: found[name] for name in ("auc", "logloss", "calibration")})
+    state, problem = hvd.broadcast_object(exported() if hvd.rank() == 0 else None)
+    if problem:
+        raise SystemExit(f"train_{model.framework}: --warm-start {start}: {problem}")
+    model.table.load(start / "table.npy")
+    model.restore(state)
 
 
 def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
@@ -331,19 +166,35 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     table = hvd.EmbeddingTable(
         data.table_size, 1 + given.dim, rate=given.table_rate, sharded=given.sharded, seed=given.seed
     )
-    training = Training(given, make(given, table, data.fields), data, check, split)
+    model = make(given, table, data.fields)
+    loader = hvd.table_loader(data, given.batch_size, seed=given.seed, threads=given.threads, drop_last=True)
+    checks = hvd.table_loader(check, given.batch_size, shuffle=False, threads=given.threads)
+    about = {"fields": data.fields, "table_size": data.table_size, "dim": given.dim}
+    training = Training(
+        given, Evaluated(model, checks), {**about, "hidden": given.hidden, "rows": len(data)}, split, "auc",
+        lambda at, found: f"after step {at.step}: {scores_of(found)}", ".npz", table,
+    )  # fmt: skip
     if hvd.rank() == 0:
         bytes_ = table.values.nbytes + table.accumulators.nbytes
         print(
-            f"DeepFM by {training.model.framework}: {hvd.size()} ranks, batch "
-            f"{given.batch_size * hvd.size():,}; {len(data):,} rows, {len(check):,} for validation; a table "
-            f"of {data.table_size:,} rows, {bytes_ / 1e6:,.0f} MB on each rank{', sharded' * table.sharded}",
-            flush=True,
-        )
-    train(training)
+            f"DeepFM by {model.framework}: {hvd.size()} ranks, batch {given.batch_size * hvd.size():,}; "
+            f"{len(data):,} rows, {len(check):,} for validation; a table of {data.table_size:,} rows, "
+            f"{bytes_ / 1e6:,.0f} MB on each rank{', sharded' * table.sharded}", flush=True,
+        )  # fmt: skip
+    if not training.restore(training.files) and given.warm_start:
+        warm_start(Path(given.warm_start), model, about)
+    log = TrainingLog(given, "rows", len(data), given.epochs, training.at.seconds)
+
+    def step(batch: TableBatch, at: Position) -> tuple[float, Callable[[], dict[str, float]]]:
+        scaled = 1 + given.scale_rate * (hvd.size() - 1)
+        factor = scaled * min(1.0, (at.step + 1) / max(given.warmup, 1))
+        loss = model.step(batch, factor)
+        return given.rate * factor, lambda: {"loss": loss}
+
+    def due(at: Position, ended: bool, over: bool) -> bool:
+        return over or (at.step % given.evaluate_every == 0 if given.evaluate_every else ended)
+
+    training.run(loader, log, given.epochs, step, due)
+    training.close(log, about)
     hvd.shutdown()
 
-
-def _write(path: Path, state: dict[str, Array]) -> None:
-    with open(path, "wb") as file:
-        np.savez(file, allow_pickle=False, **state)

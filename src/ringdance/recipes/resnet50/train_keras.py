@@ -11,17 +11,24 @@ Try it on a laptop, without data; then with data, as `ringdance data prepare` wr
 Options override single values. The learning rate of a preset holds for its whole batch; with another number
 of processes it is scaled with the batch.
 
+Without --model it trains the ResNet-50 below. With --model NAME it trains any classifier of
+keras.applications, such as MobileNetV2, behind its own preprocess_input. --weights FILE is a file of its
+save_weights() or save().
+
 A rank uses the GPU of its local rank, where there are GPUs. KERAS_BACKEND chooses tensorflow, torch or jax.
 
 With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another number
 of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint, and each
 epoch still uses no image twice. Only rank 0 reads and writes that directory.
 
-What rank 0 prints: a line every --log-every steps with the loss (cross-entropy and, with SGD, the L2 term),
-images per second of all ranks and of each, the share of the time in which training waited for images, the
-time so far with that of the runs before, the time left, and what it has cost, if --price-per-hour says what
-all machines together cost. After every --evaluate-every epochs: top-1 and top-5 on the split `validation`,
-each image counted once; if the data has none, on the images that were trained on, which the line says.
+What is printed, by rank 0: one line every --log-every steps with the mean loss (cross-entropy and, with SGD,
+the L2 term) and top-1 of the images that were trained on since the last one (as augmented and mixed), images
+per second of all ranks and of each, the share of the time in which training waited for images, the time so
+far with that of the runs before, the time left, and what it has cost, if --price-per-hour says what all
+machines together cost. After every --evaluate-every epochs: top-1 and top-5 on the split `validation`, each
+image counted once; if the data has none, on the images that were trained on, which the line says. The model
+with the best top-1 on `validation` is kept in --checkpoints; --evaluate prints its figures again, and
+--export writes it for score.py.
 
 The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
 """
@@ -29,9 +36,9 @@ The last images of an epoch that are fewer than a whole batch are left out: othe
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import os
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +47,21 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
-from options import parser, schedule_of  # type: ignore[import-not-found]  # beside this file
-from options import read as read_options
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
+from mixing import mix  # type: ignore[import-not-found]  # beside this file
+from options import datasets, parser, ranks_of, read, train  # type: ignore[import-not-found]
+from presets import PRESETS, Preset  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
-from ringdance.data import Dataset, Synthetic
-from ringdance.recipes.log import TRAINED_ON, ImageLog
+from ringdance.data import Batch
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
+Array = np.ndarray[Any, Any]
 
 
 # Model -----------------------------------------------------------------------------------------------
 
 
-def resnet50(classes: int, image_size: int) -> Any:
+def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
     """Return ResNet-50 v1.5 (stride in the 3x3 convolutions), on pixels 0 to 255, channels last; logits."""
     layers = keras.layers
 
@@ -76,15 +83,34 @@ def resnet50(classes: int, image_size: int) -> Any:
 
     images = keras.Input((image_size, image_size, 3), dtype="uint8")
     x = layers.Normalization(mean=MEAN, variance=np.square(DEVIATION))(images)
-    x = layers.ReLU()(norm(conv(x, 64, 7, 2)))
+    x = layers.ReLU()(norm(conv(x, width, 7, 2)))
     x = layers.MaxPooling2D(3, 2)(layers.ZeroPadding2D(1)(x))
     for stage, blocks in enumerate((3, 4, 6, 3)):
         for number in range(blocks):
-            x = block(x, 64 << stage, 2 if stage and not number else 1)
+            x = block(x, width << stage, 2 if stage and not number else 1)
     x = layers.GlobalAveragePooling2D()(x)
     start = keras.initializers.RandomNormal(stddev=0.01)
     logits = layers.Dense(classes, kernel_initializer=start, dtype="float32")(x)
     return keras.Model(images, logits)
+
+
+def of_keras(name: str, classes: int, image_size: int) -> Any:
+    """Return a classifier of keras.applications, on pixels 0 to 255; logits."""
+    known = [one for one, found in vars(keras.applications).items() if callable(found)]
+    if name not in known:
+        raise SystemExit(f"--model {name}: the classifiers of keras.applications are {', '.join(known)}")
+    make = getattr(keras.applications, name)
+    shape = (image_size, image_size, 3)
+    try:
+        body = make(weights=None, classes=classes, input_shape=shape, classifier_activation=None)
+    except ValueError as error:
+        raise SystemExit(f"--model {name} takes no images of {image_size} pixels: {error}") from None
+    for layer in body.layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.momentum = 0.9  # PyTorch's; at 0.999 (MobileNetV2's) a short training evaluates badly
+    images = keras.Input(shape, dtype="uint8")
+    pixels = sys.modules[make.__module__].preprocess_input(keras.ops.cast(images, "float32"))
+    return keras.Model(images, keras.layers.Activation("linear", dtype="float32")(body(pixels)))
 
 
 def use_own_gpu() -> None:
@@ -104,181 +130,163 @@ def use_own_gpu() -> None:
             torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
 
 
-def build(preset: Preset, classes: int, accumulate: int) -> Any:
-    """Return the compiled model, equal on all ranks, with an optimizer that has its variables."""
-    keras.config.set_dtype_policy("float32" if preset.precision == "float32" else f"mixed_{preset.precision}")
-    model = resnet50(classes, preset.image_size)
-    passes: dict[str, Any] = {"gradient_accumulation_steps": accumulate if accumulate > 1 else None}
-    if preset.optimizer == "lars":
-        optimizer: Any = hvd.LARS(0.0, preset.momentum, preset.weight_decay, **passes)
-    else:
-        optimizer = keras.optimizers.SGD(0.0, preset.momentum, **passes)
-        for weights in model.trainable_variables:
-            if len(weights.shape) > 1:  # no decay of biases, nor of normalization's scales and offsets
-                weights.regularizer = keras.regularizers.L2(preset.weight_decay / 2)
-    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=preset.label_smoothing)
-    # float16: compile() adds loss scaling; if a rank's gradients overflow, all ranks skip that step.
-    model.compile(hvd.DistributedOptimizer(optimizer), loss)
-    model.optimizer.build(model.trainable_variables)
-    return model
-
-
 # Training --------------------------------------------------------------------------------------------
 
 
-def train_step(model: Any, batch: Any, rate: float, classes: int, passes: int) -> float:
-    """Update the model by one batch, in so many passes; return the mean loss since ``reset_metrics``.
+class Training:
+    """The compiled model of this rank, and how it is updated."""
 
-    With SGD the momentum is corrected where the rate changes, which makes it PyTorch's. LARS has none to
-    correct: the rate of each step belongs to its velocity, as in the paper.
+    framework = "keras"
 
-    Gradients are averaged over passes and ranks. The weights of the samples make that the mean over the
-    samples of the global batch, also if it is short, or if a rank or a pass has none of it.
-    """
-    count = len(batch.labels)
-    loss = 0.0
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    hvd.set_learning_rate(model.optimizer, rate, momentum_correction=not isinstance(inner, hvd.LARS))
-    for rows in np.array_split(np.arange(count), passes):
-        weight = batch.weight * passes * len(rows) / count
-        rows = rows if len(rows) else np.arange(1)  # all ranks take part in the exchange: one image, weight 0
-        targets = keras.utils.to_categorical(batch.labels[rows], classes)
-        weights = np.full(len(rows), weight, np.float32)
-        loss = model.train_on_batch(batch.images[rows], targets, sample_weight=weights)
-    return float(loss)
-
-
-def average_statistics(model: Any) -> None:
-    """Average normalization's running means and variances, which each rank has of its own images."""
-    for variable in model.non_trainable_variables:
-        if "moving" in variable.path:
-            variable.assign(hvd.allreduce(variable.value, name=variable.path))
-
-
-def evaluate(model: Any, loader: Any) -> dict[str, float]:
-    """Return "count", the images of all ranks, and "top1" and "top5", the shares that are right."""
-    average_statistics(model)
-    right = hvd.TopK((1, 5))
-    loader.set_epoch(0)
-    for batch in loader.batches():
-        if batch.weight:  # else padding
-            right.add(model.predict_on_batch(batch.images), batch.labels)
-    return right.result()
-
-
-class Checkpointer:
-    """Saves and restores model, optimizer, and where the training is: step, epoch, position, seconds."""
-
-    def __init__(self, directory: str | None, keep: int, model: Any) -> None:
-        self.files = hvd.Checkpoints(directory, keep) if directory else None
-        self.model = model
+    def __init__(self, given: argparse.Namespace, preset: Preset, classes: int, checks: Any = None) -> None:
+        self.preset, self.classes, self.passes = preset, classes, given.accumulate
+        self.seed, self.checks, precision = given.seed, checks, preset.precision
+        keras.config.set_dtype_policy("float32" if precision == "float32" else f"mixed_{precision}")
+        if given.model:
+            self.model: Any = of_keras(given.model, classes, preset.image_size)
+        else:
+            self.model = resnet50(classes, preset.image_size, given.width)
+        passes: dict[str, Any] = {"gradient_accumulation_steps": self.passes if self.passes > 1 else None}
+        if preset.optimizer == "lars":
+            optimizer: Any = hvd.LARS(0.0, preset.momentum, preset.weight_decay, **passes)
+        else:
+            optimizer = keras.optimizers.SGD(0.0, preset.momentum, **passes)
+            for weights in self.model.trainable_variables:
+                if len(weights.shape) > 1:  # no decay of biases, nor of normalization's scales and offsets
+                    weights.regularizer = keras.regularizers.L2(preset.weight_decay / 2)
+        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=preset.label_smoothing)
+        # float16: compile() adds loss scaling; if a rank's gradients overflow, all ranks skip that step.
+        self.model.compile(hvd.DistributedOptimizer(optimizer), loss, weighted_metrics=["accuracy"])
+        self.model.optimizer.build(self.model.trainable_variables)
         # All of them: with averages of gradients, loss scale and counters.
-        self.variables = [*model.variables, *model.optimizer.variables]
+        self.variables = [*self.model.variables, *self.model.optimizer.variables]
+        self.weights = [one for one in self.model.weights if one.dtype.startswith("float")]
+        self.averages = [read_value(one) for one in self.weights] if preset.ema else []
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Begin to write a checkpoint. A copy is made here, the file in the background."""
-        if self.files is None:
-            return
-        average_statistics(self.model)
-        arrays: dict[str, Any] = {}
-        if hvd.rank() == 0:
-            arrays = {f"v{number}": read(one) for number, one in enumerate(self.variables)}
+    def step(self, batch: Batch, rate: float, number: int = 0, warming_up: bool = False) -> None:
+        """Update the model by one batch, in so many passes; ``number`` of the step: of random numbers.
 
-        def write(path: Path) -> None:
-            with open(path, "wb") as file:
-                np.savez(file, state=np.array(json.dumps(state)), **arrays)
+        With SGD the momentum is corrected where the rate changes, which makes it PyTorch's. LARS has none to
+        correct: the rate of each step belongs to its velocity, as in the paper.
 
-        self.files.save(state["step"], write)
+        Gradients are averaged over passes and ranks. The weights of the samples make that the mean over the
+        samples of the global batch, also if it is short, or if a rank or a pass has none of it.
+        """
+        count, optimizer = len(batch.labels), self.model.optimizer
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        hvd.set_learning_rate(optimizer, rate, momentum_correction=not isinstance(inner, hvd.LARS))
+        draw = np.random.default_rng([self.seed, number, hvd.rank()])
+        images, other, share = mix(batch.images, self.preset, draw)
+        images = np.rint(images).astype(np.uint8) if images.dtype != np.uint8 else images
+        targets = keras.utils.to_categorical(batch.labels, self.classes)
+        targets = share * targets + (1 - share) * targets[other]
+        for rows in np.array_split(np.arange(count), self.passes):
+            weight = batch.weight * self.passes * len(rows) / count
+            rows = rows if len(rows) else np.arange(1)  # all take part in the exchange: one image, weight 0
+            weights = np.full(len(rows), weight, np.float32)
+            self.last = self.model.train_on_batch(images[rows], targets[rows], sample_weight=weights)
+        keep = 0.0 if warming_up else self.preset.ema  # weights of the beginning are forgotten
+        for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
+            mean += (1 - keep) * (keras.ops.convert_to_numpy(one.value) - mean)
 
-    def restore(self) -> dict[str, Any]:
-        """Load the newest checkpoint, or the fresh model of rank 0, on all ranks; return the state."""
-        latest = self.files.read() if self.files is not None else None  # rank 0 reads, all have it
-        if latest is None:
-            hvd.broadcast_variables(self.variables, root_rank=0)
-            return {"step": 0, "epoch": 0, "position": 0, "seconds": 0.0}
-        with np.load(io.BytesIO(latest[1])) as saved:
-            for number, one in enumerate(self.variables):
-                one.assign(saved[f"v{number}"])
-            state: dict[str, Any] = json.loads(str(saved["state"]))
-        return state
+    def figures(self) -> dict[str, float]:
+        """Return mean loss and share of right images of this rank since the last call."""
+        loss, right = map(float, self.last)
+        self.model.reset_metrics()
+        return {"loss": loss, "top-1": right}
 
-    def close(self) -> None:
-        """Wait for the last file."""
-        if self.files is not None:
-            self.files.close()
+    def evaluate(self) -> dict[str, float]:
+        """Return "count", the images of all ranks, and "top1" and "top5", the shares that are right."""
+        self.average_statistics()
+        self.exchange_averages()
+        right = hvd.TopK(ranks_of(self.classes))
+        self.checks.set_epoch(0)
+        for batch in self.checks:
+            if batch.weight:  # else padding
+                right.add(self.model.predict_on_batch(batch.images), batch.labels)
+        self.exchange_averages()
+        return right.result()
+
+    def exchange_averages(self) -> None:
+        """Exchange the model's weights with their averages, if there are any: twice, and all is as before."""
+        for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
+            value = read_value(one)
+            one.assign(mean)
+            mean[...] = value
+
+    def average_statistics(self) -> None:
+        """Average normalization's running means and variances, which each rank has of its own images."""
+        for number, one in enumerate(self.weights):
+            if "moving" in one.path:
+                one.assign(hvd.allreduce(one.value, name=one.path))
+                if self.averages:
+                    self.averages[number][...] = hvd.allreduce(self.averages[number], name=f"mean {one.path}")
+
+    def state(self) -> dict[str, Array]:
+        """Return copies of all that a checkpoint needs."""
+        found = {f"v{number}": read_value(one) for number, one in enumerate(self.variables)}
+        return found | {f"a{number}": one.copy() for number, one in enumerate(self.averages)}
+
+    def restore(self, state: dict[str, Array]) -> None:
+        """Take such values."""
+        for number, one in enumerate(self.variables):
+            one.assign(state[f"v{number}"])
+        for number, mean in enumerate(self.averages):
+            mean[...] = state[f"a{number}"]
+
+    def load_weights(self, file: str) -> list[str]:
+        """Load weights; return the names of the head's, if it is of other classes."""
+        body = self.body()
+        before = {one.path: read_value(one) for one in body.trainable_weights}
+        try:
+            body.load_weights(file)
+            return []
+        except ValueError:  # it may be the head
+            with warnings.catch_warnings(action="ignore"):
+                body.load_weights(file, skip_mismatch=True)
+        same = [one for one in body.trainable_weights if np.array_equal(before[one.path], read_value(one))]
+        head = [one.path for one in same if len(one.shape) > 1]
+        if len(head) != 1 or head[0] != [path for path, one in before.items() if one.ndim > 1][-1]:
+            raise ValueError(f"{len(head)} of its layers have other shapes")
+        return head
+
+    def body(self) -> Any:
+        """Return the model of keras.applications, or our own."""
+        return next((one for one in self.model.layers if isinstance(one, keras.Model)), self.model)
+
+    def equal(self) -> None:
+        """Give all ranks the model of rank 0."""
+        hvd.broadcast_variables(self.variables, root_rank=0)
+        self.averages = [read_value(one) for one in self.weights] if self.preset.ema else []
+
+    def export(self, directory: Path) -> None:
+        """Write model.weights.h5, for --weights, and model.keras, for score.py."""
+        self.exchange_averages()
+        self.body().save_weights(directory / "model.weights.h5")
+        shares = keras.layers.Softmax(dtype="float32")(self.model.output)
+        keras.Model(self.model.input, shares).save(directory / "model.keras")
+        self.exchange_averages()
 
 
-def read(variable: Any) -> np.ndarray[Any, Any]:
+def read_value(variable: Any) -> Array:
     """Return a copy of a variable's value."""
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
-def train(
-    given: argparse.Namespace, preset: Preset, model: Any, data: Any, check: Any, split: str
-) -> None:
-    """Train from the newest checkpoint to the last epoch; ``split``: what ``check`` is of."""
-    per_rank = preset.batch_size * given.accumulate
-    schedule = schedule_of(preset, given, len(data), per_rank * hvd.size())
-    loader = hvd.image_loader(
-        data, per_rank, image_size=preset.image_size, augment=preset.augment, shuffle=True, drop_last=True,
-        seed=given.seed,
-    ).loader
-    checkpointer = Checkpointer(given.checkpoints, given.keep, model)
-    state = checkpointer.restore()
-    step, first, begin = state["step"], state["epoch"], state["position"]
-    log = ImageLog(given, len(data), preset.epochs, state["seconds"])
-    log.begin(step, first, begin)
-    last = step + given.steps if given.steps else None
-    classes = len(data.classes)
-    for epoch in range(first, int(preset.epochs)):
-        position = begin if epoch == first else 0
-        loader.set_epoch(epoch, position)
-        end = loader.plan.end
-        model.reset_metrics()
-        for batch in log.timed(loader.batches()):
-            current = schedule(epoch + (batch.position - batch.count) / len(data))
-            loss = train_step(model, batch, current, classes, given.accumulate)
-            step, position = step + 1, batch.position
-            log.use(step, epoch, batch)
-            if step % given.log_every == 0 or position == end:
-                log.line(step, epoch * len(data) + position, current, loss)
-                model.reset_metrics()
-            ended = {"epoch": epoch + 1, "position": 0} if position == end else {}
-            done = {"step": step, "epoch": epoch, "position": position, "seconds": log.seconds()} | ended
-            if step % given.checkpoint_every == 0 or position == end or step == last:
-                checkpointer.save(done)
-            if step == last:
-                break
-        over = epoch + 1 == int(preset.epochs)
-        if position == end and given.evaluate_every and (over or (epoch + 1) % given.evaluate_every == 0):
-            log.evaluation(step, epoch + 1, evaluate(model, check), split)
-        if step == last:
-            break
-    checkpointer.close()
-    log.close()
-
-
 def main() -> None:
     """Train as the command line says."""
-    given = read_options(parser(__doc__ or ""))
+    given = read(parser(__doc__ or ""))
     hvd.init()
     use_own_gpu()
     preset = PRESETS[given.preset].overridden(given)
     keras.utils.set_random_seed(given.seed)
-    data: Any = Synthetic(given.synthetic_images) if given.synthetic else Dataset.open(given.data, "train")
-    found = given.data and (Path(given.data) / "validation.json").exists()
-    check = Dataset.open(given.data, "validation") if found else data
-    split = "validation" if found else TRAINED_ON
-    model = build(preset, len(data.classes), given.accumulate)
-    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.image_size, augment=False).loader
-    if hvd.rank() == 0:
-        batch = preset.batch_size * given.accumulate * hvd.size()
-        print(
-            f"ResNet-50 with Keras on {keras.backend.backend()}: {hvd.size()} ranks, batch {batch:,}, "
-            f"{preset.optimizer}, {preset.precision}, {preset.epochs:g} epochs of {len(data):,} images\n"
-            f"preset {given.preset} ({preset.source}): {preset.expected}"
-        )
-    train(given, preset, model, data, checks, split)
+    data, check, split = datasets(given)
+    sizes = {"image_size": preset.image_size, "threads": given.threads, "seed": given.seed}
+    per_rank = preset.batch_size * given.accumulate
+    loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, drop_last=True, **sizes)
+    checks = hvd.image_loader(check, preset.batch_size, augment=False, **sizes)
+    training = Training(given, preset, len(data.classes), checks.loader)
+    train(given, preset, training, data, loader.loader, split, f"Keras on {keras.backend.backend()}")
 
 
 if __name__ == "__main__":

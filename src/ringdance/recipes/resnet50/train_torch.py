@@ -11,17 +11,24 @@ Try it on a laptop, without data; then with data, as `ringdance data prepare` wr
 results. Options override single values. The learning rate of a preset holds for its whole batch; with
 another number of processes it is scaled with the batch.
 
+Without --model it trains the ResNet-50 below, whose weights have the names of torchvision's resnet50. With
+--model NAME it trains any classifier of torchvision, if that is installed, such as resnet18 or vit_b_16, with
+the normalization of its own weights; googlenet and inception_v3 without their auxiliary heads. --weights FILE
+is a file of torch.save() with a model's state_dict().
+
 A rank uses the GPU of its local rank, where there are GPUs.
 
 With --checkpoints a run that was stopped, even killed, goes on with the same command, also on another
 number of processes: model, optimizer, epoch and position in the epoch are read from the newest checkpoint,
 and no image is used twice in an epoch. Only rank 0 reads and writes that directory.
 
-What is printed, by rank 0: one line every --log-every steps with the loss, images per second of all ranks and
-of each, the share of the time in which training waited for images, the time so far with that of the runs
-before, the time left, and what it has cost, if --price-per-hour says what all machines together cost. After
-every --evaluate-every epochs: top-1 and top-5 on the split `validation`, each image counted once; if the data
-has none, on the images that were trained on, which the line says.
+What is printed, by rank 0: one line every --log-every steps with the mean loss and top-1 of the images that
+were trained on since the last one (as augmented and mixed), images per second of all ranks and of each, the
+share of the time in which training waited for images, the time so far with that of the runs before, the time
+left, and what it has cost, if --price-per-hour says what all machines together cost. After every
+--evaluate-every epochs: top-1 and top-5 on the split `validation`, each image counted once; if the data has
+none, on the images that were trained on, which the line says. The model with the best top-1 on `validation`
+is kept in --checkpoints; --evaluate prints its figures again, and --export writes it for score.py.
 
 The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
 """
@@ -29,26 +36,33 @@ The last images of an epoch that are fewer than a whole batch are left out: othe
 from __future__ import annotations
 
 import argparse
-import io
+from collections import OrderedDict
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from options import parser, read, schedule_of  # type: ignore[import-not-found]  # beside this file
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
+from mixing import mix  # type: ignore[import-not-found]  # beside this file
+from options import datasets, parser, ranks_of, read, train  # type: ignore[import-not-found]
+from presets import PRESETS, Preset  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ringdance.torch as hvd
-from ringdance.data import Batch, Dataset, Synthetic
-from ringdance.recipes.log import TRAINED_ON, ImageLog
+from ringdance.data import Batch
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
+Array = np.ndarray[Any, Any]
 
 
 # Model ----------------------------------------------------------------------------------------------------
+
+
+def conv(before: int, after: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution that keeps the size, but for its stride."""
+    return nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False)
 
 
 class Block(nn.Module):
@@ -56,66 +70,107 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-
-        def conv(before: int, after: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-            padding = kernel // 2
-            return [nn.Conv2d(before, after, kernel, stride, padding, bias=False), nn.BatchNorm2d(after)]
-
-        self.body = nn.Sequential(
-            *conv(channels, width, 1), nn.ReLU(inplace=True), *conv(width, width, 3, stride),
-            nn.ReLU(inplace=True), *conv(width, 4 * width, 1),
-        )
-        # A block begins as the identity: Goyal et al. 2017.
-        nn.init.zeros_(self.body[-1].get_parameter("weight"))
-        changed = stride > 1 or channels != 4 * width
-        self.shortcut = nn.Sequential(*conv(channels, 4 * width, 1, stride)) if changed else nn.Identity()
+        self.conv1, self.bn1 = conv(channels, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = conv(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = conv(width, 4 * width, 1), nn.BatchNorm2d(4 * width)
+        nn.init.zeros_(self.bn3.weight)  # a block begins as the identity: Goyal et al. 2017
+        self.downsample: nn.Module = nn.Identity()
+        if stride > 1 or channels != 4 * width:
+            shortcut = conv(channels, 4 * width, 1, stride)
+            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(4 * width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features of shape (n, 4 * width, height / stride, width / stride)."""
-        return functional.relu(self.body(x) + self.shortcut(x), inplace=True)
+        y = functional.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = functional.relu(self.bn2(self.conv2(y)), inplace=True)
+        return functional.relu(self.bn3(self.conv3(y)) + self.downsample(x), inplace=True)
 
 
 def resnet50(classes: int, width: int) -> nn.Module:
-    """Return ResNet-50 v1.5; logits."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)]
-    layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    """Return ResNet-50 v1.5; logits. Its parameters have torchvision's names."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=conv(3, width, 7, 2), bn1=nn.BatchNorm2d(width))
+    layers |= OrderedDict(relu=nn.ReLU(inplace=True), maxpool=nn.MaxPool2d(3, 2, 1))
     channels = width
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for number in range(blocks):
-            layers.append(Block(channels, width << stage, 2 if stage and not number else 1))
+    for stage, count in enumerate((3, 4, 6, 3)):
+        blocks: list[nn.Module] = []
+        for number in range(count):
+            blocks.append(Block(channels, width << stage, 2 if stage and not number else 1))
             channels = 4 * (width << stage)
+        layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
     head = nn.Linear(channels, classes)
     nn.init.normal_(head.weight, std=0.01)
     nn.init.zeros_(head.bias)
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    layers |= OrderedDict(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=head)
+    model = nn.Sequential(layers)
     for one in model.modules():
         if isinstance(one, nn.Conv2d):
             nn.init.kaiming_normal_(one.weight, mode="fan_out", nonlinearity="relu")
     return model
 
 
+def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, Any]:
+    """Return a classifier of torchvision, and mean and deviation of the pixels 0 to 255 that it expects."""
+    try:
+        from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except (ImportError, RuntimeError) as error:
+        raise SystemExit(f"--model {name} needs torchvision, of the same release as torch: {error}") from None
+    names = models.list_models(module=models)
+    if name not in names:
+        raise SystemExit(f"--model {name}: torchvision's classifiers are {', '.join(names)}")
+    special: dict[str, Any] = {"image_size": size} if name.startswith("vit") else {}
+    if name in ("googlenet", "inception_v3"):
+        special = {"aux_logits": False, "init_weights": True, "transform_input": True}
+    try:
+        model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **special)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, size, size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"--model {name} takes no images of {size} pixels: {error}") from None
+    pixels = models.get_model_weights(name).DEFAULT.transforms()
+    return model.train(), [255 * one for one in pixels.mean], [255 * one for one in pixels.std]
+
+
+class Classifier(nn.Module):
+    """What is exported: pixels in, probabilities out."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, model: nn.Module, mean: Tensor, deviation: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", mean)
+        self.register_buffer("deviation", deviation)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return probabilities, shape (n, classes), of images, uint8, shape (n, size, size, 3)."""
+        pixels = (images.permute(0, 3, 1, 2).float() - self.mean) / self.deviation
+        logits: Tensor = self.model(pixels)
+        return logits.softmax(1)
+
+
 # Training -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Position:
-    """Where a training is: steps, epoch, images of it that are done, seconds so far."""
-
-    step: int = 0
-    epoch: int = 0
-    done: int = 0
-    seconds: float = 0.0
-
-
 class Training:
-    """Model, optimizer and loss scale of this rank, and how they are updated and saved."""
+    """Model, optimizer and loss scale of this rank, and how they are updated."""
 
-    def __init__(self, given: argparse.Namespace, preset: Preset, classes: int, device: torch.device) -> None:
-        self.device, self.preset, self.passes = device, preset, given.accumulate
-        model: Any = resnet50(classes, given.width)
+    framework = "torch"
+
+    def __init__(
+        self, given: argparse.Namespace, preset: Preset, classes: int, device: torch.device,
+        checks: Any = None,
+    ) -> None:
+        self.device, self.preset, self.passes, self.classes = device, preset, given.accumulate, classes
+        self.seed, self.checks = given.seed, checks
+        model: Any
+        if given.model:
+            model, mean, deviation = of_torchvision(given.model, classes, preset.image_size)
+        else:
+            model, mean, deviation = resnet50(classes, given.width), MEAN, DEVIATION
         self.model: nn.Module = model.to(device, memory_format=torch.channels_last)
-        self.mean = torch.tensor(MEAN, device=device).view(3, 1, 1)
-        self.deviation = torch.tensor(DEVIATION, device=device).view(3, 1, 1)
+        self.mean = torch.tensor(mean, device=device).view(3, 1, 1)
+        self.deviation = torch.tensor(deviation, device=device).view(3, 1, 1)
         groups = hvd.parameter_groups(self.model, preset.weight_decay)  # norms and biases do not decay
         if preset.optimizer == "lars":
             self.inner: torch.optim.Optimizer = hvd.LARS(groups, 0.0, preset.momentum)
@@ -125,12 +180,16 @@ class Training:
             self.inner, self.model.named_parameters(), backward_passes_per_step=self.passes
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=preset.precision == "float16")
-        self.checkpoints = hvd.Checkpoints(given.checkpoints, given.keep) if given.checkpoints else None
+        self.average = None
+        if preset.ema:
+            how: Any = get_ema_multi_avg_fn(preset.ema)  # type: ignore[no-untyped-call]
+            self.average = AveragedModel(self.model, multi_avg_fn=how, use_buffers=True)
+        self.sums = torch.zeros(3, device=device)  # loss, right ones, images
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of images, uint8, shape (n, 3, size, size)."""
+    def forward(self, images: Tensor, model: nn.Module | None = None) -> Tensor:
+        """Return the logits of images, pixels 0 to 255, shape (n, 3, size, size)."""
         with self.autocast():
-            logits: Tensor = self.model((images.float() - self.mean) / self.deviation)
+            logits: Tensor = (model or self.model)((images.float() - self.mean) / self.deviation)
         return logits
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -139,118 +198,127 @@ class Training:
         dtype = torch.float16 if self.preset.precision == "float16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=low)
 
-    def step(self, batch: Batch, rate: float) -> Tensor:
-        """Update the model by one batch, in so many passes; return the mean loss over this rank's images.
+    def step(self, batch: Batch, rate: float, number: int = 0, warming_up: bool = False) -> None:
+        """Update the model by one batch, in so many passes; ``number`` of the step: of random numbers.
 
         The gradients are averaged over the ranks. The weight of the batch makes that the mean over the images
         of the global batch, also if it is short, or if this rank has none of it.
         """
         for group in self.inner.param_groups:
             group["lr"] = rate
-        total, count = torch.zeros((), device=self.device), len(batch.labels)
+        count = len(batch.labels)
         passes = min(self.passes, count)
         self.optimizer.set_backward_passes_per_step(passes)
-        parts = batch.images.tensor_split(passes), batch.labels.tensor_split(passes)
-        for images, labels in zip(*parts, strict=True):
-            loss = functional.cross_entropy(
-                self.forward(images).float(), labels, label_smoothing=self.preset.label_smoothing
-            ) * (len(labels) / count)
-            total += loss.detach()
-            scaled: Any = self.scaler.scale(loss * batch.weight)
+        draw = np.random.default_rng([self.seed, number, hvd.rank()])
+        mixed, other, share = mix(batch.images.permute(0, 2, 3, 1), self.preset, draw)
+        others = batch.labels[other] if share < 1 else batch.labels
+        parts = (one.tensor_split(passes) for one in (mixed.permute(0, 3, 1, 2), batch.labels, others))
+        for images, labels, seconds in zip(*parts, strict=True):
+            logits, smoothing = self.forward(images).float(), self.preset.label_smoothing
+            loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+            if share < 1:
+                second = functional.cross_entropy(logits, seconds, label_smoothing=smoothing)
+                loss = share * loss + (1 - share) * second
+            right = (logits.detach().argmax(1) == (labels if share >= 0.5 else seconds)).sum()
+            self.sums += torch.stack([loss.detach() * len(labels), right, right.new_tensor(len(labels))])
+            scaled: Any = self.scaler.scale(loss * (batch.weight * len(labels) / count))
             scaled.backward()
         self.scaler.step(self.optimizer)  # float16: if a rank's gradients overflow, all skip this step
         self.scaler.update()
         self.optimizer.zero_grad()
-        return total
+        if self.average:
+            if warming_up:  # weights of the beginning are forgotten, as torchvision does
+                self.average.n_averaged.zero_()
+            self.average.update_parameters(self.model)
+
+    def figures(self) -> dict[str, float]:
+        """Return mean loss and share of right images of this rank since the last call; waits for the GPU."""
+        loss, right, count = self.sums.tolist()
+        self.sums.zero_()
+        return {"loss": loss / count, "top-1": right / count}
 
     @torch.no_grad()
-    def evaluate(self, loader: Any) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Return the number of images of all ranks, "count", and the shares "top1" and "top5"."""
         self.average_statistics()
-        metric = hvd.TopK((1, 5))
-        self.model.eval()
-        loader.set_epoch(0)
-        for batch in loader:
+        model, metric = self.best_model().eval(), hvd.TopK(ranks_of(self.classes))
+        self.checks.set_epoch(0)
+        for batch in self.checks:
             if batch.weight:  # else padding
-                metric.add(self.forward(batch.images).float().cpu(), batch.labels.cpu())
-        self.model.train()
+                metric.add(self.forward(batch.images, model).float().cpu(), batch.labels.cpu())
+        model.train()
         return metric.result()
+
+    def best_model(self) -> nn.Module:
+        """Return the averaged model, if there is one."""
+        model: nn.Module = self.average.module if self.average else self.model
+        return model
 
     def average_statistics(self) -> None:
         """Average normalization's running means and variances, which each rank has of its own images."""
-        statistics = [one for one in self.model.buffers() if one.is_floating_point()]
+        models = (self.model, self.best_model()) if self.average else (self.model,)
+        statistics = [one for model in models for one in model.buffers() if one.is_floating_point()]
         hvd.grouped_allreduce_(statistics, name="statistics")
 
-    def save(self, position: Position) -> None:
-        """Begin to write a checkpoint: a copy is made here, the file is written in the background."""
-        if self.checkpoints is None:
-            return
-        self.average_statistics()
-        state = {}
-        if hvd.rank() == 0:
-            state = hvd.snapshot({**self._parts(), "position": vars(position)})
-        self.checkpoints.save(position.step, lambda path: torch.save(state, path))
+    def state(self) -> dict[str, Array]:
+        """Return copies of all that a checkpoint needs."""
+        found: dict[str, Any] = {f"model/{name}": one for name, one in self.model.state_dict().items()}
+        for number, one in self.inner.state_dict()["state"].items():
+            found |= {f"optimizer/{number}/{name}": value for name, value in one.items()}
+        found |= {f"scaler/{name}": one for name, one in self.scaler.state_dict().items()}
+        if self.average:
+            found |= {f"average/{name}": one for name, one in self.average.state_dict().items()}
+        return {name: torch.as_tensor(one).detach().cpu().clone().numpy() for name, one in found.items()}
 
-    def restore(self) -> Position:
-        """Load the newest checkpoint on all ranks; without one, make them equal."""
-        found = self.checkpoints.read() if self.checkpoints else None
-        if found is None:
-            hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-            return Position()
-        saved = torch.load(io.BytesIO(found[1]), map_location=self.device, weights_only=True)
-        self.model.load_state_dict(saved["model"])
-        self.inner.load_state_dict(saved["optimizer"])
-        self.scaler.load_state_dict(saved["scaler"])
-        return Position(**saved["position"])
+    def restore(self, state: dict[str, Array]) -> None:
+        """Take such values."""
+        parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "scaler": {}, "average": {}}
+        for name, value in state.items():
+            part, _, rest = name.partition("/")
+            parts[part][rest] = torch.from_numpy(np.asarray(value))
+        self.model.load_state_dict(parts["model"])
+        inner = self.inner.state_dict()
+        for name, value in parts["optimizer"].items():
+            number, _, what = name.partition("/")
+            inner["state"].setdefault(int(number), {})[what] = value
+        self.inner.load_state_dict(inner)
+        self.scaler.load_state_dict({name: one.item() for name, one in parts["scaler"].items()})
+        if self.average:
+            self.average.load_state_dict(parts["average"])
 
-    def _parts(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"model": self.model, "optimizer": self.inner, "scaler": self.scaler}
-        return {name: one.state_dict() for name, one in parts.items()}
+    def load_weights(self, file: str) -> list[str]:
+        """Load a state dict; return the names of the head's parameters, if it is of other classes."""
+        saved, own = torch.load(file, map_location="cpu", weights_only=True), self.model.state_dict()
+        fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
+        fresh = [name for name in own if name not in fits]
+        other = [name for name in fresh if name not in saved or own[name].shape[:1] != (self.classes,)]
+        other += [name for name in saved if name not in own and not name.lower().startswith("aux")]
+        if other:
+            raise ValueError(f"{len(other)} of its entries are other ones, such as {other[0]}")
+        self.model.load_state_dict(fits, strict=False)
+        return fresh
 
+    def equal(self) -> None:
+        """Give all ranks the model of rank 0."""
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        if self.average:
+            self.average.module.load_state_dict(self.model.state_dict())
 
-def train(
-    given: argparse.Namespace, training: Training, data: Any, loader: Any, check: Any, split: str
-) -> None:
-    """Train from the newest checkpoint to the last epoch; ``split``: what ``check`` is of."""
-    preset = training.preset
-    schedule = schedule_of(preset, given, len(data), loader.plan.batch_size * hvd.size())
-    at = training.restore()
-    log = ImageLog(given, len(data), preset.epochs, at.seconds)
-    log.begin(at.step, at.epoch, at.done)
-    last = at.step + given.steps if given.steps else None
-    while at.epoch < preset.epochs and at.step != last:
-        loader.set_epoch(at.epoch, at.done)
-        end = loader.plan.end
-        for batch in log.timed(loader):
-            rate = schedule(at.epoch + at.done / len(data))
-            loss = training.step(batch, rate)
-            at.step, at.done = at.step + 1, batch.position
-            log.use(at.step, at.epoch, batch)
-            if at.step % given.log_every == 0 or at.done == end:
-                log.line(at.step, at.epoch * len(data) + at.done, rate, float(loss))  # waits for the GPU
-            if at.step == last or (at.step % given.checkpoint_every == 0 and at.done < end):
-                at.seconds = log.seconds()
-                training.save(at)
-            if at.step == last:
-                break
-        if at.done == end:
-            at.epoch, at.done, at.seconds = at.epoch + 1, 0, log.seconds()
-            training.save(at)
-        over = at.epoch >= preset.epochs
-        if given.evaluate_every and (over or (at.done == 0 and at.epoch % given.evaluate_every == 0)):
-            log.evaluation(at.step, at.epoch, training.evaluate(check), split)
-    if training.checkpoints:
-        training.checkpoints.close()
-    log.close()
+    def export(self, directory: Path) -> None:
+        """Write weights.pt, for --weights, and model.pt2, a program for score.py without this file."""
+        best: Any = self.best_model()
+        model = best.to("cpu", memory_format=torch.contiguous_format).eval()
+        torch.save(model.state_dict(), directory / "weights.pt")
+        size = self.preset.image_size
+        example = torch.zeros(2, size, size, 3, dtype=torch.uint8)
+        whole = Classifier(model, self.mean.cpu(), self.deviation.cpu()).eval()
+        program = torch.export.export(whole, (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
+        torch.export.save(program, directory / "model.pt2")
 
 
 def main() -> None:
     """Train as the command line says."""
     options = parser(__doc__ or "")
-    options.add_argument("--width", type=int, default=64, help="channels of the first stage; default: 64")
-    options.add_argument(
-        "--threads", type=int, metavar="N", help="that decode images; default: the cores of each rank"
-    )
     given = read(options)
     if given.image_size is not None and given.image_size <= 32:
         size = given.image_size
@@ -261,25 +329,15 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True  # images have one size
     torch.manual_seed(given.seed)
-    data: Any = Synthetic(given.synthetic_images) if given.synthetic else Dataset.open(given.data, "train")
-    found = given.data and (Path(given.data) / "validation.json").exists()
-    check = Dataset.open(given.data, "validation") if found else data
-    split = "validation" if found else TRAINED_ON
+    data, check, split = datasets(given)
     sizes = {"image_size": preset.image_size, "device": device, "threads": given.threads, "seed": given.seed}
     per_rank = preset.batch_size * given.accumulate
     loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, drop_last=True, **sizes)
     checks = hvd.image_loader(check, preset.batch_size, augment=False, **sizes)
-    training = Training(given, preset, len(data.classes), device)
-    if hvd.rank() == 0:
-        batch = per_rank * hvd.size()
-        print(
-            f"ResNet-50 on {device.type}: {hvd.size()} ranks, batch {batch:,}, {preset.optimizer}, "
-            f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes, "
-            f"{preset.epochs:g} epochs\n"
-            f"preset {given.preset} ({preset.source}): {preset.expected}", flush=True,
-        )  # fmt: skip
-    train(given, training, data, loader, checks, split)
+    training = Training(given, preset, len(data.classes), device, checks)
+    train(given, preset, training, data, loader, split, f"PyTorch on {device.type}")
     hvd.shutdown()
 
 

@@ -1,0 +1,111 @@
+"""Score images with a model that train_torch.py or train_keras.py has exported.
+
+    python score.py model /data/imagenet --split validation --output scores.tsv
+    python score.py model photos --output scores.tsv
+
+Photographs are found in all directories below the one that is named. Writes a line for each image, under a
+head: its file (of prepared data: its number), its label, and the probability of each class. The label is the
+class of prepared data, or the name of the image's directory, if that is a class of the model; otherwise "-".
+With labels it prints top-1 and top-5 too. Images are cut as in an evaluation: the square in the centre.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from options import ranks_of  # type: ignore[import-not-found]  # beside this file
+
+import ringdance.numpy as hvd
+from ringdance.data import Dataset, Loader
+
+Array = np.ndarray[Any, Any]
+ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+class Photographs:
+    """Image files below a directory, as a data set for ``Loader``; label -1: not of a class."""
+
+    def __init__(self, directory: Path, classes: list[str]) -> None:
+        self.files = sorted(one for one in directory.rglob("*") if one.suffix.lower() in ENDINGS)
+        labels = {name: number for number, name in enumerate(classes)}
+        self.rows = np.zeros(len(self.files), [("label", np.int64)])
+        self.rows["label"] = [labels.get(one.parent.name, -1) for one in self.files]
+        self.names = [str(one.relative_to(directory)) for one in self.files]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, number: int) -> bytes:
+        """Return an encoded image."""
+        return self.files[number].read_bytes()
+
+
+def program_of(model: Path, framework: str) -> Callable[[Array], Array]:
+    """Return a function from images, uint8, (n, size, size, 3), to probabilities, (n, classes)."""
+    if framework == "torch":
+        import torch
+
+        program = torch.export.load(model / "model.pt2").module()
+
+        def by_torch(images: Array) -> Array:
+            with torch.inference_mode():
+                shares: Array = program(torch.from_numpy(images)).numpy()
+            return shares
+
+        return by_torch
+    import keras
+
+    return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch  # type: ignore
+
+
+def main() -> None:
+    """Score as the command line says."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
+    add("data", type=Path, metavar="DATA", help="a directory of photographs, or of prepared data")
+    add("--split", default="train", help="of prepared data; default: train")
+    add("--output", metavar="FILE", help="default: the figures alone")
+    add("--batch-size", type=int, default=32, metavar="N", help="default: 32")
+    given = parser.parse_args()
+    try:
+        about = json.loads((given.model / "model.json").read_text())
+    except OSError as error:
+        parser.error(f"{given.model} is no exported model: {error.strerror}: {error.filename}")
+    classes = list(map(str, about["classes"]))
+    data: Any = Photographs(given.data, classes)
+    if (given.data / f"{given.split}.json").exists():
+        data = Dataset.open(given.data, given.split)
+        if list(map(str, data.classes)) != classes:
+            parser.error(f"{given.data}: other classes than those of {given.model}")
+    if not len(data):
+        parser.error(f"{given.data}: neither {given.split}.json nor images ({', '.join(ENDINGS)})")
+    program = program_of(given.model, about["framework"])
+    hvd.init()
+    figures, began = hvd.TopK(ranks_of(len(classes))), time.perf_counter()
+    loader = Loader(data, given.batch_size, image_size=about["image_size"], augment=False)
+    with open(given.output or os.devnull, "w") as output:
+        print("file", "label", *classes, sep="\t", file=output)
+        for batch in loader:
+            shares = program(batch.images)
+            figures.add(shares, batch.labels)
+            for number, label, row in zip(batch.indices, batch.labels, shares, strict=True):
+                name = data.names[number] if hasattr(data, "names") else number
+                print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
+                      sep="\t", file=output)  # fmt: skip
+    found, seconds = figures.result(), time.perf_counter() - began
+    told = [f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top")]
+    print(f"{', '.join(told)} of {found['count']:,} images in {seconds:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
