@@ -53,7 +53,7 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(recipes.__file__).parent / "resnet50"))
     by_keras, by_torch = importlib.import_module("train_keras"), importlib.import_module("train_torch")
-    options = importlib.import_module("options")
+    shared = importlib.import_module("shared")
     monkeypatch.setattr(by_keras, "resnet50", keras_net)
     monkeypatch.setattr(by_torch, "resnet50", torch_net)
     preset = replace(
@@ -63,14 +63,14 @@ def test_200_steps_of_a_preset_are_those_of_pytorch(
     assert preset.optimizer == optimizer
     given = Namespace(rate=rate, accumulate=1, width=0, model=None, seed=0)
     keras.utils.set_random_seed(0)
-    other = by_keras.Training(given, preset, CLASSES)
+    other = by_keras.Model(given, preset, CLASSES)
     model = other.model
-    training = by_torch.Training(given, preset, CLASSES, torch.device("cpu"))
+    training = by_torch.Model(given, preset, CLASSES, torch.device("cpu"))
     start = as_torch([keras.ops.convert_to_numpy(one.value) for one in model.trainable_variables])
     with torch.no_grad():
         for one, value in zip(training.model.parameters(), start, strict=True):
             one.copy_(torch.from_numpy(value.copy()))
-    schedule = options.schedule_of(preset, given, STEPS // 10 * BATCH * SIZE, BATCH * SIZE)
+    schedule = shared.schedule_of(preset, given, STEPS // 10 * BATCH * SIZE, BATCH * SIZE)
     random = np.random.RandomState(RANK)
     for step in range(STEPS):
         labels = random.randint(0, CLASSES, BATCH)

@@ -109,8 +109,8 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_an_unbroken_one(
     if RANK == 0:
         figures = [line.rpartition(",")[0] for line in again.splitlines() if ": top-1" in line]
         assert figures[-1] in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="optimizer was sgd, now lars"):
-        run(recipe, monkeypatch, photos, "parts", "--optimizer", "lars")
+    with pytest.raises(SystemExit, match=r"optimizer was sgd, now lars.*accumulate was 1, now 2"):
+        run(recipe, monkeypatch, photos, "parts", "--optimizer", "lars", "--accumulate", "2")
 
 
 def test_a_model_of_keras_applications_averaged_exported_and_loaded_again(
@@ -135,10 +135,13 @@ def test_a_model_of_keras_applications_averaged_exported_and_loaded_again(
         assert figures == f"top-1 {right / IMAGES:.2%}"
         given = Namespace(model="MobileNetV2", accumulate=1, seed=0)
         preset = replace(recipe.PRESETS["laptop"], image_size=32)
-        assert recipe.Training(given, preset, 5).load_weights(str(model / "model.weights.h5")) == [
-            "predictions/kernel"
-        ]
-        other = recipe.Training(Namespace(model="MobileNet", accumulate=1, seed=0), preset, 3)
+        other = recipe.Model(given, preset, 5)
+        assert other.load_weights(str(model / "model.weights.h5")) == ["predictions/kernel"]
+        norms = [one for one in other.body().layers if isinstance(one, keras.layers.BatchNormalization)]
+        assert {one.momentum for one in norms} == {0.9}, "a short training's statistics are its own"
+        with pytest.raises(SystemExit, match="one size of images: give --evaluation-size 32"):
+            recipe.Model(given, replace(preset, evaluation_size=40), 5)
+        other = recipe.Model(Namespace(model="MobileNet", accumulate=1, seed=0), preset, 3)
         with pytest.raises(ValueError, match="layers"):
             other.load_weights(str(model / "model.weights.h5"))
     hvd.broadcast_object(None)

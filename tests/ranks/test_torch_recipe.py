@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -28,9 +30,9 @@ from ringdance.data.order import block
 
 sys.path.insert(0, str(Path(ringdance.recipes.resnet50.__file__).parent))  # where a copy finds presets.py
 
-import options
 import train_torch
 from presets import PRESETS
+from shared import begin_with
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -43,7 +45,7 @@ def test_short_batches_and_passes_are_weighted(passes: int, count: int) -> None:
     torch.manual_seed(RANK)
     preset = replace(PRESETS["laptop"], momentum=0.0, weight_decay=0.0, label_smoothing=0.1)
     given = Namespace(accumulate=passes, width=4, model=None, seed=0)
-    training = train_torch.Training(given, preset, 5, torch.device("cpu"))
+    training = train_torch.Model(given, preset, 5, torch.device("cpu"))
     for one in training.model.modules():
         if isinstance(one, nn.BatchNorm2d):
             nn.init.ones_(one.weight)  # else gradients of most layers are 0
@@ -105,13 +107,14 @@ def test_evaluation_alone_is_that_of_the_training(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With mixed images and averaged weights; stopped and resumed; of the best model, and as exported."""
-    mixed = ["--mixup", "0.2", "--cutmix", "1", "--erase", "0.5", "--label-smoothing", "0.1"]
-    same = f"--epochs 3 --checkpoints {photos / 'saved'} --ema 0.5".split()
+    mixed = ["--mixup", "0.2", "--cutmix", "1", "--erase", "0.5", "--trivial-augment"]
+    same = f"--epochs 3 --checkpoints {photos / 'saved'} --ema 0.5 --evaluation-size 48".split()
     run(monkeypatch, photos, *mixed, *same, "--steps", "3")
     run(monkeypatch, photos, *mixed, *same, "--export", str(photos / "model"))
     told = capsys.readouterr().out
     run(monkeypatch, photos, *same, "--evaluate")
-    run(monkeypatch, photos, "--weights", str(photos / "model" / "weights.pt"), "--evaluate")
+    weights = str(photos / "model" / "weights.pt")
+    run(monkeypatch, photos, "--weights", weights, "--evaluate", "--evaluation-size", "48")
     again = capsys.readouterr().out
     if RANK == 0:
         assert "top-5" not in told, "there are three classes"
@@ -125,6 +128,7 @@ def test_evaluation_alone_is_that_of_the_training(
             for label, row in zip(score[:, 1], score[:, 2:], strict=True)
         )
         assert best.split()[1] == f"{right / IMAGES['validation']:.2%}"
+        assert json.loads((photos / "model" / "model.json").read_text())["image_size"] == 48
     hvd.broadcast_object(None)
     with pytest.raises(SystemExit) as problem:
         run(monkeypatch, photos, *same, "--optimizer", "lars", "--width", "8")
@@ -143,6 +147,33 @@ def scored(photos: Path, split: str) -> Path:
     return output
 
 
+def test_photographs_are_scored_as_prepared_ones(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Upright as their EXIF says; what is no image is named, and a pipe is not waited for."""
+    image, score = pytest.importorskip("PIL.Image"), importlib.import_module("score")
+    run(monkeypatch, photos, "--steps", "1", "--export", str(photos / "model"))
+    new = tmp_path / f"new{RANK}"
+    new.mkdir()
+    pixels = np.random.RandomState(0).randint(0, 256, (40, 60, 3), np.uint8)
+    image.fromarray(pixels).save(new / "upright.png")
+    turned, orientation = image.fromarray(np.ascontiguousarray(np.rot90(pixels))), image.Exif()
+    orientation[0x0112] = 6  # the top is at the right
+    turned.save(new / "turned.png", exif=orientation)
+    os.mkfifo(new / "pipe.jpg")
+    words = ["score.py", str(photos / "model"), str(new), "--output", str(tmp_path / f"scores{RANK}")]
+    monkeypatch.setattr(sys, "argv", words)
+    score.main()
+    assert "none has a label" in capsys.readouterr().err
+    lines = [line.split("\t") for line in (tmp_path / f"scores{RANK}").read_text().splitlines()]
+    assert [line[:2] for line in lines] == [["file", "label"], ["turned.png", "-"], ["upright.png", "-"]]
+    assert lines[1][2:] == lines[2][2:]
+    (new / "broken.jpg").write_bytes(b"no image")
+    with pytest.raises(SystemExit):
+        score.main()
+    assert f"{new}/broken.jpg: cannot identify" in capsys.readouterr().err
+
+
 def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,14 +183,14 @@ def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
     if RANK == 0:
         torch.save(other.state_dict(), path)
     given = Namespace(accumulate=1, width=4, model=None, seed=0)
-    training = train_torch.Training(given, PRESETS["laptop"], 3, torch.device("cpu"))
-    assert "fc.weight, fc.bias fresh" in options.begin_with(path, training, 3)
+    training = train_torch.Model(given, PRESETS["laptop"], 3, torch.device("cpu"))
+    assert "fc.weight, fc.bias fresh" in begin_with(path, training, 3)
     training.equal()
     torch.testing.assert_close(training.model.layer3[1].conv2.weight, other.layer3[1].conv2.weight)
     assert training.model.fc.weight.shape[0] == 3
-    training = train_torch.Training(replaced(given), PRESETS["laptop"], 3, torch.device("cpu"))
+    training = train_torch.Model(replaced(given), PRESETS["laptop"], 3, torch.device("cpu"))
     with pytest.raises(SystemExit, match=r"other\.pt: not of this model: \d+ of its entries"):
-        options.begin_with(path, training, 3)
+        begin_with(path, training, 3)
 
 
 def replaced(given: Namespace) -> Namespace:

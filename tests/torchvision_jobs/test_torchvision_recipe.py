@@ -14,7 +14,9 @@ import pytest
 pytest.importorskip("torchvision")
 
 import torch
+from PIL import Image
 from torchvision import models
+from torchvision.transforms import InterpolationMode, autoaugment
 
 import ringdance.recipes.resnet50
 import ringdance.torch as hvd
@@ -22,9 +24,10 @@ from ringdance.data import Batch
 
 sys.path.insert(0, str(Path(ringdance.recipes.resnet50.__file__).parent))  # where a copy finds presets.py
 
-import options
+import augmentation
 import train_torch
 from presets import PRESETS
+from shared import begin_with
 
 hvd.init()
 GIVEN = {"accumulate": 1, "width": 64, "model": None, "seed": 0}
@@ -32,7 +35,7 @@ GIVEN = {"accumulate": 1, "width": 64, "model": None, "seed": 0}
 
 def training_of(name: str | None, classes: int = 5, size: int = 64) -> Any:
     preset = replace(PRESETS["laptop"], image_size=size)
-    return train_torch.Training(Namespace(**{**GIVEN, "model": name}), preset, classes, torch.device("cpu"))
+    return train_torch.Model(Namespace(**{**GIVEN, "model": name}), preset, classes, torch.device("cpu"))
 
 
 def test_a_state_dict_of_ours_is_one_of_theirs() -> None:
@@ -69,6 +72,35 @@ def test_a_model_has_the_normalization_of_its_weights() -> None:
     assert training_of("efficientnet_v2_l").mean.flatten().tolist() == pytest.approx([127.5] * 3)
 
 
+STRENGTHS = {
+    "Identity": 0.0, "ShearX": 0.99, "ShearY": 0.99, "TranslateX": 32.0, "TranslateY": 32.0, "Rotate": 135.0,
+    "Brightness": 0.99, "Color": 0.99, "Contrast": 0.99, "Sharpness": 0.99, "Posterize": 6, "Solarize": 255.0,
+    "AutoContrast": 0.0, "Equalize": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("level", [0, 7, 30])
+def test_operations_are_those_of_trivial_augment_wide(level: int, sign: int) -> None:
+    y, x = np.mgrid[0:64, 0:80]
+    image = np.stack([2 * x + y // 4, 255 - 3 * y, 40 + x + y], 2).astype(np.uint8)
+    for number, (name, most) in enumerate(STRENGTHS.items()):
+        numbers = iter((level, 0.0 if sign > 0 else 0.9, number))
+        found = augmentation.trivial_augment(image, lambda low=0.0, high=1.0: next(numbers))  # noqa: B023
+        strength = sign * most * level / 30
+        if name == "Posterize":
+            strength = 8 - round(most * level / 30)
+        elif name == "Solarize":
+            strength = most * (1 - level / 30)
+        if name.startswith("Translate"):
+            strength = -strength  # where it comes from, not where it goes: as likely
+        expected = autoaugment._apply_op(
+            Image.fromarray(image), name, strength, InterpolationMode.BILINEAR, None
+        )
+        away = np.abs(np.asarray(expected).astype(int) - found)
+        assert (away > 2).mean() < 0.03, f"{name}, level {level}: {(away > 2).mean():.1%} of the pixels"
+
+
 def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--model resnet19: torchvision's classifiers are alexnet"):
         training_of("resnet19")
@@ -77,6 +109,6 @@ def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
     path = Path(hvd.broadcast_object(str(tmp_path))) / "weights.pt"
     if hvd.rank() == 0:
         torch.save(models.resnet18(weights=None).state_dict(), path)
-    assert "fc.weight, fc.bias fresh" in options.begin_with(str(path), training_of("resnet18"), 5)
+    assert "fc.weight, fc.bias fresh" in begin_with(str(path), training_of("resnet18"), 5)
     with pytest.raises(SystemExit, match="not of this model"):
-        options.begin_with(str(path), training_of("resnet34"), 5)
+        begin_with(str(path), training_of("resnet34"), 5)

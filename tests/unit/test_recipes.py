@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ringdance.cli import main
@@ -98,11 +99,47 @@ def test_the_warm_up_begins_above_0(
     name: str, batch: int, first: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
-    options = importlib.import_module("options")
+    shared = importlib.import_module("shared")
     preset = presets.PRESETS[name]
-    schedule = options.schedule_of(preset, Namespace(rate=None), 12_000, batch)
+    schedule = shared.schedule_of(preset, Namespace(rate=None), 12_000, batch)
     assert schedule(0) == pytest.approx(first)
     assert schedule(preset.warmup_epochs) == pytest.approx(preset.rate_for(batch))
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ("--mixup -1", "--mixup -1.0: give 0 or more"), ("--rate nan", "--rate nan: give 0 or more"),
+    ("--epochs 4 --preset 256", "--epochs 4: the preset 256 has 5 epochs of warm-up"),
+    ("--ema 1", "--ema 1.0: give 0 or more, less than 1"), ("--evaluation-size 0", "give 1 or more"),
+    ("--evaluate", "--evaluate: give either --checkpoints DIR or --weights FILE"),
+])
+def test_what_cannot_be_done_is_refused(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
+    monkeypatch.setattr(sys, "argv", ["train_torch.py", "--synthetic", *words.split()])
+    options = importlib.import_module("options")
+    with pytest.raises(SystemExit):
+        options.read(options.parser(""))
+    assert told in capsys.readouterr().err
+
+
+def test_an_image_is_changed_by_one_of_14_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
+    augmentation = importlib.import_module("augmentation")
+    image = np.random.RandomState(0).randint(40, 200, (48, 64, 3), np.uint8)
+
+    def changed(level: float, sign: float, which: int) -> bytes:
+        numbers = iter((31 * level, sign, which))
+        found = augmentation.trivial_augment(image, lambda low=0.0, high=1.0: next(numbers))
+        assert (found.shape, found.dtype) == (image.shape, image.dtype)
+        return bytes(found.tobytes())
+
+    weak, strong = ([changed(level, 0.0, which) for which in range(14)] for level in (0.0, 0.99))
+    assert len({*strong}) == 14
+    same = [one == image.tobytes() for one in weak]
+    assert same == [True] * 12 + [False] * 2, "without strength only contrast and equalization do something"
+    both = [changed(0.99, 0.0, which) == changed(0.99, 0.9, which) for which in range(14)]
+    assert both == [True] + [False] * 9 + [True] * 4, "nine have a sign"
 
 
 def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str]):

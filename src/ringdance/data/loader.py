@@ -21,6 +21,7 @@ from ringdance.data.order import Draws, Indices, Plan, check_positive
 from ringdance.errors import ArgumentError
 
 Array = np.ndarray[Any, Any]
+Transform = Callable[[Array, Draws], Array]
 _Failure = tuple[int, Exception]
 """The row of a batch that could not be decoded, and why."""
 
@@ -95,6 +96,9 @@ class Loader(ImageBatches):
         batch_size: images for this rank in each batch.
         image_size: height and width, in pixels.
         augment: a random part of each image, by chance flipped; otherwise the centre.
+        transform: with ``augment``, what becomes of an image after that: ``transform(image, draw)`` gets
+            uint8 of shape (image_size, image_size, 3) and returns such; ``draw(low, high)`` returns random
+            numbers. The threads that decode call it.
         shuffle: another order in each epoch; by default as ``augment``.
         seed: of the order and the augmentation.
         rank, size: of the job; every rank gets its part of each global batch.
@@ -119,14 +123,15 @@ class Loader(ImageBatches):
 
     def __init__(
         self, dataset: Source, batch_size: int, *, image_size: int = 224, augment: bool = True,
-        shuffle: bool | None = None, seed: int = 0, rank: int = 0, size: int = 1, threads: int | None = None,
-        prefetch: int = 2, drop_last: bool = False, read_bytes: int | None = None,
+        transform: Transform | None = None, shuffle: bool | None = None, seed: int = 0, rank: int = 0,
+        size: int = 1, threads: int | None = None, prefetch: int = 2, drop_last: bool = False,
+        read_bytes: int | None = None,
     ) -> None:
         from ringdance.data import images  # here: a clear error where Pillow is missing
 
         threads = _usable_cores() if threads is None else threads
         check_positive(threads=threads, prefetch=prefetch)
-        self._decode = images.decode_into
+        self._decode, self.transform = images.decode_into, transform
         self.dataset, self.augment, self.piece = dataset, augment, _piece(dataset, read_bytes)
         self._will_need: Any = getattr(dataset, "will_need", None)
         shuffle = augment if shuffle is None else shuffle
@@ -207,6 +212,8 @@ class Loader(ImageBatches):
         except ArgumentError as error:
             where = f"rank {self.plan.rank}: sample {number}{_place(self.dataset, number)}"
             raise ArgumentError(f"{where}: {error}") from None
+        if draw and self.transform:
+            out[:] = self.transform(out, draw)
 
 
 @dataclass(frozen=True)

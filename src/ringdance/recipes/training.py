@@ -28,6 +28,9 @@ class Model(Protocol):
     def evaluate(self) -> dict[str, float]:
         """Return figures of the samples of all ranks, each counted once; collective."""
 
+    def average_statistics(self) -> None:
+        """Average what each rank has of its own samples, as normalization's statistics; collective."""
+
     def state(self) -> dict[str, Array]:
         """Return copies of the weights and of the optimizer's state; asked on rank 0."""
 
@@ -95,7 +98,7 @@ class Training:
         """Begin to write a checkpoint: copies are made here, the files are written in the background."""
         if files is None:
             return
-        getattr(self.model, "average_statistics", lambda: None)()
+        self.model.average_statistics()
         state = self.model.state() if hvd.rank() == 0 else {}
         about = {"position": asdict(self.at), "options": self.options}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
@@ -186,7 +189,7 @@ class Training:
         at, found, patience = self.at, self.model.evaluate(), getattr(self.given, "patience", None)
         log.print(f"{self.describe(at, found)} of {self.split}, {clock(log.seconds())}")
         log.scalars(at.step, **found)
-        if self.best is None and not patience:
+        if self.best is None:
             return False
         if found[self.score] > at.best:
             at.best, at.worse = found[self.score], 0
@@ -213,7 +216,7 @@ class Training:
     def _export(self, directory: str, about: dict[str, Any]) -> None:
         """Write the model for score.py: a directory that is complete when it has its name."""
         final, partial = Path(directory), Path(f"{directory}.partial")
-        getattr(self.model, "average_statistics", lambda: None)()
+        self.model.average_statistics()
         if hvd.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)

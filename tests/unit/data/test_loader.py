@@ -136,6 +136,26 @@ def test_a_sample_is_augmented_alike_on_any_rank() -> None:
     assert all(found[0][number] != image for number, image in pixels_of(loader).items())
 
 
+def test_a_transform_follows_the_crop_and_draws_alike_on_any_rank() -> None:
+    def transform(image: Any, draw: Draws) -> Any:
+        assert image.shape == (16, 16, 3)
+        return image // 2 + np.uint8(draw(0, 100))
+
+    data = Memory(13)
+    found = [
+        pixels_of(Loader(data, 13, image_size=16, seed=3, shuffle=False, threads=threads, transform=one))
+        for threads, one in ((1, transform), (3, transform), (1, None))
+    ]
+    assert found[0] == found[1]
+    pixels = [np.array([np.frombuffer(one[number], np.uint8) for number in range(13)]) for one in found]
+    added = (pixels[0] - pixels[2] // 2).reshape(13, -1)
+    assert (added == added[:, :1]).all(), "of the cropped image"
+    assert len({*added[:, 0].tolist()}) > 5, "other draws for each"
+    batch = next(iter(Loader(data, 13, image_size=16, augment=False, transform=transform)))
+    plain = next(iter(Loader(data, 13, image_size=16, augment=False)))
+    np.testing.assert_array_equal(batch.images, plain.images, "an evaluation is not transformed")
+
+
 def test_a_rank_without_samples_gets_padding_of_weight_0() -> None:
     last = [list(Loader(Memory(4), 1, image_size=8, rank=rank, size=3))[-1] for rank in range(3)]
     assert [batch.weight for batch in last] == [3, 0, 0]

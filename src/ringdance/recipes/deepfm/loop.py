@@ -109,6 +109,9 @@ class Evaluated:
                 scores.add(found, batch.labels)
         return scores.result()
 
+    def average_statistics(self) -> None:
+        """Do nothing: the layers have no statistics."""
+
     def export(self, directory: Path) -> None:
         """Write what score.py needs beside the table, and what --warm-start needs."""
         self.model.export(directory)
@@ -185,11 +188,18 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
         warm_start(Path(given.warm_start), model, about)
     log = TrainingLog(given, "rows", len(data), given.epochs, training.at.seconds)
 
+    losses: list[float] = []
+
+    def figures() -> dict[str, float]:
+        mean = float(np.mean(losses))
+        losses.clear()
+        return {"loss": mean}
+
     def step(batch: TableBatch, at: Position) -> tuple[float, Callable[[], dict[str, float]]]:
         scaled = 1 + given.scale_rate * (hvd.size() - 1)
         factor = scaled * min(1.0, (at.step + 1) / max(given.warmup, 1))
-        loss = model.step(batch, factor)
-        return given.rate * factor, lambda: {"loss": loss}
+        losses.append(model.step(batch, factor))
+        return given.rate * factor, figures
 
     def due(at: Position, ended: bool, over: bool) -> bool:
         return over or (at.step % given.evaluate_every == 0 if given.evaluate_every else ended)

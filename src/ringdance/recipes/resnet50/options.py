@@ -1,22 +1,15 @@
-"""The options of train_torch.py and train_keras.py, and the order in which both do things."""
+"""The options of train_torch.py and train_keras.py."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import math
 
-from presets import PRESETS, Preset  # type: ignore[import-not-found]  # beside this file
-
-import ringdance.numpy as hvd
-from ringdance.data import Dataset, Synthetic
-from ringdance.recipes.log import TRAINED_ON, TrainingLog
-from ringdance.recipes.training import Position, Training
-from ringdance.training.schedules import Schedule
+from presets import PRESETS  # type: ignore[import-not-found]  # beside this file
 
 _POSITIVE = (
-    "epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width", "threads"
+    "epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width", "threads",
+    "image_size", "evaluation_size",
 )  # fmt: skip
 
 
@@ -41,6 +34,9 @@ def parser(manual: str) -> argparse.ArgumentParser:
     add("--rate", type=float, metavar="R", help="peak learning rate of the whole batch, not scaled further")
     add("--precision", choices=("float32", "float16", "bfloat16"))
     add("--image-size", type=int, metavar="PIXELS")
+    add("--evaluation-size", type=int, metavar="PIXELS", help="default: that of the training")
+    text = "change each image by an operation by chance: TrivialAugmentWide"
+    add("--trivial-augment", action=argparse.BooleanOptionalAction, help=text)
     add("--label-smoothing", type=float, metavar="S", help="share of a target that all classes get")
     add("--mixup", type=float, metavar="ALPHA", help="mix pairs of images; 0: do not")
     add("--cutmix", type=float, metavar="ALPHA", help="put parts of images into others; 0: do not")
@@ -73,109 +69,13 @@ def read(made: argparse.ArgumentParser) -> argparse.Namespace:
     for name in ("label_smoothing", "erase", "ema"):
         if not 0 <= (getattr(given, name) or 0) < 1:
             made.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 0 or more, less than 1")
+    for name in ("mixup", "cutmix", "rate"):
+        if not 0 <= (getattr(given, name) or 0) < math.inf:
+            made.error(f"--{name} {getattr(given, name)}: give 0 or more")
+    warmup = PRESETS[given.preset].warmup_epochs
+    if given.epochs is not None and given.epochs < warmup:
+        made.error(f"--epochs {given.epochs}: the preset {given.preset} has {warmup:g} epochs of warm-up")
     for name in _POSITIVE:
         if getattr(given, name, None) is not None and getattr(given, name) < 1:
             made.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")
     return given
-
-
-def schedule_of(preset: Preset, given: argparse.Namespace, images: int, batch: int) -> Schedule:
-    """Return the learning rate over the epochs; ``images``: of an epoch; ``batch``: of all ranks."""
-    peak = preset.rate_for(batch) if given.rate is None else given.rate
-    # Without a source's figure the first step has one share of the warm-up: at a rate of 0 it would be lost.
-    start = preset.warmup_start or peak * batch / max(preset.warmup_epochs * images, batch)
-    return Schedule(
-        peak, preset.epochs, preset.schedule, preset.warmup_epochs, min(start, peak), preset.milestones
-    )
-
-
-def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
-    """Return what to train on, what to evaluate, and the name of the latter."""
-    if given.synthetic:
-        data: Any = Synthetic(given.synthetic_images)
-        return data, data, TRAINED_ON
-    data = Dataset.open(given.data, "train")
-    if (Path(given.data) / "validation.json").exists():
-        return data, Dataset.open(given.data, "validation"), "validation"
-    return data, data, TRAINED_ON
-
-
-def ranks_of(count: int) -> tuple[int, ...]:
-    """Return which k of the top k tell something about so many classes."""
-    return (1, 5) if count > 5 else (1,)
-
-
-def described(at: Position, found: dict[str, float]) -> str:
-    """Return the text of an evaluation."""
-    shares = (f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top"))
-    when = f"after {at.epoch} epochs" if at.step else "before any training"
-    return f"{when}: {', '.join(shares)} of {found['count']:,} images"
-
-
-def begin_with(file: str, model: Any, classes: int) -> str:
-    """Load weights on rank 0, but for a head of other classes; return what is to be said about it."""
-    try:
-        fresh, problem = (model.load_weights(file) if hvd.rank() == 0 else []), ""
-    except Exception as error:  # of files of any kind
-        fresh, problem = [], f"--weights {file}: not of this model: {error}".splitlines()[0]
-    fresh, problem = hvd.broadcast_object((fresh, problem))
-    if problem:
-        raise SystemExit(problem)
-    head = f", but {', '.join(fresh)} fresh: it has not {classes} classes" if fresh else ""
-    return f"weights of {file}{head}"
-
-
-def train(
-    given: argparse.Namespace, preset: Preset, model: Any, data: Any, loader: Any, split: str,
-    framework: str,
-) -> None:
-    """Train from the newest checkpoint to the last epoch, or only evaluate; then export.
-
-    Args:
-        given: what the command line says.
-        preset: with what the command line sets.
-        model: of this rank: the ``Model`` of a training, with ``step``, ``figures``, ``load_weights`` and
-            ``equal``, which gives all ranks that of rank 0.
-        data: to train on.
-        loader: of that.
-        split: what evaluations are of.
-        framework: that is at work, to be shown.
-    """
-    same = {"model": given.model or f"ResNet-50 of width {given.width}", "classes": len(data.classes)}
-    same |= {"images": len(data), "preset": given.preset, "optimizer": preset.optimizer}
-    same |= {"precision": preset.precision, "ema": preset.ema, "seed": given.seed}
-    training = Training(given, model, same, split, "top1", described)
-    if hvd.rank() == 0:
-        batch = loader.plan.batch_size * hvd.size()
-        print(
-            f"{same['model']} by {framework}: {hvd.size()} ranks, batch {batch:,}, {preset.optimizer}, "
-            f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes, {preset.epochs:g} "
-            f"epochs\npreset {given.preset} ({preset.source}): {preset.expected}", flush=True,
-        )  # fmt: skip
-    found = (given.evaluate and training.restore(training.best)) or training.restore(training.files)
-    if given.evaluate and given.checkpoints and not found:
-        raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
-    log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
-    if not found:
-        if given.weights:
-            log.print(begin_with(given.weights, model, len(data.classes)))
-        model.equal()
-    if given.evaluate:
-        training.best = None
-        training.evaluate(log)
-    else:
-        schedule = schedule_of(preset, given, len(data), loader.plan.batch_size * hvd.size())
-
-        def step(batch: Any, at: Position) -> tuple[float, Callable[[], dict[str, float]]]:
-            epoch = at.epoch + at.done / len(data)
-            rate = schedule(epoch)
-            model.step(batch, rate, at.step, epoch < preset.warmup_epochs)
-            return rate, model.figures
-
-        def due(at: Position, ended: bool, over: bool) -> bool:
-            every = given.evaluate_every
-            return ended and bool(every) and (over or at.epoch % every == 0)
-
-        training.run(loader, log, preset.epochs, step, due)
-    about = {"model": same["model"], "image_size": preset.image_size, "classes": list(data.classes)}
-    training.close(log, about)

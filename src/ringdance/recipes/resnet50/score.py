@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from options import ranks_of  # type: ignore[import-not-found]  # beside this file
+from shared import ranks_of  # type: ignore[import-not-found]  # beside this file
 
 import ringdance.numpy as hvd
 from ringdance.data import Dataset, Loader
+from ringdance.data.prepare.clean import BrokenImage, clean
+from ringdance.errors import ArgumentError
 
 Array = np.ndarray[Any, Any]
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -34,18 +36,22 @@ class Photographs:
     """Image files below a directory, as a data set for ``Loader``; label -1: not of a class."""
 
     def __init__(self, directory: Path, classes: list[str]) -> None:
-        self.files = sorted(one for one in directory.rglob("*") if one.suffix.lower() in ENDINGS)
+        found = directory.rglob("*")
+        self.paths = sorted(one for one in found if one.suffix.lower() in ENDINGS and one.is_file())
         labels = {name: number for number, name in enumerate(classes)}
-        self.rows = np.zeros(len(self.files), [("label", np.int64)])
-        self.rows["label"] = [labels.get(one.parent.name, -1) for one in self.files]
-        self.names = [str(one.relative_to(directory)) for one in self.files]
+        self.rows = np.zeros(len(self.paths), [("label", np.int64)])
+        self.rows["label"] = [labels.get(one.parent.name, -1) for one in self.paths]
+        self.names = [str(one.relative_to(directory)) for one in self.paths]
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.paths)
 
     def read(self, number: int) -> bytes:
-        """Return an encoded image."""
-        return self.files[number].read_bytes()
+        """Return an image as ``ringdance data prepare`` would write it: upright, 8 bits, in RGB."""
+        try:
+            return clean(self.paths[number].read_bytes()).image
+        except (BrokenImage, OSError) as error:
+            raise ArgumentError(f"{self.paths[number]}: {error}") from None
 
 
 def program_of(model: Path, framework: str) -> Callable[[Array], Array]:
@@ -93,18 +99,22 @@ def main() -> None:
     hvd.init()
     figures, began = hvd.TopK(ranks_of(len(classes))), time.perf_counter()
     loader = Loader(data, given.batch_size, image_size=about["image_size"], augment=False)
-    with open(given.output or os.devnull, "w") as output:
-        print("file", "label", *classes, sep="\t", file=output)
-        for batch in loader:
-            shares = program(batch.images)
-            figures.add(shares, batch.labels)
-            for number, label, row in zip(batch.indices, batch.labels, shares, strict=True):
-                name = data.names[number] if hasattr(data, "names") else number
-                print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
-                      sep="\t", file=output)  # fmt: skip
+    try:
+        with open(given.output or os.devnull, "w") as output:
+            print("file", "label", *classes, sep="\t", file=output)
+            for batch in loader:
+                shares = program(batch.images)
+                figures.add(shares, batch.labels)
+                for number, label, row in zip(batch.indices, batch.labels, shares, strict=True):
+                    name = data.names[number] if hasattr(data, "names") else number
+                    print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
+                          sep="\t", file=output)  # fmt: skip
+    except (ArgumentError, OSError) as error:
+        parser.error(str(error))
     found, seconds = figures.result(), time.perf_counter() - began
     told = [f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top")]
-    print(f"{', '.join(told)} of {found['count']:,} images in {seconds:.1f} s", file=sys.stderr)
+    of = f"{', '.join(told)} of {found['count']:,} with a label" if found["count"] else "none has a label"
+    print(f"{len(data):,} images in {seconds:.1f} s: {of}", file=sys.stderr)
 
 
 if __name__ == "__main__":

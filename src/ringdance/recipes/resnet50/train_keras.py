@@ -47,9 +47,10 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
-from mixing import mix  # type: ignore[import-not-found]  # beside this file
-from options import datasets, parser, ranks_of, read, train  # type: ignore[import-not-found]
+from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
+from options import parser, read  # type: ignore[import-not-found]
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
+from shared import datasets, ranks_of, train  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
 from ringdance.data import Batch
@@ -61,7 +62,7 @@ Array = np.ndarray[Any, Any]
 # Model -----------------------------------------------------------------------------------------------
 
 
-def resnet50(classes: int, image_size: int, width: int = 64) -> Any:
+def resnet50(classes: int, image_size: int | None, width: int = 64) -> Any:
     """Return ResNet-50 v1.5 (stride in the 3x3 convolutions), on pixels 0 to 255, channels last; logits."""
     layers = keras.layers
 
@@ -133,7 +134,7 @@ def use_own_gpu() -> None:
 # Training --------------------------------------------------------------------------------------------
 
 
-class Training:
+class Model:
     """The compiled model of this rank, and how it is updated."""
 
     framework = "keras"
@@ -142,10 +143,16 @@ class Training:
         self.preset, self.classes, self.passes = preset, classes, given.accumulate
         self.seed, self.checks, precision = given.seed, checks, preset.precision
         keras.config.set_dtype_policy("float32" if precision == "float32" else f"mixed_{precision}")
+        size = preset.image_size if preset.evaluated == preset.image_size else None
+        if given.model and size is None:
+            raise SystemExit(
+                f"--model {given.model}: models of keras.applications have one size of images: give "
+                f"--evaluation-size {preset.image_size}"
+            )
         if given.model:
             self.model: Any = of_keras(given.model, classes, preset.image_size)
         else:
-            self.model = resnet50(classes, preset.image_size, given.width)
+            self.model = resnet50(classes, size, given.width)
         passes: dict[str, Any] = {"gradient_accumulation_steps": self.passes if self.passes > 1 else None}
         if preset.optimizer == "lars":
             optimizer: Any = hvd.LARS(0.0, preset.momentum, preset.weight_decay, **passes)
@@ -161,7 +168,8 @@ class Training:
         # All of them: with averages of gradients, loss scale and counters.
         self.variables = [*self.model.variables, *self.model.optimizer.variables]
         self.weights = [one for one in self.model.weights if one.dtype.startswith("float")]
-        self.averages = [read_value(one) for one in self.weights] if preset.ema else []
+        averaged = self.weights if preset.ema else []
+        self.averages = [keras.Variable(one.value, trainable=False, dtype=one.dtype) for one in averaged]
 
     def step(self, batch: Batch, rate: float, number: int = 0, warming_up: bool = False) -> None:
         """Update the model by one batch, in so many passes; ``number`` of the step: of random numbers.
@@ -187,7 +195,7 @@ class Training:
             self.last = self.model.train_on_batch(images[rows], targets[rows], sample_weight=weights)
         keep = 0.0 if warming_up else self.preset.ema  # weights of the beginning are forgotten
         for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
-            mean += (1 - keep) * (keras.ops.convert_to_numpy(one.value) - mean)
+            mean.assign(keep * mean.value + (1 - keep) * one.value)
 
     def figures(self) -> dict[str, float]:
         """Return mean loss and share of right images of this rank since the last call."""
@@ -211,8 +219,8 @@ class Training:
         """Exchange the model's weights with their averages, if there are any: twice, and all is as before."""
         for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
             value = read_value(one)
-            one.assign(mean)
-            mean[...] = value
+            one.assign(mean.value)
+            mean.assign(value)
 
     def average_statistics(self) -> None:
         """Average normalization's running means and variances, which each rank has of its own images."""
@@ -220,19 +228,20 @@ class Training:
             if "moving" in one.path:
                 one.assign(hvd.allreduce(one.value, name=one.path))
                 if self.averages:
-                    self.averages[number][...] = hvd.allreduce(self.averages[number], name=f"mean {one.path}")
+                    mean = self.averages[number]
+                    mean.assign(hvd.allreduce(mean.value, name=f"mean {one.path}"))
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""
         found = {f"v{number}": read_value(one) for number, one in enumerate(self.variables)}
-        return found | {f"a{number}": one.copy() for number, one in enumerate(self.averages)}
+        return found | {f"a{number}": read_value(one) for number, one in enumerate(self.averages)}
 
     def restore(self, state: dict[str, Array]) -> None:
         """Take such values."""
         for number, one in enumerate(self.variables):
             one.assign(state[f"v{number}"])
         for number, mean in enumerate(self.averages):
-            mean[...] = state[f"a{number}"]
+            mean.assign(state[f"a{number}"])
 
     def load_weights(self, file: str) -> list[str]:
         """Load weights; return the names of the head's, if it is of other classes."""
@@ -257,7 +266,8 @@ class Training:
     def equal(self) -> None:
         """Give all ranks the model of rank 0."""
         hvd.broadcast_variables(self.variables, root_rank=0)
-        self.averages = [read_value(one) for one in self.weights] if self.preset.ema else []
+        for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
+            mean.assign(one.value)
 
     def export(self, directory: Path) -> None:
         """Write model.weights.h5, for --weights, and model.keras, for score.py."""
@@ -281,12 +291,14 @@ def main() -> None:
     preset = PRESETS[given.preset].overridden(given)
     keras.utils.set_random_seed(given.seed)
     data, check, split = datasets(given)
-    sizes = {"image_size": preset.image_size, "threads": given.threads, "seed": given.seed}
-    per_rank = preset.batch_size * given.accumulate
-    loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, drop_last=True, **sizes)
-    checks = hvd.image_loader(check, preset.batch_size, augment=False, **sizes)
-    training = Training(given, preset, len(data.classes), checks.loader)
-    train(given, preset, training, data, loader.loader, split, f"Keras on {keras.backend.backend()}")
+    same = {"threads": given.threads, "seed": given.seed}
+    loader = hvd.image_loader(
+        data, preset.batch_size * given.accumulate, image_size=preset.image_size, augment=preset.augment,
+        transform=trivial_augment if preset.trivial_augment else None, shuffle=True, drop_last=True, **same,
+    )  # fmt: skip
+    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.evaluated, augment=False, **same)
+    model = Model(given, preset, len(data.classes), checks.loader)
+    train(given, preset, model, data, loader.loader, split, f"Keras on {keras.backend.backend()}")
 
 
 if __name__ == "__main__":

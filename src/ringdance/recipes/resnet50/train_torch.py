@@ -43,9 +43,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from mixing import mix  # type: ignore[import-not-found]  # beside this file
-from options import datasets, parser, ranks_of, read, train  # type: ignore[import-not-found]
+from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
+from options import parser, read  # type: ignore[import-not-found]
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
+from shared import datasets, ranks_of, train  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -108,7 +109,7 @@ def resnet50(classes: int, width: int) -> nn.Module:
     return model
 
 
-def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, Any]:
+def of_torchvision(name: str, classes: int, size: int, evaluated: int) -> tuple[nn.Module, Any, Any]:
     """Return a classifier of torchvision, and mean and deviation of the pixels 0 to 255 that it expects."""
     try:
         from torchvision import models  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -123,11 +124,13 @@ def of_torchvision(name: str, classes: int, size: int) -> tuple[nn.Module, Any, 
     try:
         model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **special)
         with torch.no_grad():
-            model.eval()(torch.zeros(1, 3, size, size))
+            for pixels in (size, evaluated):
+                model.eval()(torch.zeros(1, 3, pixels, pixels))
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"--model {name} takes no images of {size} pixels: {error}") from None
-    pixels = models.get_model_weights(name).DEFAULT.transforms()
-    return model.train(), [255 * one for one in pixels.mean], [255 * one for one in pixels.std]
+        sizes = " and ".join(map(str, sorted({size, evaluated})))
+        raise SystemExit(f"--model {name} takes no images of {sizes} pixels: {error}") from None
+    its = models.get_model_weights(name).DEFAULT.transforms()
+    return model.train(), [255 * one for one in its.mean], [255 * one for one in its.std]
 
 
 class Classifier(nn.Module):
@@ -152,7 +155,7 @@ class Classifier(nn.Module):
 # Training -------------------------------------------------------------------------------------------------
 
 
-class Training:
+class Model:
     """Model, optimizer and loss scale of this rank, and how they are updated."""
 
     framework = "torch"
@@ -165,7 +168,9 @@ class Training:
         self.seed, self.checks = given.seed, checks
         model: Any
         if given.model:
-            model, mean, deviation = of_torchvision(given.model, classes, preset.image_size)
+            model, mean, deviation = of_torchvision(
+                given.model, classes, preset.image_size, preset.evaluated
+            )
         else:
             model, mean, deviation = resnet50(classes, given.width), MEAN, DEVIATION
         self.model: nn.Module = model.to(device, memory_format=torch.channels_last)
@@ -309,7 +314,7 @@ class Training:
         best: Any = self.best_model()
         model = best.to("cpu", memory_format=torch.contiguous_format).eval()
         torch.save(model.state_dict(), directory / "weights.pt")
-        size = self.preset.image_size
+        size = self.preset.evaluated
         example = torch.zeros(2, size, size, 3, dtype=torch.uint8)
         whole = Classifier(model, self.mean.cpu(), self.deviation.cpu()).eval()
         program = torch.export.export(whole, (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
@@ -320,9 +325,9 @@ def main() -> None:
     """Train as the command line says."""
     options = parser(__doc__ or "")
     given = read(options)
-    if given.image_size is not None and given.image_size <= 32:
-        size = given.image_size
-        options.error(f"--image-size {size}: give 33 or more: the network halves it five times")
+    for name in ("image_size", "evaluation_size"):
+        if not given.model and (size := getattr(given, name)) is not None and size <= 32:
+            options.error(f"--{name.replace('_', '-')} {size}: give 33 or more: it is halved five times")
     hvd.init()
     preset = PRESETS[given.preset].overridden(given)
     device = torch.device("cpu")
@@ -332,12 +337,14 @@ def main() -> None:
         torch.backends.cudnn.benchmark = True  # images have one size
     torch.manual_seed(given.seed)
     data, check, split = datasets(given)
-    sizes = {"image_size": preset.image_size, "device": device, "threads": given.threads, "seed": given.seed}
-    per_rank = preset.batch_size * given.accumulate
-    loader = hvd.image_loader(data, per_rank, augment=preset.augment, shuffle=True, drop_last=True, **sizes)
-    checks = hvd.image_loader(check, preset.batch_size, augment=False, **sizes)
-    training = Training(given, preset, len(data.classes), device, checks)
-    train(given, preset, training, data, loader, split, f"PyTorch on {device.type}")
+    same = {"device": device, "threads": given.threads, "seed": given.seed}
+    loader = hvd.image_loader(
+        data, preset.batch_size * given.accumulate, image_size=preset.image_size, augment=preset.augment,
+        transform=trivial_augment if preset.trivial_augment else None, shuffle=True, drop_last=True, **same,
+    )  # fmt: skip
+    checks = hvd.image_loader(check, preset.batch_size, image_size=preset.evaluated, augment=False, **same)
+    model = Model(given, preset, len(data.classes), device, checks)
+    train(given, preset, model, data, loader, split, f"PyTorch on {device.type}")
     hvd.shutdown()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.loader import Batch, ImageBatches, Loader, Synthetic, SyntheticLoader
+from ringdance.data.loader import Batch, ImageBatches, Loader, Synthetic, SyntheticLoader, Transform
 from ringdance.data.tables import Table, TableLoader
 from ringdance.errors import ArgumentError
 from ringdance.training import basics
@@ -42,9 +42,9 @@ class Loaders:
 
     def image_loader(
         self, dataset: Any, batch_size: int, *, image_size: int = 224, augment: bool = True,
-        shuffle: bool | None = None, seed: int = 0, threads: int | None = None, prefetch: int = 2,
-        drop_last: bool = False, read_bytes: int | None = None,
-        process_set: ProcessSet = global_process_set, device: Any = None,
+        transform: Transform | None = None, shuffle: bool | None = None, seed: int = 0,
+        threads: int | None = None, prefetch: int = 2, drop_last: bool = False,
+        read_bytes: int | None = None, process_set: ProcessSet = global_process_set, device: Any = None,
     ) -> ImageBatches:
         """Return a loader of this rank's part of each batch of images.
 
@@ -59,6 +59,9 @@ class Loaders:
             batch_size: images for each rank in each batch.
             image_size: height and width, in pixels.
             augment: a random part of each image, by chance flipped; otherwise the centre.
+            transform: with ``augment``, what becomes of an image after that: ``transform(image, draw)`` gets
+                an array, uint8, of shape (size, size, 3), and returns such; ``draw(low, high)`` returns
+                random numbers, the same for a sample of an epoch on any rank. Threads that decode call it.
             shuffle: another order in each epoch; by default as ``augment``.
             seed: of the order and the augmentation.
             threads: that decode; by default one for each core of this rank's share.
@@ -77,8 +80,8 @@ class Loaders:
         shuffle = augment if shuffle is None else shuffle
         same = {
             "the number of samples": len(dataset), "batch_size": batch_size, "image_size": image_size,
-            "augment": augment, "shuffle": shuffle, "seed": seed, "drop_last": drop_last,
-            "read_bytes": read_bytes,
+            "augment": augment, "transform": transform is not None, "shuffle": shuffle, "seed": seed,
+            "drop_last": drop_last, "read_bytes": read_bytes,
         }  # fmt: skip
         rank, size = check_plan("pad", same, process_set)
         order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
@@ -89,8 +92,8 @@ class Loaders:
         else:
             threads = threads or max(1, own_cores(basics.local_size()))
             loader = Loader(
-                dataset, batch_size, image_size=image_size, augment=augment, threads=threads,
-                prefetch=prefetch, read_bytes=read_bytes, **order,
+                dataset, batch_size, image_size=image_size, augment=augment, transform=transform,
+                threads=threads, prefetch=prefetch, read_bytes=read_bytes, **order,
             )  # fmt: skip
             loader.memory = lambda shape: self.memory(shape, device)
         loader.convert = lambda batch: self.images(batch, device)

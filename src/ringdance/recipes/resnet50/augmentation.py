@@ -1,17 +1,60 @@
-"""Mixup, CutMix and random erasing of the images of a batch, for arrays and tensors alike.
+"""TrivialAugmentWide of an image; mixup, CutMix and random erasing of a batch, of arrays or tensors.
 
-Sources: Zhang et al. 2018, arXiv 1710.09412; Yun et al. 2019, arXiv 1905.04899; Zhong et al. 2020, arXiv
-1708.04896. What is drawn depends on seed, step and rank alone: a training that goes on draws the same.
+Sources: Müller and Hutter 2021, arXiv 2103.10158; Zhang et al. 2018, arXiv 1710.09412; Yun et al. 2019, arXiv
+1905.04899; Zhong et al. 2020, arXiv 1708.04896. What is drawn for an image depends on seed, epoch and image
+alone, for a batch on seed, step and rank: a training that goes on draws the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
 from presets import Preset  # type: ignore[import-not-found]  # beside this file
 
+Array = np.ndarray[Any, Any]
 GREY = 116  # about ImageNet's mean
+
+
+def trivial_augment(image: Array, draw: Callable[..., float]) -> Array:
+    """Change an image by one operation at one strength, both by chance.
+
+    Args:
+        image: uint8, shape (height, width, 3).
+        draw: returns random numbers, ``draw(low, high)``.
+
+    Returns:
+        An image like it; what comes in from outside of it is black.
+    """
+    level = int(draw(0, 31)) / 30  # 31 strengths
+    signed = level if draw() < 0.5 else -level
+
+    def moved(*matrix: float) -> Callable[[Image.Image], Image.Image]:
+        how = Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR
+        return lambda one: one.transform(one.size, *how)
+
+    def enhanced(kind: Any) -> Callable[[Image.Image], Image.Image]:
+        return lambda one: kind(one).enhance(1 + 0.99 * signed)
+
+    operations: tuple[Callable[[Image.Image], Image.Image], ...] = (
+        lambda one: one,
+        moved(1, 0.99 * signed, 0, 0, 1, 0),
+        moved(1, 0, 0, 0.99 * signed, 1, 0),
+        moved(1, 0, int(32 * signed), 0, 1, 0),
+        moved(1, 0, 0, 0, 1, int(32 * signed)),
+        lambda one: one.rotate(135 * signed, Image.Resampling.BILINEAR),
+        enhanced(ImageEnhance.Brightness),
+        enhanced(ImageEnhance.Color),
+        enhanced(ImageEnhance.Contrast),
+        enhanced(ImageEnhance.Sharpness),
+        lambda one: ImageOps.posterize(one, 8 - round(6 * level)),
+        lambda one: ImageOps.solarize(one, int(255 * (1 - level))),
+        ImageOps.autocontrast,
+        ImageOps.equalize,
+    )
+    return np.asarray(operations[int(draw(0, len(operations)))](Image.fromarray(image)))
 
 
 def mix(images: Any, preset: Preset, draw: np.random.Generator) -> tuple[Any, Any, float]:
