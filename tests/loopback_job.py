@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from loopback import LoopbackTransport, LoopbackWorld
+
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.settings import Settings
-from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
 T = TypeVar("T")
 

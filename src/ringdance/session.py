@@ -31,7 +31,7 @@ from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitial
 from ringdance.monitoring import Monitoring
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
-from ringdance.transport.loopback import single_transport
+from ringdance.transport.single import SingleTransport
 
 __all__ = [
     "CAUSE_MARK", "add_profiler", "at_init", "bind", "engine", "init", "is_initialized", "mark_step",
@@ -231,7 +231,7 @@ def _launched_size() -> int | None:
 def _start(comm: Any, settings: Settings) -> Engine:
     launched, loaded = _launched_size(), "mpi4py.MPI" in sys.modules
     if comm is None and (launched is None or (launched == 1 and not loaded)):
-        return Engine(single_transport(), settings, ring=_process.monitoring.ring(settings))
+        return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
     from ringdance.transport.library import library_version
     from ringdance.transport.world import rank_list, world_transport
 
@@ -241,7 +241,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
                 f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
                 "alone. Start it with `ringdance run -np N` or mpiexec."
             )
-        return Engine(single_transport(), settings, ring=_process.monitoring.ring(settings))
+        return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
 
     _process.monitoring.prepare()
     threads = not settings.mpi_threads_disable

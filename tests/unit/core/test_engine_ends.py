@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from by_numpy import same
+from loopback import LoopbackTransport, RankKilled
 from loopback_job import job, world_for
 
 import ringdance.numpy as hvd
@@ -23,7 +24,6 @@ from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Identity
-from ringdance.transport.loopback import LoopbackTransport, RankKilled
 
 
 @pytest.fixture
