@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from loopback import LoopbackTransport, LoopbackWorld
 
 from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.settings import Settings
-from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
 T = TypeVar("T")
+_thread = threading.local()
+
+
+class _PerThread(session._Process):
+    """The engine of this thread, if it has one of its own, else of this process."""
+
+    @property
+    def engine(self) -> Engine | None:
+        return getattr(_thread, "engine", None) or self.__dict__.get("engine")
+
+    @engine.setter
+    def engine(self, engine: Engine | None) -> None:
+        self.__dict__["engine"] = engine
+
+
+session._process.__class__ = _PerThread
+
+
+@contextmanager
+def bind(engine: Engine) -> Iterator[None]:
+    """Make ``engine`` that of this thread."""
+    _thread.engine = engine
+    try:
+        yield
+    finally:
+        _thread.engine = None
 
 
 def world_for(
@@ -44,7 +73,7 @@ def job(
 
     def rank(transport: LoopbackTransport) -> T:
         engine = Engine(transport, settings, threaded=threaded, report=report)
-        with session.bind(engine):
+        with bind(engine):
             try:
                 return program(engine)
             finally:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.reports.procfs import activity, sample_cpu
 from ringdance.core.reports.stacks import place_of
@@ -26,6 +28,7 @@ from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, Cause
 from ringdance.launch.parser import Parser
 from ringdance.launch.spec import NO_FORMAT, as_program, read_regular
+from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
 
 __all__ = ["main"]
@@ -131,7 +134,7 @@ def _ranks_here(target: str) -> list[_Rank]:
             jobs.setdefault(rank.job, []).append(rank)
     found: list[_Rank] = []
     for job, ranks in jobs.items():
-        of_process = target.isdigit() and any(int(target) in _parents(rank.pid) for rank in ranks)
+        of_process = target.isdigit() and any(_is_below(rank.pid, int(target)) for rank in ranks)
         if job.startswith(target) or of_process:
             found += ranks
     return found
@@ -176,27 +179,17 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
 
 def _rank_of(reader: RingReader) -> _Rank:
     number, host, pid = reader.who
-    job = str(_parents(pid)[1])  # mpiexec, or its daemon
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        for entry in file.read().split(b"\0"):
-            if entry.startswith(b"RINGDANCE_JOB="):
-                job = entry.partition(b"=")[2].decode()
+    process = psutil.Process(pid)
+    job = process.environ().get(linux.MARKER) or str(process.ppid())  # of mpiexec, or its daemon
     waits_for, since = reader.name(reader.words[Word.PENDING]), reader.words[Word.PENDING_SINCE]
     seconds = (time.monotonic_ns() - since) / 1e9 if since else 0.0
     size, progress = reader.words[Word.SIZE], steps_text(reader.words)
     return _Rank(number, host, pid, size, job, progress, str(waits_for), seconds)
 
 
-def _parents(pid: int) -> list[int]:
-    """Return a process and those above it."""
-    found = [pid]
-    while found[-1] > 1:
-        try:
-            with open(f"/proc/{found[-1]}/stat") as file:
-                found.append(int(file.read().rpartition(")")[2].split()[1]))
-        except OSError:
-            break
-    return found
+def _is_below(pid: int, other: int) -> bool:
+    """Return whether a process is another one, or that is above it."""
+    return other == pid or any(parent.pid == other for parent in psutil.Process(pid).parents())
 
 
 def _look(ranks: list[_Rank]) -> list[_Rank]:

@@ -1,7 +1,7 @@
-"""The engine of this process (or, in tests, of this thread), from ``init()`` to the end of Python.
+"""The engine of this process, from ``init()`` to the end of Python.
 
 Bindings and the training layer ask ``engine()`` for it; nothing below this module has state
-of its own. n loopback ranks can live in one process: ``bind`` gives a thread its own engine.
+of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from types import TracebackType
@@ -31,10 +31,10 @@ from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitial
 from ringdance.monitoring import Monitoring
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
-from ringdance.transport.loopback import single_transport
+from ringdance.transport.single import SingleTransport
 
 __all__ = [
-    "CAUSE_MARK", "add_profiler", "at_init", "bind", "engine", "init", "is_initialized", "mark_step",
+    "CAUSE_MARK", "add_profiler", "at_init", "engine", "init", "is_initialized", "mark_step",
     "metrics", "pause_stall_check", "regroup", "shutdown", "start_timeline", "stop_timeline",
 ]
 
@@ -59,7 +59,6 @@ class _Process:
 
     engine: Engine | None = None
     comm: Any = None  # the argument of init()
-    bound: bool = False  # some thread has had an engine of its own
     pid: int = 0  # 0 before the first init()
     mpi: bool = False
     monitoring = Monitoring()
@@ -70,14 +69,11 @@ class _Process:
 
 _process = _Process()
 _lock = threading.Lock()
-_thread = threading.local()
 
 
 def engine() -> Engine:
     """Return the engine. Raises NotInitializedError before ``init()`` and after ``shutdown()``."""
     found: Engine | None = _process.engine
-    if _process.bound:
-        found = getattr(_thread, "engine", None) or found
     if found is None:
         raise NotInitializedError("Ringdance has not been initialized; call hvd.init() first.")
     return found
@@ -85,15 +81,12 @@ def engine() -> Engine:
 
 def is_initialized() -> bool:
     """Return whether ``init()`` has been called, and ``shutdown()`` has not."""
-    return (getattr(_thread, "engine", None) or _process.engine) is not None
+    return _process.engine is not None
 
 
 def mark_step(mark: StepMark = StepMark.OPTIMIZER) -> None:
     """Count a step that ends now; without a job nothing happens."""
-    found: Engine | None = _process.engine
-    if _process.bound:
-        found = getattr(_thread, "engine", None) or found
-    if found is not None:
+    if (found := _process.engine) is not None:
         found.recorder.step(mark)
 
 
@@ -129,17 +122,6 @@ def stop_timeline() -> None:
 def pause_stall_check(what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
     """Mark what takes long on this rank; see ``training.basics.pause_stall_check``."""
     return engine().pause_stall_check(what, seconds) if is_initialized() else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def bind(bound: Engine) -> Iterator[Engine]:
-    """Make ``bound`` the engine of this thread (tests on the loopback transport)."""
-    _process.bound = True
-    _thread.engine = bound
-    try:
-        yield bound
-    finally:
-        _thread.engine = None
 
 
 def init(comm: Any = None) -> None:
@@ -231,7 +213,7 @@ def _launched_size() -> int | None:
 def _start(comm: Any, settings: Settings) -> Engine:
     launched, loaded = _launched_size(), "mpi4py.MPI" in sys.modules
     if comm is None and (launched is None or (launched == 1 and not loaded)):
-        return Engine(single_transport(), settings, ring=_process.monitoring.ring(settings))
+        return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
     from ringdance.transport.library import library_version
     from ringdance.transport.world import rank_list, world_transport
 
@@ -241,7 +223,7 @@ def _start(comm: Any, settings: Settings) -> Engine:
                 f"init(comm={comm}): no launcher started this process, so it is a job of its own with rank 0 "
                 "alone. Start it with `ringdance run -np N` or mpiexec."
             )
-        return Engine(single_transport(), settings, ring=_process.monitoring.ring(settings))
+        return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
 
     _process.monitoring.prepare()
     threads = not settings.mpi_threads_disable
@@ -376,8 +358,6 @@ def _warn_of_incomplete(found: Engine) -> None:
 
 def _after_fork() -> None:
     """In a forked child (a DataLoader worker): keep rank and size, refuse collectives."""
-    found = getattr(_thread, "engine", None) or _process.engine
-    _thread.__dict__.clear()
-    _process.engine, _process.monitoring = found, Monitoring()
-    if found is not None:
-        found.disown()
+    _process.monitoring = Monitoring()
+    if _process.engine is not None:
+        _process.engine.disown()

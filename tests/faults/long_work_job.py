@@ -37,14 +37,13 @@ def reduce(name: str, **options: Any) -> Any:
 
 def start(function: Callable[[], Any]) -> Future[Any]:
     """Call on a thread of its own."""
-    bound, result = session.engine(), Future[Any]()
+    result = Future[Any]()
 
     def run() -> None:
-        with session.bind(bound):
-            try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return result

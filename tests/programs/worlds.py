@@ -13,12 +13,13 @@ import threading
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 
+from loopback import LoopbackTransport, LoopbackWorld
+
 from programs.plan import Program, make
 from programs.play import Report, play
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.settings import Settings
-from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
 __all__ = ["on_loopback", "problems", "settings_of", "size_of", "try_seeds"]
 

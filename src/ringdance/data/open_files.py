@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -29,14 +29,14 @@ class OpenFiles(Generic[T]):
     """
 
     def __init__(self, name: Callable[[int], Path], open: Callable[[int, Path], T], count: int) -> None:
-        self._name, self._open, self._lock = name, open, threading.Lock()
-        self._files: dict[int, T] = {}  # the one used last is the last
+        self._name, self._open = name, open
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = min(count, _MOST) * _SHARE
         if soft != resource.RLIM_INFINITY and soft < wanted:
             soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        self._most = _MOST if soft == resource.RLIM_INFINITY else max(1, min(soft // _SHARE, _MOST))
+        most = _MOST if soft == resource.RLIM_INFINITY else max(1, min(soft // _SHARE, _MOST))
+        self._files = lru_cache(most)(self._opened)
 
     def __call__(self, number: int) -> T:
         """Return an open file.
@@ -44,27 +44,19 @@ class OpenFiles(Generic[T]):
         Raises:
             ArgumentError: it cannot be opened.
         """
-        with self._lock:
-            found = self._files.pop(number, None)
-            if found is None:
-                found = self._opened(number)
-            self._files[number] = found
-            if len(self._files) > self._most:
-                del self._files[next(iter(self._files))]
-            return found
+        return self._files(number)
 
     def clear(self) -> None:
         """Drop all; they are opened again when they are used."""
-        with self._lock:
-            self._files.clear()
+        self._files.cache_clear()
 
     def _opened(self, number: int) -> T:
         name = self._name(number)
         try:
             return self._open(number, name)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE) and self._files:  # others have taken the rest
-                self._files.clear()
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._files.cache_info().currsize:
+                self.clear()  # others have taken the rest
                 return self._opened(number)
             raise ArgumentError(f"{name}: {error.strerror or error}. {_fix(error)}") from None
 

@@ -28,8 +28,9 @@ from ringdance.launch.remote import tcp
 from ringdance.launch.system.machine import networks
 from ringdance.monitor.links import Follower, Sender
 from ringdance.monitor.metrics import Metrics
-from ringdance.monitor.processes import lives, open_ring, pidfd
+from ringdance.monitor.processes import open_ring, pidfd
 from ringdance.monitor.tracefile import TraceFile
+from ringdance.transport.eventcount import process_state
 
 __all__ = ["main"]
 
@@ -85,7 +86,10 @@ class Monitor:
         while self._alive:
             busy = self._trace or self._sender or self._followers or self._ending
             self._step(_POLL_S if busy else min(_IDLE_S, self._interval))
-            gone = [pid for pid, reader in self._alive.items() if reader.words[Word.CLOSED] or not lives(pid)]
+            gone = [
+                pid for pid, reader in self._alive.items()
+                if reader.words[Word.CLOSED] or process_state(pid) == "gone"
+            ]  # fmt: skip
             for pid in gone:
                 self._alive[pid].ended = True
             self._take()

@@ -1,4 +1,4 @@
-"""Processes of this host: their rings, and whether they live."""
+"""Processes of this host: their rings, and when they end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 
 from ringdance.core.ring import RING_NAME, RingReader, Word, memories
 
-__all__ = ["lives", "open_ring", "pidfd"]
+__all__ = ["open_ring", "pidfd"]
 
 
 def open_ring(pid: int) -> RingReader | None:
@@ -31,15 +31,3 @@ def pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return None
-
-
-def lives(pid: int) -> bool:
-    """Return whether a process has not ended; one that its parent has not reaped has."""
-    try:
-        os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except (OSError, IndexError):
-        return True

@@ -171,11 +171,6 @@ def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
     return tuple(process_set.ranks or ())
 
 
-def ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of every registered set, the global one included, by id."""
-    return {number: list(ranks) for number, ranks in session.engine().process_sets().items()}
-
-
 def bind(process_sets: list[ProcessSet]) -> None:
     """Give the objects the ids of the registered sets with their ranks; local.
 

@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from loopback_job import job
+from loopback_job import bind, job
 
 import ringdance.numpy as hvd
-from ringdance import session
 from ringdance.core.engine import Engine
 from ringdance.core.reports.procfs import wakeable
 from ringdance.core.request import Collective, Description, Request, Work
@@ -112,7 +111,7 @@ def late_result(engine: Engine) -> None:
 
     def evaluate() -> None:
         threading.Event().wait(2.5 * SOON)
-        with session.bind(engine):
+        with bind(engine):
             hvd.allreduce(np.ones(3), name="result")
 
     thread = threading.Thread(target=evaluate)

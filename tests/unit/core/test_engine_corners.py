@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loopback import LoopbackTransport, LoopbackWorld
 
 from ringdance.core.engine import Engine
 from ringdance.core.process_sets.agreement import PIGGYBACK_ENTRIES
@@ -16,7 +17,6 @@ from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import ArgumentError, MismatchError, ProcessSetRemovedError
 from ringdance.settings import Settings
-from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
 Array = np.ndarray[Any, Any]
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from by_numpy import same
-from loopback_job import job, world_for
+from loopback import LoopbackTransport, RankKilled
+from loopback_job import bind, job, world_for
 
 import ringdance.numpy as hvd
-from ringdance import session
 from ringdance.core import progress
 from ringdance.core.engine import Engine
 from ringdance.core.recorder import Recorder
@@ -23,7 +23,6 @@ from ringdance.core.request import Collective, Description, ReduceOp, Request
 from ringdance.errors import CollectiveError, EngineError, RankLostError, ShutDownError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Identity
-from ringdance.transport.loopback import LoopbackTransport, RankKilled
 
 
 @pytest.fixture
@@ -316,7 +315,7 @@ def test_a_rank_that_does_not_come_to_the_end_is_named(settings: Settings) -> No
             over.wait(30)
             return
         engine = Engine(transport, settings)
-        with session.bind(engine):
+        with bind(engine):
             assert not engine.shutdown(timeout=0.3)
         assert "rank 1 on host loopback" in str(engine.end.broken)
         over.set()

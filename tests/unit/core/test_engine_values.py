@@ -20,7 +20,7 @@ from by_numpy import (
     rows_of,
     same,
 )
-from loopback_job import job
+from loopback_job import bind, job
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
@@ -208,13 +208,12 @@ def test_more_names_than_the_table_holds(capacity: int) -> None:
 @pytest.mark.parametrize("threaded", [True, False])
 def test_several_threads_submit_and_wait(threaded: bool) -> None:
     def program(engine: Engine) -> None:
-        from ringdance import session
 
         errors: list[BaseException] = []
 
         def work(thread: int) -> None:
             try:
-                with session.bind(engine):
+                with bind(engine):
                     for step in range(15):
                         got = hvd.allreduce(np.full(thread + 1, 1.0), name=f"{thread} {step}", op=hvd.Sum)
                         same(got, np.full(thread + 1, 2.0))

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from by_numpy import HALVES, OPERATIONS, Array, all_values, reduced, same
+from loopback import LoopbackTransport
 from loopback_job import job
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
 from ringdance.settings import Settings
-from ringdance.transport.loopback import LoopbackTransport
 
 LAYOUTS = ("aabb", "aaabb", "abbb", "abab", "abbaacc", "bacccb")
 SMALL = Settings(chunk_bytes=4096, small_bytes=64)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loopback import LoopbackTransport
 from loopback_job import job
 
 from ringdance.core import progress
@@ -21,7 +22,6 @@ from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import EngineError
 from ringdance.settings import Settings
 from ringdance.training.collectives import Call, barrier
-from ringdance.transport.loopback import LoopbackTransport
 
 
 def start(engine: Engine, name: str, wake: bool = False) -> Work:

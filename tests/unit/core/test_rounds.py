@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from by_numpy import same
+from loopback import LoopbackTransport, LoopbackWorld
 from loopback_job import job
 
 import ringdance.numpy as hvd
 from ringdance.core.engine import Engine
 from ringdance.core.exchange import Context, exchange_for
 from ringdance.settings import Settings
-from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld
 
 PIECE = 1 << 16
 MOST = 32 * PIECE  # bytes that one call of MPI sends or receives

@@ -24,7 +24,7 @@ from ringdance.core.stalls import StallWatch
 from ringdance.settings import Settings
 from ringdance.training.collectives import Call
 from ringdance.transport.base import Identity
-from ringdance.transport.loopback import single_transport
+from ringdance.transport.single import SingleTransport
 
 WHO = tuple(Identity(rank, f"host{rank // 2}", 100 + rank) for rank in range(4))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -99,7 +99,7 @@ def test_the_limit_follows_the_steps_unless_it_is_set() -> None:
     given = Settings(origins={"stall_check_time": "environment variable X"})
     now = time.monotonic()
     for settings, limits in ((Settings(), (4.0, 8.0, 60.0, 120.0)), (given, (4.0,) * 4)):
-        engine = Engine(single_transport(), settings)
+        engine = Engine(SingleTransport(), settings)
         recorder, callers = engine.recorder, engine.callers
         watch = StallWatch(engine.transport, settings, engine.sets, callers, recorder)
         found = [watch._limit(now + 1)]

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
+from horovod.tensorflow.data import registry
+from horovod.tensorflow.data.compute_service import TfDataServiceConfig, send_to_data_service, tf_data_service
+from horovod.tensorflow.data.registry import ComputeClient, RegistryError, own_address
 from ringdance.errors import ArgumentError
-from ringdance.tensorflow.data import registry
-from ringdance.tensorflow.data.registry import ComputeClient, RegistryError, own_address
-from ringdance.tensorflow.data.service import TfDataServiceConfig, send_to_data_service, tf_data_service
 
 
 @pytest.fixture

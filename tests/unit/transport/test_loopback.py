@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from loopback import LoopbackTransport, LoopbackWorld, RankKilled
 
-from ringdance.transport.base import Pending
-from ringdance.transport.loopback import LoopbackTransport, LoopbackWorld, RankKilled, single_transport
+from ringdance.transport.base import Pending, Transport
+from ringdance.transport.single import SingleTransport
 
 
 def finish(pending: Pending) -> None:
@@ -14,32 +15,33 @@ def finish(pending: Pending) -> None:
         pass
 
 
+def collectives(transport: Transport) -> None:
+    rank, size = transport.rank, transport.size
+    for operation, want in (("sum", sum(range(size))), ("min", 0), ("max", size - 1), ("product", 0)):
+        buffer = np.full(3, rank)
+        finish(transport.allreduce(buffer, operation))
+        assert buffer.tolist() == [want] * 3
+    bits = np.array([~(1 << rank) & 0xFF], np.uint8)
+    finish(transport.allreduce(bits, "and"))
+    assert bits[0] == 0xFF & ~((1 << size) - 1)
+    for root in range(size):
+        word = np.full(4, rank, np.uint8)
+        finish(transport.broadcast(word, root))
+        assert word.tolist() == [root] * 4
+    counts = [2 * other for other in range(size)]
+    rows = np.empty(sum(counts), np.uint8)
+    finish(transport.allgather(np.full(counts[rank], rank, np.uint8), rows, counts))
+    assert rows.tolist() == [other for other in range(size) for _ in range(counts[other])]
+    send = np.concatenate([np.full(to, 10 * rank + to, np.uint8) for to in range(size)])
+    got = np.empty(rank * size, np.uint8)
+    finish(transport.alltoall(send, list(range(size)), got, [rank] * size))
+    assert got.tolist() == [10 * other + rank for other in range(size) for _ in range(rank)]
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.7])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_collectives(size: int, delay: float) -> None:
-    def program(transport: LoopbackTransport) -> None:
-        rank = transport.rank
-        for operation, want in (("sum", sum(range(size))), ("min", 0), ("max", size - 1), ("product", 0)):
-            buffer = np.full(3, rank)
-            finish(transport.allreduce(buffer, operation))
-            assert buffer.tolist() == [want] * 3
-        bits = np.array([~(1 << rank) & 0xFF], np.uint8)
-        finish(transport.allreduce(bits, "and"))
-        assert bits[0] == 0xFF & ~((1 << size) - 1)
-        for root in range(size):
-            word = np.full(4, rank, np.uint8)
-            finish(transport.broadcast(word, root))
-            assert word.tolist() == [root] * 4
-        counts = [2 * other for other in range(size)]
-        rows = np.empty(sum(counts), np.uint8)
-        finish(transport.allgather(np.full(counts[rank], rank, np.uint8), rows, counts))
-        assert rows.tolist() == [other for other in range(size) for _ in range(counts[other])]
-        send = np.concatenate([np.full(to, 10 * rank + to, np.uint8) for to in range(size)])
-        got = np.empty(rank * size, np.uint8)
-        finish(transport.alltoall(send, list(range(size)), got, [rank] * size))
-        assert got.tolist() == [10 * other + rank for other in range(size) for _ in range(rank)]
-
-    LoopbackWorld(size, delay=delay, seed=size).run(program)
+    LoopbackWorld(size, delay=delay, seed=size).run(collectives)
 
 
 def test_several_in_flight_finish_in_any_order() -> None:
@@ -149,5 +151,14 @@ def test_errors_and_hangs_come_out() -> None:
 
 
 def test_a_process_of_its_own() -> None:
-    transport = single_transport()
+    transport = SingleTransport()
     assert (transport.rank, transport.size, transport.window) == (0, 1, None)
+    collectives(transport)
+    received = np.empty(2, np.uint8)
+    finish(transport.allreduce(np.arange(2, dtype=np.uint8), "sum", received))
+    assert received.tolist() == [0, 1]
+    transport.post(0, b"note")
+    assert transport.messages() == [(0, b"note")]
+    assert transport.messages() == []
+    assert transport.split([0], 0) is not None
+    assert transport.split([], 0) is None

@@ -1,7 +1,7 @@
 """Horovod's import paths, by Ringdance.
 
-``import horovod.torch as hvd`` gives ``ringdance.torch``, and so on: this package holds names only.
-Importing it imports no framework.
+``import horovod.torch as hvd`` gives ``ringdance.torch``, and so on: this package holds names,
+``horovodrun``, and the tf.data service, which has no other names. Importing it imports no framework.
 """
 
 from __future__ import annotations

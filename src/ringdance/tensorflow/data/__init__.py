@@ -1,1 +1,1 @@
-"""Data for TensorFlow: shards of a ``tf.data.Dataset``, and the tf.data service."""
+"""Data for TensorFlow: loaders, and shards of a ``tf.data.Dataset``."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ringdance.training import basics, exports, process_sets
+from ringdance import session
+from ringdance.training import basics, exports
 
 __all__ = ["HorovodBasics"]
 
@@ -15,7 +16,7 @@ class HorovodBasics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the members of every registered set, by id."""
-        return process_sets.ids_and_ranks()
+        return {number: list(ranks) for number, ranks in session.engine().process_sets().items()}
 
 
 for _name in basics.__all__:

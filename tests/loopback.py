@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transport
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled", "single_transport"]
+__all__ = ["LoopbackTransport", "LoopbackWorld", "RankKilled"]
 
 T = TypeVar("T")
 
@@ -293,8 +292,3 @@ class LoopbackWorld:
         if alive:
             raise TimeoutError(f"{', '.join(alive)} still running after {timeout} s")
         return [results.get(rank) for rank in range(self.size)]  # type: ignore[misc]
-
-
-def single_transport() -> LoopbackTransport:
-    """Return a transport for a job of one process."""
-    return LoopbackWorld(1, hosts=(socket.gethostname(),), window=False).transport(0)
