@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -135,6 +136,81 @@ def test_evaluation_alone_is_that_of_the_training(
     assert "model was ResNet-50 of width 4, now ResNet-50 of width 8; optimizer was sgd, now lars" in str(
         problem.value
     )
+
+
+def test_export_replaces_only_an_earlier_export(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (mine := photos / "mine").mkdir(exist_ok=True)
+    (mine / "thesis.txt").write_text("years of work")
+    hvd.broadcast_object(None)
+    for target in (mine, photos, photos / "kept", photos / "data" / "train.json"):
+        with pytest.raises(SystemExit, match="--export"):
+            run(monkeypatch, photos, "--checkpoints", str(photos / "kept"), "--export", str(target))
+    assert (mine / "thesis.txt").read_text()
+    for _ in range(2):
+        run(monkeypatch, photos, "--steps", "1", "--export", f"{photos / 'model'}/")
+        assert sorted(one.name for one in (photos / "model").iterdir())[0] == "model.json"
+    assert not [one for one in photos.iterdir() if one.name.startswith(".")]
+
+
+def test_what_more_ranks_cannot_finish_is_evaluated(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Go on where less than a batch of all ranks is left of the last epoch."""
+    same = ["--epochs", "2", "--checkpoints", str(photos / "kept")]
+    run(monkeypatch, photos, *same, "--steps", "3")
+    hvd.broadcast_object(None)
+    checkpoint = max((photos / "kept").glob("checkpoint-*"))
+    with np.load(checkpoint) as saved:
+        arrays = dict(saved)
+    at = json.loads(str(arrays["position"]))
+    at |= {"done": IMAGES["train"] - 2, "best": 0.0}
+    hvd.broadcast_object(None)
+    if RANK == 0:
+        with checkpoint.open("wb") as file:
+            np.savez(file, **{**arrays, "position": np.array(json.dumps(at))})
+        about = checkpoint.with_name(f".{checkpoint.name}.json")
+        found = json.loads(about.read_text()) | {"sizes": [checkpoint.stat().st_size]}
+        about.write_text(json.dumps(found))
+    hvd.broadcast_object(None)
+    capsys.readouterr()
+    run(monkeypatch, photos, *same)
+    if RANK == 0:
+        told = capsys.readouterr().out
+        assert "going on after step 3" in told
+        assert "after 2 epochs: top-1" in told
+
+
+def test_a_worse_model_does_not_replace_the_best(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after the best model was kept and before the checkpoint that knows it."""
+    same = ["--checkpoints", str(photos / "kept"), "--epochs", "2"]
+    run(monkeypatch, photos, *same, "--steps", "2")
+    if RANK == 0:
+        shutil.copytree(photos / "kept", photos / "before")
+    monkeypatch.setattr(train_torch.Model, "evaluate", lambda self: {"top1": 0.9, "count": 7})
+    run(monkeypatch, photos, *same)
+    if RANK == 0:
+        for one in (photos / "kept").iterdir():
+            if one.name.lstrip(".").startswith("checkpoint"):
+                one.unlink()
+        for one in (photos / "before").iterdir():
+            if one.name.lstrip(".").startswith("checkpoint"):
+                shutil.copy(one, photos / "kept")
+    hvd.broadcast_object(None)
+    kept = {one.name for one in (photos / "kept").glob("best-*")}
+    monkeypatch.setattr(train_torch.Model, "evaluate", lambda self: {"top1": 0.5, "count": 7})
+    run(monkeypatch, photos, *same, "--rate", "0.01")
+    assert {one.name for one in (photos / "kept").glob("best-*")} == kept
+    with np.load(photos / "kept" / kept.pop()) as saved:
+        assert json.loads(str(saved["position"]))["best"] == 0.9
+
+
+def test_a_training_that_diverges_ends(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--rate", "1e30", "--epochs", "3", "--log-every", "1", "--checkpoints", str(photos / "kept")]
+    with pytest.raises(SystemExit, match=r"The loss is (nan|inf) at step"):
+        run(monkeypatch, photos, *words, "--sample-log", str(photos / "new" / "used"))
+    hvd.broadcast_object(None)
+    assert not list((photos / "kept").glob("*")), "no checkpoint of it"
+    assert len(list((photos / "new" / "used").iterdir())) == SIZE
 
 
 def scored(photos: Path, split: str) -> Path:

@@ -51,8 +51,8 @@ def test_a_state_dict_of_ours_is_one_of_theirs() -> None:
         torch.testing.assert_close(target.eval()(images), source.eval()(images))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_b_32", "googlenet", "mobilenet_v3_small"])
-def test_a_classifier_takes_a_step(name: str) -> None:
+@pytest.mark.parametrize("name", ["resnet18", "vit_b_32", "googlenet", "mobilenet_v3_small", "squeezenet1_1"])
+def test_a_classifier_takes_a_step(name: str, tmp_path: Path) -> None:
     training = training_of(name)
     training.equal()
     before = [one.detach().clone() for one in training.model.parameters()]
@@ -65,6 +65,9 @@ def test_a_classifier_takes_a_step(name: str) -> None:
     assert any(not torch.equal(one, two) for one, two in pairs)
     sums = hvd.allgather_object([float(one.detach().sum()) for one in training.model.parameters()])
     assert sums[0] == sums[1], "equal on all ranks"
+    training.average_statistics()  # of some models there are none
+    training.restore(training.state())
+    training.export(tmp_path)
 
 
 def test_a_model_has_the_normalization_of_its_weights() -> None:

@@ -96,9 +96,9 @@ class Loader(ImageBatches):
         batch_size: images for this rank in each batch.
         image_size: height and width, in pixels.
         augment: a random part of each image, by chance flipped; otherwise the centre.
-        transform: with ``augment``, what becomes of an image after that: ``transform(image, draw)`` gets
-            uint8 of shape (image_size, image_size, 3) and returns such; ``draw(low, high)`` returns random
-            numbers. The threads that decode call it.
+        transform: what becomes of an image after that: ``transform(image, draw)`` gets uint8 of shape
+            (image_size, image_size, 3) and returns such; ``draw(low, high)`` returns random numbers. The
+            threads that decode call it.
         shuffle: another order in each epoch; by default as ``augment``.
         seed: of the order and the augmentation.
         rank, size: of the job; every rank gets its part of each global batch.
@@ -206,14 +206,19 @@ class Loader(ImageBatches):
 
     def load(self, out: Array, number: int, epoch: int) -> None:
         """Decode one sample into ``out``, shape (image_size, image_size, 3), as in that epoch."""
-        draw = Draws(self.plan.seed, epoch, number) if self.augment else None
+        draw = Draws(self.plan.seed, epoch, number)
         try:
-            self._decode(out, self.dataset.read(number), draw)
+            self._decode(out, self.dataset.read(number), draw if self.augment else None)
         except ArgumentError as error:
             where = f"rank {self.plan.rank}: sample {number}{_place(self.dataset, number)}"
             raise ArgumentError(f"{where}: {error}") from None
-        if draw and self.transform:
-            out[:] = self.transform(out, draw)
+        if self.transform:
+            found = self.transform(out, draw)
+            if (found.shape, found.dtype) != (out.shape, out.dtype):
+                raise ArgumentError(
+                    f"transform returned {found.dtype} of shape {found.shape}, not uint8 of shape {out.shape}"
+                )
+            out[:] = found
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def image_loader(dataset: Any, batch_size: int, **options: Any) -> ImageLoader:
     Args:
         dataset: a ``ringdance.data.Dataset`` or ``Synthetic``.
         batch_size: images for each rank in each batch.
-        options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``shuffle``, ``seed``,
-            ``threads``, ``prefetch``, ``drop_last``; and ``process_set``.
+        options: those of ``ringdance.data.Loader``: ``image_size``, ``augment``, ``transform``, ``shuffle``,
+            ``seed``, ``threads``, ``prefetch``, ``drop_last``, ``read_bytes``; and ``process_set``.
     """
     return ImageLoader(arrays.image_loader(dataset, batch_size, **options))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ringdance.keras.library import number, variables_of
 
 __all__ = ["set_learning_rate"]
@@ -22,7 +24,7 @@ def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = T
         momentum_correction: multiply the velocities by new/old rate, of optimizers with ``momentum``.
     """
     old = number(optimizer.learning_rate)
-    if rate == old:
+    if np.float32(rate) == np.float32(old):  # which is kept in 32 bits
         return
     optimizer.learning_rate = rate
     inner = getattr(optimizer, "inner_optimizer", optimizer)

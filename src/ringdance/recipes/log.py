@@ -40,6 +40,8 @@ class TrainingLog:
         self.unit, self.epoch, self.total, self.earlier = unit, samples, samples * epochs, seconds
         self.limit, used = getattr(given, "time_limit", None), getattr(given, "sample_log", None)
         self.used = Path(used) / f"rank-{hvd.rank()}.jsonl" if used else None
+        if self.used:
+            self.used.parent.mkdir(parents=True, exist_ok=True)
         self.board: Any = None
         if hvd.rank() == 0 and given.tensorboard:
             from tensorboardX import SummaryWriter
@@ -91,6 +93,11 @@ class TrainingLog:
         """
         mine = np.array([*figures.values(), self.seconds() - self.earlier])
         *means, seconds = hvd.allreduce(mine, name="figures").tolist()
+        if not np.isfinite(means[0]):
+            raise SystemExit(
+                f"The loss is {means[0]} at step {step}: the training has diverged, and ends without another "
+                "checkpoint. Try a smaller rate, or a longer warm-up."
+            )
         passed = time.perf_counter() - self.mark
         speed, waiting = self.samples / passed, self.waited / passed
         left, cost = clock((self.total - done) / speed), self.cost()

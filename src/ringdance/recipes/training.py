@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ class Training:
             ``log_every``; ``patience``, if it has that.
         model: see :class:`Model`.
         options: with which a checkpoint must have been made for this training to go on from it.
+        figures: returns this rank's figures, "loss" first, of the steps since it was called last.
         split: what evaluations are of.
         score: that of an evaluation's figures which the best model has the most of.
         describe: returns the text of an evaluation.
@@ -81,11 +83,15 @@ class Training:
     """
 
     def __init__(
-        self, given: argparse.Namespace, model: Model, options: dict[str, Any], split: str, score: str,
+        self, given: argparse.Namespace, model: Model, options: dict[str, Any],
+        figures: Callable[[], dict[str, float]], split: str, score: str,
         describe: Callable[[Position, dict[str, float]], str], suffix: str = "",
         table: hvd.EmbeddingTable | None = None,
     ) -> None:
-        self.given, self.model, self.split, self.score = given, model, split, score
+        problem = hvd.broadcast_object(_wrong_target(given) if hvd.rank() == 0 else "")
+        if problem:
+            raise SystemExit(problem)
+        self.given, self.model, self.figures, self.split, self.score = given, model, figures, split, score
         self.options = {"framework": model.framework, **options}
         self.describe, self.table, self.at = describe, table, Position()
         self.files = self.best = None
@@ -108,35 +114,52 @@ class Training:
         """Load the newest checkpoint on all ranks; return whether there is one.
 
         Raises:
-            SystemExit: it was made with other options.
+            SystemExit: it was made with other options, or cannot be read.
         """
-        found = files.read() if files else None
-        if files is None or found is None:
+        if files is None or (found := self._read(files)) is None:
             return False
+        number, self.at, state = found
+        if self.table is not None:
+            files.read(number, self.table)
+        self.model.restore(state)
+        return True
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint, if there is one; return whether there is."""
+        found = self.restore(self.files)
+        if self.best and (kept := self._read(self.best)):
+            # It may be newer than the newest checkpoint: no worse model is to replace it.
+            self.at.best = max(self.at.best, kept[1].best)
+        return found
+
+    def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
+        """Return number, position and state of the newest checkpoint."""
+        found = files.read()
+        if found is None:
+            return None
         number, content = found
+        where = f"{files.directory}: checkpoint {number}"
         try:
             with np.load(io.BytesIO(content)) as saved:
                 state = dict(saved)
             at, made = (json.loads(str(state.pop(name))) for name in ("position", "options"))
-        except (KeyError, ValueError, OSError) as error:
-            raise SystemExit(f"{files.directory}: checkpoint {number} is of no recipe: {error}") from None
+        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+            raise SystemExit(
+                f"{where} is damaged, or of something else: {error}. Remove it to go on from the one before."
+            ) from None
         other = [
             f"{name} was {made.get(name)}, now {value}"
             for name, value in self.options.items() if made.get(name) != value
         ]  # fmt: skip
         if other:
             raise SystemExit(
-                f"{files.directory}: checkpoint {number} was made with other options: {'; '.join(other)}. "
-                "Give the same ones, or another directory to --checkpoints."
+                f"{where} was made with other options: {'; '.join(other)}. Give the same ones, or another "
+                "directory to --checkpoints."
             )
-        if self.table is not None:
-            files.read(number, self.table)
-        self.at = Position(**at)
-        self.model.restore(state)
-        return True
+        return number, Position(**at), state
 
     def run(
-        self, loader: Any, log: TrainingLog, epochs: float, step: Callable[[Any, Position], Any],
+        self, loader: Any, log: TrainingLog, epochs: float, step: Callable[[Any, Position], float],
         due: Callable[[Position, bool, bool], bool],
     ) -> None:
         """Train from the position to the last epoch, the limits, or until evaluations get no better.
@@ -145,8 +168,7 @@ class Training:
             loader: of the samples; ``loader.plan`` says where an epoch ends.
             log: prints what is done.
             epochs: when to end.
-            step: updates the model by a batch at a position; returns the rate, and a function that returns
-                this rank's figures of the steps since it was called last.
+            step: updates the model by a batch at a position; returns the rate.
             due: whether to evaluate, given the position, whether an epoch has ended, and the training.
         """
         given, at = self.given, self.at
@@ -160,35 +182,44 @@ class Training:
             loader.set_epoch(at.epoch, at.done)
             end = loader.plan.end
             for batch in log.timed(loader):
-                rate, figures = step(batch, at)
+                rate = step(batch, at)
                 at.step, at.done = at.step + 1, batch.position
                 log.use(at.step, at.epoch, batch)
                 ended = at.done == end
                 if at.step % given.log_every == 0 or ended:
-                    over = log.line(at.step, at.epoch * log.epoch + at.done, rate, figures())
-                if ended:
-                    at.epoch, at.done = at.epoch + 1, 0
-                over = over or at.step == last or at.epoch >= epochs
-                if due(at, ended, over):
-                    over = self.evaluate(log) or over
-                if over or ended or at.step % given.checkpoint_every == 0:
-                    at.seconds = log.seconds()
-                    self.save(self.files)
-                if over or ended:
+                    over = log.line(at.step, at.epoch * log.epoch + at.done, rate, self.figures())
+                over = self._after(log, ended, over or at.step == last, epochs, due)
+                if over:
                     break
-            else:  # fewer samples were left than a batch of so many ranks
-                at.epoch, at.done = at.epoch + 1, 0
-                over = at.epoch >= epochs
+            else:
+                if at.done:  # fewer samples were left than a batch of so many ranks
+                    over = self._after(log, True, False, epochs, due)
         if last and at.step < last and at.epoch >= epochs:
             log.print(
                 f"ended before --steps: {epochs:g} epochs have no more {log.unit}; --epochs N for more"
             )
 
+    def _after(
+        self, log: TrainingLog, ended: bool, over: bool, epochs: float,
+        due: Callable[[Position, bool, bool], bool],
+    ) -> bool:
+        """Do what is due after a step or at the end of an epoch; return whether the training is over."""
+        at = self.at
+        if ended:
+            at.epoch, at.done = at.epoch + 1, 0
+        over = over or at.epoch >= epochs
+        if due(at, ended, over):
+            over = self.evaluate(log) or over
+        if over or ended or at.step % self.given.checkpoint_every == 0:
+            at.seconds = log.seconds()
+            self.save(self.files)
+        return over
+
     def evaluate(self, log: TrainingLog) -> bool:
         """Evaluate and keep the best model; return whether it is time to stop."""
         at, found, patience = self.at, self.model.evaluate(), getattr(self.given, "patience", None)
         log.print(f"{self.describe(at, found)} of {self.split}, {clock(log.seconds())}")
-        log.scalars(at.step, **found)
+        log.scalars(at.step, **{f"evaluation_{name}": value for name, value in found.items()})
         if self.best is None:
             return False
         if found[self.score] > at.best:
@@ -215,22 +246,50 @@ class Training:
 
     def _export(self, directory: str, about: dict[str, Any]) -> None:
         """Write the model for score.py: a directory that is complete when it has its name."""
-        final, partial = Path(directory), Path(f"{directory}.partial")
+        final = Path(directory).absolute()
+        partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
         self.model.average_statistics()
         if hvd.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         if self.table is not None:
             self.table.save(partial / "table.npy")
+        problem = ""
         # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
         with hvd.pause_stall_check("export"):
             if hvd.rank() == 0:
                 self.model.export(partial)
                 about = {"framework": self.model.framework, **about}
                 (partial / "model.json").write_text(json.dumps(about, indent=1))
-                shutil.rmtree(final, ignore_errors=True)
-                os.replace(partial, final)
-            hvd.barrier()
+                problem = _wrong_target(self.given)  # by now
+                if not problem:
+                    shutil.rmtree(old, ignore_errors=True)
+                    if final.exists():
+                        os.replace(final, old)
+                    os.replace(partial, final)
+                    shutil.rmtree(old, ignore_errors=True)
+            problem = hvd.broadcast_object(problem)
+        if problem:
+            raise SystemExit(f"{problem}. The model is in {partial}")
+
+
+def _wrong_target(given: argparse.Namespace) -> str:
+    """Return why ``--export`` cannot write there: before the training, and nothing of others is replaced."""
+    if not given.export:
+        return ""
+    target = Path(given.export).absolute()
+    if given.checkpoints and target in (kept := Path(given.checkpoints).absolute(), *kept.parents):
+        return f"--export {given.export}: --checkpoints {given.checkpoints} is there: give another directory"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        there = {one.name for one in target.iterdir()} if target.exists() else set()
+        if there and "model.json" not in there:
+            return f"--export {given.export}: there is something else, such as {min(there)}"
+        if not os.access(target.parent, os.W_OK):
+            return f"--export {given.export}: {target.parent} cannot be written"
+    except OSError as error:
+        return f"--export {given.export}: {error.strerror}: {error.filename}"
+    return ""
 
 
 def write(path: Path, state: dict[str, Array]) -> None:

@@ -151,9 +151,9 @@ def test_a_transform_follows_the_crop_and_draws_alike_on_any_rank() -> None:
     added = (pixels[0] - pixels[2] // 2).reshape(13, -1)
     assert (added == added[:, :1]).all(), "of the cropped image"
     assert len({*added[:, 0].tolist()}) > 5, "other draws for each"
-    batch = next(iter(Loader(data, 13, image_size=16, augment=False, transform=transform)))
-    plain = next(iter(Loader(data, 13, image_size=16, augment=False)))
-    np.testing.assert_array_equal(batch.images, plain.images, "an evaluation is not transformed")
+    for wrong in (lambda image, draw: image / 255, lambda image, draw: image[:, :, :1]):
+        with pytest.raises(ArgumentError, match="transform returned"):
+            next(iter(Loader(data, 13, image_size=16, augment=False, transform=wrong)))
 
 
 def test_a_rank_without_samples_gets_padding_of_weight_0() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,7 +60,8 @@ def options(manual: str) -> argparse.Namespace:
         given.hidden = [int(one) for one in given.hidden.split(",")]
     except ValueError:
         parser.error(f"--hidden {given.hidden}: give widths such as 400,400,400")
-    for name in ("epochs", "steps", "batch_size", "dim", "evaluate_every", "patience", "checkpoint_every"):
+    for name in ("epochs", "steps", "batch_size", "dim", "evaluate_every", "patience",
+                 "checkpoint_every", "log_every", "threads"):  # fmt: skip
         if getattr(given, name) is not None and getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")
     if given.patience and not given.checkpoints:
@@ -126,16 +128,18 @@ def warm_start(start: Path, model: Model, about: dict[str, Any]) -> None:
         try:
             found = json.loads((start / "model.json").read_text())
             for name, value in {"framework": model.framework, **about}.items():
-                if found[name] != value:
-                    return {}, f"its {name} is {found[name]}, here it is {value}"
+                if found.get(name) != value:
+                    return {}, f"its {name} is {found.get(name)}, here it is {value}"
             with np.load(start / "layers.npz") as saved:
                 return dict(saved), ""
         except OSError as error:
             return {}, f"no exported model: {error.strerror}: {error.filename}"
+        except (ValueError, AttributeError, KeyError, zipfile.BadZipFile) as error:
+            return {}, f"a damaged model: {error}"
 
     state, problem = hvd.broadcast_object(exported() if hvd.rank() == 0 else None)
     if problem:
-        raise SystemExit(f"train_{model.framework}: --warm-start {start}: {problem}")
+        raise SystemExit(f"--warm-start {start}: {problem}")
     model.table.load(start / "table.npy")
     model.restore(state)
 
@@ -172,9 +176,16 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     model = make(given, table, data.fields)
     loader = hvd.table_loader(data, given.batch_size, seed=given.seed, threads=given.threads, drop_last=True)
     checks = hvd.table_loader(check, given.batch_size, shuffle=False, threads=given.threads)
-    about = {"fields": data.fields, "table_size": data.table_size, "dim": given.dim}
+    about = {"fields": data.fields, "table_size": data.table_size, "dim": given.dim, "hidden": given.hidden}
+    losses: list[float] = []
+
+    def figures() -> dict[str, float]:
+        mean = float(np.mean(losses))
+        losses.clear()
+        return {"loss": mean}
+
     training = Training(
-        given, Evaluated(model, checks), {**about, "hidden": given.hidden, "rows": len(data)}, split, "auc",
+        given, Evaluated(model, checks), {**about, "rows": len(data)}, figures, split, "auc",
         lambda at, found: f"after step {at.step}: {scores_of(found)}", ".npz", table,
     )  # fmt: skip
     if hvd.rank() == 0:
@@ -184,22 +195,15 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
             f"{len(data):,} rows, {len(check):,} for validation; a table of {data.table_size:,} rows, "
             f"{bytes_ / 1e6:,.0f} MB on each rank{', sharded' * table.sharded}", flush=True,
         )  # fmt: skip
-    if not training.restore(training.files) and given.warm_start:
+    if not training.resume() and given.warm_start:
         warm_start(Path(given.warm_start), model, about)
     log = TrainingLog(given, "rows", len(data), given.epochs, training.at.seconds)
 
-    losses: list[float] = []
-
-    def figures() -> dict[str, float]:
-        mean = float(np.mean(losses))
-        losses.clear()
-        return {"loss": mean}
-
-    def step(batch: TableBatch, at: Position) -> tuple[float, Callable[[], dict[str, float]]]:
+    def step(batch: TableBatch, at: Position) -> float:
         scaled = 1 + given.scale_rate * (hvd.size() - 1)
         factor = scaled * min(1.0, (at.step + 1) / max(given.warmup, 1))
         losses.append(model.step(batch, factor))
-        return given.rate * factor, figures
+        return float(given.rate * factor)
 
     def due(at: Position, ended: bool, over: bool) -> bool:
         return over or (at.step % given.evaluate_every == 0 if given.evaluate_every else ended)

@@ -48,7 +48,7 @@ def parser(manual: str) -> argparse.ArgumentParser:
     add("--checkpoints", metavar="DIR", help=text)
     add("--checkpoint-every", type=int, default=1000, metavar="STEPS", help="default: 1000")
     add("--keep", type=int, default=3, metavar="N", help="checkpoints; default: 3")
-    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and at the end (1); 0: never")
+    add("--evaluate-every", type=int, default=1, metavar="EPOCHS", help="and after the last (1); 0: never")
     text = "only evaluate: the best model of --checkpoints, else its newest, or --weights"
     add("--evaluate", action="store_true", help=text)
     add("--export", metavar="MODEL", help="write the best model (else the last) for score.py")

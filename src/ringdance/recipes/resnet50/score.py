@@ -87,6 +87,8 @@ def main() -> None:
         about = json.loads((given.model / "model.json").read_text())
     except OSError as error:
         parser.error(f"{given.model} is no exported model: {error.strerror}: {error.filename}")
+    if "image_size" not in about:
+        parser.error(f"{given.model} is a model of another recipe")
     classes = list(map(str, about["classes"]))
     data: Any = Photographs(given.data, classes)
     if (given.data / f"{given.split}.json").exists():
@@ -99,8 +101,9 @@ def main() -> None:
     hvd.init()
     figures, began = hvd.TopK(ranks_of(len(classes))), time.perf_counter()
     loader = Loader(data, given.batch_size, image_size=about["image_size"], augment=False)
+    partial = f"{given.output}.partial" if given.output else os.devnull
     try:
-        with open(given.output or os.devnull, "w") as output:
+        with open(partial, "w", errors="surrogateescape") as output:
             print("file", "label", *classes, sep="\t", file=output)
             for batch in loader:
                 shares = program(batch.images)
@@ -109,6 +112,8 @@ def main() -> None:
                     name = data.names[number] if hasattr(data, "names") else number
                     print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
                           sep="\t", file=output)  # fmt: skip
+        if given.output:
+            os.replace(partial, given.output)
     except (ArgumentError, OSError) as error:
         parser.error(str(error))
     found, seconds = figures.result(), time.perf_counter() - began

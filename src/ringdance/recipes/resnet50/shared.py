@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +78,12 @@ def train(
         framework: that is at work, to be shown.
     """
     same = {"model": given.model or f"ResNet-50 of width {given.width}", "classes": len(data.classes)}
-    same |= {"images": len(data), "preset": given.preset, "optimizer": preset.optimizer}
-    same |= {"precision": preset.precision, "ema": preset.ema, "seed": given.seed}
+    same |= {"optimizer": preset.optimizer, "precision": preset.precision, "ema": preset.ema}
     if model.framework == "keras":  # whose optimizer has other variables then
         same["accumulate"] = given.accumulate
-    training = Training(given, model, same, split, "top1", described)
+    if not given.evaluate:
+        same |= {"images": len(data), "preset": given.preset, "seed": given.seed}
+    training = Training(given, model, same, model.figures, split, "top1", described)
     if hvd.rank() == 0:
         batch = loader.plan.batch_size * hvd.size()
         print(
@@ -91,7 +91,7 @@ def train(
             f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes, {preset.epochs:g} "
             f"epochs\npreset {given.preset} ({preset.source}): {preset.expected}", flush=True,
         )  # fmt: skip
-    found = (given.evaluate and training.restore(training.best)) or training.restore(training.files)
+    found = (given.evaluate and training.restore(training.best)) or training.resume()
     if given.evaluate and given.checkpoints and not found:
         raise SystemExit(f"--evaluate: there is no checkpoint in {given.checkpoints}")
     log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
@@ -105,11 +105,11 @@ def train(
     else:
         schedule = schedule_of(preset, given, len(data), loader.plan.batch_size * hvd.size())
 
-        def step(batch: Any, at: Position) -> tuple[float, Callable[[], dict[str, float]]]:
+        def step(batch: Any, at: Position) -> float:
             epoch = at.epoch + at.done / len(data)
             rate = schedule(epoch)
             model.step(batch, rate, at.step, epoch < preset.warmup_epochs)
-            return rate, model.figures
+            return rate
 
         def due(at: Position, ended: bool, over: bool) -> bool:
             every = given.evaluate_every

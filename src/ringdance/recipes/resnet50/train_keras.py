@@ -53,6 +53,7 @@ from presets import PRESETS, Preset  # type: ignore[import-not-found]
 from shared import datasets, ranks_of, train  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
+from ringdance import numpy
 from ringdance.data import Batch
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's pixels, R, G, B
@@ -224,12 +225,12 @@ class Model:
 
     def average_statistics(self) -> None:
         """Average normalization's running means and variances, which each rank has of its own images."""
-        for number, one in enumerate(self.weights):
-            if "moving" in one.path:
-                one.assign(hvd.allreduce(one.value, name=one.path))
-                if self.averages:
-                    mean = self.averages[number]
-                    mean.assign(hvd.allreduce(mean.value, name=f"mean {one.path}"))
+        pairs = zip(self.weights, self.averages or self.weights, strict=True)
+        statistics = [one for weights, mean in pairs if "moving" in weights.path for one in (weights, mean)]
+        values = [keras.ops.convert_to_numpy(one.value) for one in statistics]
+        if values:
+            for one, value in zip(statistics, numpy.allreduce(values, name="statistics"), strict=True):
+                one.assign(value)
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""

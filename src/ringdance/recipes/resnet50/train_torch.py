@@ -263,7 +263,8 @@ class Model:
         """Average normalization's running means and variances, which each rank has of its own images."""
         models = (self.model, self.best_model()) if self.average else (self.model,)
         statistics = [one for model in models for one in model.buffers() if one.is_floating_point()]
-        hvd.grouped_allreduce_(statistics, name="statistics")
+        if statistics:
+            hvd.grouped_allreduce_(statistics, name="statistics")
 
     def state(self) -> dict[str, Array]:
         """Return copies of all that a checkpoint needs."""

@@ -59,9 +59,9 @@ class Loaders:
             batch_size: images for each rank in each batch.
             image_size: height and width, in pixels.
             augment: a random part of each image, by chance flipped; otherwise the centre.
-            transform: with ``augment``, what becomes of an image after that: ``transform(image, draw)`` gets
-                an array, uint8, of shape (size, size, 3), and returns such; ``draw(low, high)`` returns
-                random numbers, the same for a sample of an epoch on any rank. Threads that decode call it.
+            transform: what becomes of an image after that: ``transform(image, draw)`` gets an array, uint8,
+                of shape (size, size, 3), and returns such; ``draw(low, high)`` returns random numbers, the
+                same for a sample of an epoch on any rank. The threads that decode call it.
             shuffle: another order in each epoch; by default as ``augment``.
             seed: of the order and the augmentation.
             threads: that decode; by default one for each core of this rank's share.
