@@ -260,13 +260,13 @@ def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(
         torch.save(other.state_dict(), path)
     given = Namespace(accumulate=1, width=4, model=None, seed=0)
     training = train_torch.Model(given, PRESETS["laptop"], 3, torch.device("cpu"))
-    assert "fc.weight, fc.bias fresh" in begin_with(path, training, 3)
+    assert "fc.weight, fc.bias fresh" in begin_with(Namespace(weights=path, evaluate=False), training, 3)
     training.equal()
     torch.testing.assert_close(training.model.layer3[1].conv2.weight, other.layer3[1].conv2.weight)
     assert training.model.fc.weight.shape[0] == 3
     training = train_torch.Model(replaced(given), PRESETS["laptop"], 3, torch.device("cpu"))
     with pytest.raises(SystemExit, match=r"other\.pt: not of this model: \d+ of its entries"):
-        begin_with(path, training, 3)
+        begin_with(Namespace(weights=path, evaluate=False), training, 3)
 
 
 def replaced(given: Namespace) -> Namespace:

@@ -112,6 +112,7 @@ def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
     path = Path(hvd.broadcast_object(str(tmp_path))) / "weights.pt"
     if hvd.rank() == 0:
         torch.save(models.resnet18(weights=None).state_dict(), path)
-    assert "fc.weight, fc.bias fresh" in begin_with(str(path), training_of("resnet18"), 5)
+    given = Namespace(weights=str(path), evaluate=False)
+    assert "fc.weight, fc.bias fresh" in begin_with(given, training_of("resnet18"), 5)
     with pytest.raises(SystemExit, match="not of this model"):
-        begin_with(str(path), training_of("resnet34"), 5)
+        begin_with(given, training_of("resnet34"), 5)

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from ringdance.cli import main
+from ringdance.errors import ArgumentError
 from ringdance.recipes.resnet50 import presets
+from ringdance.recipes.training import about_model
 
 
 def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -108,8 +110,9 @@ def test_the_warm_up_begins_above_0(
 
 @pytest.mark.parametrize(("words", "told"), [
     ("--mixup -1", "--mixup -1.0: give 0 or more"), ("--rate nan", "--rate nan: give 0 or more"),
-    ("--epochs 4 --preset 256", "--epochs 4: the preset 256 has 5 epochs of warm-up"),
+    ("--epochs 4 --preset 256", "4 epochs, but 5 of warm-up: give --epochs or --warmup-epochs"),
     ("--ema 1", "--ema 1.0: give 0 or more, less than 1"), ("--evaluation-size 0", "give 1 or more"),
+    ("--lr 1", "unrecognized arguments: --lr 1"), ("--width 8 --model resnet18", "leave it out, or --model"),
     ("--evaluate", "--evaluate: give either --checkpoints DIR or --weights FILE"),
 ])
 def test_what_cannot_be_done_is_refused(
@@ -152,3 +155,12 @@ def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str
         for name, one in json.loads(capsys.readouterr().out).items()
     ]
     assert "".join(rows) in page
+
+
+@pytest.mark.parametrize("about", ["", "null", "[]", "{}", "[" * 100_000, None])
+def test_a_damaged_model_is_named(about: str | None, tmp_path: Path) -> None:
+    if about is not None:
+        (tmp_path / "model.json").write_text(about)
+    with pytest.raises(ArgumentError) as problem:
+        about_model(tmp_path, "image_size")
+    assert str(tmp_path) in str(problem.value)

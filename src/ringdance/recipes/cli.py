@@ -7,6 +7,7 @@ import ast
 import importlib
 import json
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -116,7 +117,7 @@ def _copy(arguments: argparse.Namespace) -> int:
         raise CommandError(f"Cannot copy to {target}: {error.strerror} ({error.filename}).") from None
     for one in files:
         print(target / one.name)
-    print(f"Try: {_RECIPES[arguments.recipe].format(target)}", file=sys.stderr)
+    print(f"Try: {_RECIPES[arguments.recipe].format(shlex.quote(str(target)))}", file=sys.stderr)
     return 0
 
 

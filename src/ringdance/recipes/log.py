@@ -44,8 +44,10 @@ class TrainingLog:
             self.used.parent.mkdir(parents=True, exist_ok=True)
         self.board: Any = None
         if hvd.rank() == 0 and given.tensorboard:
-            from tensorboardX import SummaryWriter
-
+            try:
+                from tensorboardX import SummaryWriter
+            except ImportError as error:
+                raise SystemExit(f"--tensorboard: {error}: pip install 'ringdance[metrics]'") from None
             self.board = SummaryWriter(given.tensorboard)
         self.titles: tuple[str, ...] = ()
         self.clear()

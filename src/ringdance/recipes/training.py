@@ -7,18 +7,32 @@ import io
 import json
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 import ringdance.numpy as hvd
+from ringdance.errors import ArgumentError, RingdanceError
+from ringdance.launch.parser import Parser
 from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock
 
 Array = np.ndarray[Any, Any]
+
+
+class Options(Parser):
+    """A parser of options whose errors are printed by one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        """End all ranks, which have the same options."""
+        hvd.init()
+        if hvd.rank() == 0:
+            super().error(message)
+        sys.exit(2)
 
 
 class Model(Protocol):
@@ -134,7 +148,10 @@ class Training:
 
     def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
         """Return number, position and state of the newest checkpoint."""
-        found = files.read()
+        try:
+            found = files.read()
+        except RingdanceError as error:
+            raise SystemExit(str(error)) from None
         if found is None:
             return None
         number, content = found
@@ -172,12 +189,14 @@ class Training:
             due: whether to evaluate, given the position, whether an epoch has ended, and the training.
         """
         given, at = self.given, self.at
-        if at.step:
+        last = at.step + given.steps if given.steps else None
+        over = at.epoch >= epochs or 0 < (getattr(given, "patience", None) or 0) <= at.worse
+        if over:
+            log.print(f"nothing is left to do after step {at.step}: {at.epoch} epochs are done")
+        elif at.step:
             log.print(
                 f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its {log.unit} are done"
             )
-        last = at.step + given.steps if given.steps else None
-        over = at.epoch >= epochs or 0 < (getattr(given, "patience", None) or 0) <= at.worse
         while not over:
             loader.set_epoch(at.epoch, at.done)
             end = loader.plan.end
@@ -186,7 +205,7 @@ class Training:
                 at.step, at.done = at.step + 1, batch.position
                 log.use(at.step, at.epoch, batch)
                 ended = at.done == end
-                if at.step % given.log_every == 0 or ended:
+                if at.step % given.log_every == 0 or ended or at.step == last:
                     over = log.line(at.step, at.epoch * log.epoch + at.done, rate, self.figures())
                 over = self._after(log, ended, over or at.step == last, epochs, due)
                 if over:
@@ -258,19 +277,25 @@ class Training:
         # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
         with hvd.pause_stall_check("export"):
             if hvd.rank() == 0:
-                self.model.export(partial)
-                about = {"framework": self.model.framework, **about}
-                (partial / "model.json").write_text(json.dumps(about, indent=1))
-                problem = _wrong_target(self.given)  # by now
-                if not problem:
-                    shutil.rmtree(old, ignore_errors=True)
-                    if final.exists():
-                        os.replace(final, old)
-                    os.replace(partial, final)
-                    shutil.rmtree(old, ignore_errors=True)
+                try:
+                    self.model.export(partial)
+                    about = {"framework": self.model.framework, **about}
+                    (partial / "model.json").write_text(json.dumps(about, indent=1))
+                    if problem := _wrong_target(self.given):  # by now
+                        problem += f". The model is in {partial}"
+                    else:
+                        shutil.rmtree(old, ignore_errors=True)
+                        if final.exists():
+                            os.replace(final, old)
+                        os.replace(partial, final)
+                        shutil.rmtree(old, ignore_errors=True)
+                except (OSError, RuntimeError) as error:  # the latter is PyTorch's, on a full disk too
+                    free = shutil.disk_usage(partial.parent).free / 1e6
+                    problem = f"--export {directory}: {error} ({free:,.0f} MB are free there)"
+                    shutil.rmtree(partial, ignore_errors=True)
             problem = hvd.broadcast_object(problem)
         if problem:
-            raise SystemExit(f"{problem}. The model is in {partial}")
+            raise SystemExit(problem)
 
 
 def _wrong_target(given: argparse.Namespace) -> str:
@@ -290,6 +315,25 @@ def _wrong_target(given: argparse.Namespace) -> str:
     except OSError as error:
         return f"--export {given.export}: {error.strerror}: {error.filename}"
     return ""
+
+
+def about_model(model: Path, *needed: str) -> dict[str, Any]:
+    """Return what ``model.json`` says of an exported model.
+
+    Raises:
+        ArgumentError: it is not there, damaged, or does not have what is needed.
+    """
+    file = model / "model.json"
+    try:
+        about: dict[str, Any] = json.loads(file.read_text())
+        missing = [name for name in needed if name not in about]
+    except OSError as error:
+        raise ArgumentError(f"{model} is no exported model: {error.strerror}: {error.filename}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ArgumentError(f"{file} is damaged: {error}") from None
+    if missing:
+        raise ArgumentError(f"{model} is a model of another recipe: {file} has no {missing[0]}")
+    return about
 
 
 def write(path: Path, state: dict[str, Array]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -14,16 +13,16 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
+from ringdance.errors import ArgumentError
 from ringdance.recipes.log import TRAINED_ON, TrainingLog, scores_of
-from ringdance.recipes.training import Position, Training, write
+from ringdance.recipes.training import Options, Position, Training, about_model, write
 
 Array = np.ndarray[Any, Any]
 
 
 def options(manual: str) -> argparse.Namespace:
     """Read the command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=manual, formatter_class=form, allow_abbrev=False)
+    parser = Options(description=manual)
     add = parser.add_argument
     text = "a prepared directory, or a file: Criteo's CSV or TSV, LibSVM, TFRecord; SageMaker: channel train"
     add("data", metavar="DATA", nargs="?", default=os.environ.get("SM_CHANNEL_TRAIN"), help=text)
@@ -126,22 +125,44 @@ def warm_start(start: Path, model: Model, about: dict[str, Any]) -> None:
     def exported() -> tuple[dict[str, Array], str]:
         """Return its layers, or what is wrong with it."""
         try:
-            found = json.loads((start / "model.json").read_text())
+            found = about_model(start, *about)
             for name, value in {"framework": model.framework, **about}.items():
-                if found.get(name) != value:
-                    return {}, f"its {name} is {found.get(name)}, here it is {value}"
+                if found[name] != value:
+                    return {}, f"its {name} is {found[name]}, here it is {value}"
             with np.load(start / "layers.npz") as saved:
                 return dict(saved), ""
-        except OSError as error:
-            return {}, f"no exported model: {error.strerror}: {error.filename}"
-        except (ValueError, AttributeError, KeyError, zipfile.BadZipFile) as error:
-            return {}, f"a damaged model: {error}"
+        except ArgumentError as error:
+            return {}, str(error)
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            return {}, f"{start / 'layers.npz'} cannot be read: {error}"
 
     state, problem = hvd.broadcast_object(exported() if hvd.rank() == 0 else None)
     if problem:
         raise SystemExit(f"--warm-start {start}: {problem}")
     model.table.load(start / "table.npy")
     model.restore(state)
+
+
+def tables(given: argparse.Namespace) -> tuple[Table, Table, str]:
+    """Return the rows to train on, those to evaluate, and what the latter are."""
+    size = given.table_size or (None if Path(given.data).is_dir() else 1_000_000)
+    try:
+        data = Table.open(given.data, table_size=size)
+        if given.validation:
+            other = Path(given.validation)
+            part = "validation" if (other / "validation.json").exists() else "train"
+            size = None if other.is_dir() else data.table_size
+            return data, Table.open(other, part, table_size=size), "validation"
+        if (Path(given.data) / "validation.json").exists():
+            return data, Table.open(given.data, "validation"), "validation"
+    except ArgumentError as error:
+        raise SystemExit(str(error)) from None
+    if given.patience:
+        raise SystemExit(
+            f"--patience {given.patience} needs rows that are not trained on: give --validation DATA, or "
+            "prepare with --validation 0.1"
+        )
+    return data, data, TRAINED_ON
 
 
 def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
@@ -154,22 +175,7 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     """
     given = options(manual)
     init()
-    size = given.table_size or (None if Path(given.data).is_dir() else 1_000_000)
-    data = Table.open(given.data, table_size=size)
-    check, split = data, "validation"
-    if given.validation:
-        other = Path(given.validation)
-        check = Table.open(other, "validation" if (other / "validation.json").exists() else "train",
-                           table_size=None if other.is_dir() else data.table_size)  # fmt: skip
-    elif (Path(given.data) / "validation.json").exists():
-        check = Table.open(given.data, "validation")
-    else:
-        split = TRAINED_ON
-        if given.patience:
-            raise SystemExit(
-                f"--patience {given.patience} needs rows that are not trained on: give --validation DATA, or "
-                "prepare with --validation 0.1"
-            )
+    data, check, split = tables(given)
     table = hvd.EmbeddingTable(
         data.table_size, 1 + given.dim, rate=given.table_rate, sharded=given.sharded, seed=given.seed
     )

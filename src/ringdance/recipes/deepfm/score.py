@@ -14,7 +14,6 @@ The table of embeddings is read from the disk as rows are needed: it may be grea
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -26,7 +25,10 @@ import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableLoader
+from ringdance.errors import ArgumentError
+from ringdance.launch.parser import Parser
 from ringdance.recipes.log import scores_of
+from ringdance.recipes.training import about_model
 
 Array = np.ndarray[Any, Any]
 Layers = Callable[[Array, Array, Array], Array]
@@ -53,8 +55,7 @@ def layers_of(model: Path, framework: str) -> Layers:
 
 def main() -> None:
     """Score as the command line says."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
     add("data", type=Path, metavar="DATA", help="a prepared directory, or a file of rows")
@@ -63,17 +64,26 @@ def main() -> None:
     add("--batch-size", type=int, default=8192, metavar="N", help="default: 8192")
     given = parser.parse_args()
     try:
-        about = json.loads((given.model / "model.json").read_text())
-    except OSError as error:
-        parser.error(f"{given.model} is no exported model: {error.strerror}: {error.filename}")
+        score(given)
+    except (ArgumentError, OSError) as error:
+        parser.error(str(error))
+
+
+def score(given: argparse.Namespace) -> None:
+    """Score rows, and print what their labels say of it."""
+    about = about_model(given.model, "table_size", "fields")
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
-        parser.error(f"{given.data}: {data.fields} fields, but {given.model} has {about['fields']}")
-    table = np.load(given.model / "table.npy", mmap_mode="r")[0]
-    layers = layers_of(given.model, about["framework"])
+        raise ArgumentError(f"{given.data}: {data.fields} fields, but {given.model} has {about['fields']}")
+    try:
+        table = np.load(given.model / "table.npy", mmap_mode="r")[0]
+        layers = layers_of(given.model, about["framework"])
+    except Exception as error:  # of damaged files of any kind
+        raise ArgumentError(f"{given.model} cannot be read: {error}") from None
     hvd.init()
     figures, began = hvd.BinaryScores(), time.perf_counter()
-    with open(given.output or os.devnull, "w") as output:
+    partial = f"{given.output}.partial" if given.output else os.devnull
+    with open(partial, "w") as output:
         for batch in TableLoader(data, given.batch_size, shuffle=False):
             keys, places = np.unique(batch.ids, return_inverse=True)
             logits = layers(table[keys], places.reshape(batch.ids.shape), batch.values)
@@ -81,6 +91,8 @@ def main() -> None:
             figures.add(scores, batch.labels)
             rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)
             output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
+    if given.output:
+        os.replace(partial, given.output)
     found, seconds = figures.result(), time.perf_counter() - began
     print(f"{scores_of(found)} in {seconds:.1f} s", file=sys.stderr)
 

@@ -7,6 +7,8 @@ import math
 
 from presets import PRESETS  # type: ignore[import-not-found]  # beside this file
 
+from ringdance.recipes.training import Options
+
 _POSITIVE = (
     "epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width", "threads",
     "image_size", "evaluation_size",
@@ -15,8 +17,7 @@ _POSITIVE = (
 
 def parser(manual: str) -> argparse.ArgumentParser:
     """Return a parser of the options that both have; a script may add its own."""
-    form = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=manual, formatter_class=form, allow_abbrev=False)
+    made = Options(description=manual)
     add = made.add_argument
     names = f"default: 8xV100; {', '.join(PRESETS)}"
     add("--preset", default="8xV100", choices=PRESETS, metavar="NAME", help=names)
@@ -24,12 +25,14 @@ def parser(manual: str) -> argparse.ArgumentParser:
     add("--synthetic", action="store_true", help="random pixels instead of data")
     add("--synthetic-images", type=int, default=1_281_167, metavar="N", help="default: 1,281,167")
     add("--epochs", type=int, metavar="N", help="length of the schedule")
+    add("--warmup-epochs", type=int, metavar="N", help="of these, in which the rate rises")
     add("--steps", type=int, metavar="N", help="end after so many steps of this run, with a checkpoint")
     add("--batch-size", type=int, metavar="N", help="images for each rank and pass; the rate goes with it")
     add("--accumulate", type=int, default=1, metavar="N", help="passes in each step; default: 1")
     add("--model", metavar="NAME", help="of the library instead of our ResNet-50: see above")
-    add("--width", type=int, default=64, help="channels of our ResNet-50's first stage; default: 64")
-    add("--weights", metavar="FILE", help="begin with these; a head of other classes is left fresh")
+    add("--width", type=int, help="channels of our ResNet-50's first stage; default: 64")
+    text = "begin with these, or with those of an exported model; a head of other classes is left fresh"
+    add("--weights", metavar="FILE", help=text)
     add("--optimizer", choices=("sgd", "lars"))
     add("--rate", type=float, metavar="R", help="peak learning rate of the whole batch, not scaled further")
     add("--precision", choices=("float32", "float16", "bfloat16"))
@@ -69,12 +72,16 @@ def read(made: argparse.ArgumentParser) -> argparse.Namespace:
     for name in ("label_smoothing", "erase", "ema"):
         if not 0 <= (getattr(given, name) or 0) < 1:
             made.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 0 or more, less than 1")
-    for name in ("mixup", "cutmix", "rate"):
+    if given.model and given.width:
+        made.error(f"--width {given.width} is of our ResNet-50: leave it out, or --model {given.model}")
+    given.width = given.width or 64
+    for name in ("mixup", "cutmix", "rate", "warmup_epochs"):
         if not 0 <= (getattr(given, name) or 0) < math.inf:
-            made.error(f"--{name} {getattr(given, name)}: give 0 or more")
-    warmup = PRESETS[given.preset].warmup_epochs
-    if given.epochs is not None and given.epochs < warmup:
-        made.error(f"--epochs {given.epochs}: the preset {given.preset} has {warmup:g} epochs of warm-up")
+            made.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 0 or more")
+    preset = PRESETS[given.preset].overridden(given)
+    if preset.epochs < preset.warmup_epochs:
+        warmup = f"{preset.warmup_epochs:g} of warm-up"
+        made.error(f"{preset.epochs:g} epochs, but {warmup}: give --epochs or --warmup-epochs")
     for name in _POSITIVE:
         if getattr(given, name, None) is not None and getattr(given, name) < 1:
             made.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")

@@ -78,13 +78,15 @@ class Preset:
 
     def overridden(self, given: argparse.Namespace) -> Preset:
         """Return the preset with what a command line sets; the rate goes with the batch size."""
-        names = ("epochs", "batch_size", "optimizer", "precision", "image_size", "label_smoothing", *_MORE)
-        values = {name: one for name in names if (one := getattr(given, name, None)) is not None}
+        values = {name: one for name in _OVERRIDDEN if (one := getattr(given, name, None)) is not None}
         rate = self.rate * values.get("batch_size", self.batch_size) / self.batch_size
         return replace(self, rate=rate, **values)
 
 
-_MORE = ("evaluation_size", "trivial_augment", "mixup", "cutmix", "erase", "ema")
+_OVERRIDDEN = (
+    "epochs", "warmup_epochs", "batch_size", "optimizer", "precision", "image_size", "evaluation_size",
+    "label_smoothing", "trivial_augment", "mixup", "cutmix", "erase", "ema",
+)  # fmt: skip
 _TORCHVISION = (
     "pytorch.org/blog/how-to-train-state-of-the-art-models-using-torchvision-latest-primitives (ResNet50 "
     "IMAGENET1K_V2)"

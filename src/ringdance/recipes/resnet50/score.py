@@ -12,7 +12,6 @@ With labels it prints top-1 and top-5 too. Images are cut as in an evaluation: t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -27,6 +26,8 @@ import ringdance.numpy as hvd
 from ringdance.data import Dataset, Loader
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.errors import ArgumentError
+from ringdance.launch.parser import Parser
+from ringdance.recipes.training import about_model
 
 Array = np.ndarray[Any, Any]
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -35,8 +36,8 @@ ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 class Photographs:
     """Image files below a directory, as a data set for ``Loader``; label -1: not of a class."""
 
-    def __init__(self, directory: Path, classes: list[str]) -> None:
-        found = directory.rglob("*")
+    def __init__(self, place: Path, classes: list[str]) -> None:
+        found, directory = ([place], place.parent) if place.is_file() else (place.rglob("*"), place)
         self.paths = sorted(one for one in found if one.suffix.lower() in ENDINGS and one.is_file())
         labels = {name: number for number, name in enumerate(classes)}
         self.rows = np.zeros(len(self.paths), [("label", np.int64)])
@@ -54,7 +55,7 @@ class Photographs:
             raise ArgumentError(f"{self.paths[number]}: {error}") from None
 
 
-def program_of(model: Path, framework: str) -> Callable[[Array], Array]:
+def program_of(model: Path, framework: str, backend: str) -> Callable[[Array], Array]:
     """Return a function from images, uint8, (n, size, size, 3), to probabilities, (n, classes)."""
     if framework == "torch":
         import torch
@@ -67,6 +68,7 @@ def program_of(model: Path, framework: str) -> Callable[[Array], Array]:
             return shares
 
         return by_torch
+    os.environ.setdefault("KERAS_BACKEND", backend)
     import keras
 
     return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch  # type: ignore
@@ -74,48 +76,50 @@ def program_of(model: Path, framework: str) -> Callable[[Array], Array]:
 
 def main() -> None:
     """Score as the command line says."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a directory that --export has written")
-    add("data", type=Path, metavar="DATA", help="a directory of photographs, or of prepared data")
+    add("data", type=Path, metavar="DATA", help="a photograph, a directory of them, or prepared data")
     add("--split", default="train", help="of prepared data; default: train")
     add("--output", metavar="FILE", help="default: the figures alone")
     add("--batch-size", type=int, default=32, metavar="N", help="default: 32")
     given = parser.parse_args()
     try:
-        about = json.loads((given.model / "model.json").read_text())
-    except OSError as error:
-        parser.error(f"{given.model} is no exported model: {error.strerror}: {error.filename}")
-    if "image_size" not in about:
-        parser.error(f"{given.model} is a model of another recipe")
+        score(given)
+    except (ArgumentError, OSError) as error:
+        parser.error(str(error))
+
+
+def score(given: argparse.Namespace) -> None:
+    """Score images, and print what their labels say of it."""
+    about = about_model(given.model, "image_size", "classes")
     classes = list(map(str, about["classes"]))
     data: Any = Photographs(given.data, classes)
     if (given.data / f"{given.split}.json").exists():
         data = Dataset.open(given.data, given.split)
         if list(map(str, data.classes)) != classes:
-            parser.error(f"{given.data}: other classes than those of {given.model}")
+            raise ArgumentError(f"{given.data}: other classes than those of {given.model}")
     if not len(data):
-        parser.error(f"{given.data}: neither {given.split}.json nor images ({', '.join(ENDINGS)})")
-    program = program_of(given.model, about["framework"])
+        raise ArgumentError(f"{given.data}: neither {given.split}.json nor images ({', '.join(ENDINGS)})")
+    try:
+        program = program_of(given.model, about["framework"], about.get("backend", ""))
+    except Exception as error:  # of damaged files of any kind
+        raise ArgumentError(f"{given.model} cannot be read: {error}") from None
     hvd.init()
     figures, began = hvd.TopK(ranks_of(len(classes))), time.perf_counter()
     loader = Loader(data, given.batch_size, image_size=about["image_size"], augment=False)
     partial = f"{given.output}.partial" if given.output else os.devnull
-    try:
-        with open(partial, "w", errors="surrogateescape") as output:
-            print("file", "label", *classes, sep="\t", file=output)
-            for batch in loader:
-                shares = program(batch.images)
-                figures.add(shares, batch.labels)
-                for number, label, row in zip(batch.indices, batch.labels, shares, strict=True):
-                    name = data.names[number] if hasattr(data, "names") else number
-                    print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
-                          sep="\t", file=output)  # fmt: skip
-        if given.output:
-            os.replace(partial, given.output)
-    except (ArgumentError, OSError) as error:
-        parser.error(str(error))
+    with open(partial, "w", encoding="utf-8", errors="surrogateescape") as output:
+        print("file", "label", *classes, sep="\t", file=output)
+        for batch in loader:
+            shares = program(batch.images)
+            figures.add(shares, batch.labels)
+            for number, label, row in zip(batch.indices, batch.labels, shares, strict=True):
+                name = data.names[number].replace("\t", "\\t") if hasattr(data, "names") else number
+                print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
+                      sep="\t", file=output)  # fmt: skip
+    if given.output:
+        os.replace(partial, given.output)
     found, seconds = figures.result(), time.perf_counter() - began
     told = [f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top")]
     of = f"{', '.join(told)} of {found['count']:,} with a label" if found["count"] else "none has a label"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from presets import Preset  # type: ignore[import-not-found]  # beside this file
 
 import ringdance.numpy as hvd
 from ringdance.data import Dataset, Synthetic
+from ringdance.errors import ArgumentError
 from ringdance.recipes.log import TRAINED_ON, TrainingLog
 from ringdance.recipes.training import Position, Training
 from ringdance.training.schedules import Schedule
@@ -30,9 +32,12 @@ def datasets(given: argparse.Namespace) -> tuple[Any, Any, str]:
     if given.synthetic:
         data: Any = Synthetic(given.synthetic_images)
         return data, data, TRAINED_ON
-    data = Dataset.open(given.data, "train")
-    if (Path(given.data) / "validation.json").exists():
-        return data, Dataset.open(given.data, "validation"), "validation"
+    try:
+        data = Dataset.open(given.data, "train")
+        if (Path(given.data) / "validation.json").exists():
+            return data, Dataset.open(given.data, "validation"), "validation"
+    except ArgumentError as error:
+        raise SystemExit(str(error)) from None
     return data, data, TRAINED_ON
 
 
@@ -48,12 +53,18 @@ def described(at: Position, found: dict[str, float]) -> str:
     return f"{when}: {', '.join(shares)} of {found['count']:,} images"
 
 
-def begin_with(file: str, model: Any, classes: int) -> str:
+def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
     """Load weights on rank 0, but for a head of other classes; return what is to be said about it."""
+    file = Path(given.weights)
+    file = file / model.weights if file.is_dir() else file  # of an exported model
     try:
-        fresh, problem = (model.load_weights(file) if hvd.rank() == 0 else []), ""
+        fresh, problem = (model.load_weights(str(file)) if hvd.rank() == 0 else []), ""
+    except OSError as error:
+        fresh, problem = [], f"--weights {file}: {error.strerror or error}"
     except Exception as error:  # of files of any kind
         fresh, problem = [], f"--weights {file}: not of this model: {error}".splitlines()[0]
+    if fresh and given.evaluate:
+        problem = f"--weights {file}: it has not {classes} classes, so there is nothing to evaluate"
     fresh, problem = hvd.broadcast_object((fresh, problem))
     if problem:
         raise SystemExit(problem)
@@ -70,8 +81,8 @@ def train(
     Args:
         given: what the command line says.
         preset: with what the command line sets.
-        model: of this rank: a ``recipes.training.Model`` with ``step``, ``figures``, ``load_weights`` and
-            ``equal``, which gives all ranks that of rank 0.
+        model: of this rank: a ``recipes.training.Model`` with ``step``, ``figures``, ``load_weights``,
+            ``weights``, its file in an export, and ``equal``, which gives all ranks that of rank 0.
         data: to train on.
         loader: of that.
         split: what evaluations are of.
@@ -83,6 +94,8 @@ def train(
         same["accumulate"] = given.accumulate
     if not given.evaluate:
         same |= {"images": len(data), "preset": given.preset, "seed": given.seed}
+    if given.evaluate and given.checkpoints and not hvd.broadcast_object(Path(given.checkpoints).is_dir()):
+        raise SystemExit(f"--evaluate: there is no directory {given.checkpoints}")
     training = Training(given, model, same, model.figures, split, "top1", described)
     if hvd.rank() == 0:
         batch = loader.plan.batch_size * hvd.size()
@@ -97,7 +110,7 @@ def train(
     log = TrainingLog(given, "images", len(data), preset.epochs, training.at.seconds)
     if not found:
         if given.weights:
-            log.print(begin_with(given.weights, model, len(data.classes)))
+            log.print(begin_with(given, model, len(data.classes)))
         model.equal()
     if given.evaluate:
         training.best = None
@@ -117,4 +130,6 @@ def train(
 
         training.run(loader, log, preset.epochs, step, due)
     about = {"model": same["model"], "image_size": preset.evaluated, "classes": list(data.classes)}
+    if model.framework == "keras":
+        about["backend"] = os.environ["KERAS_BACKEND"]
     training.close(log, about)

@@ -45,7 +45,11 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-import keras
+try:
+    import keras
+except ImportError as error:
+    chosen = f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"
+    raise SystemExit(f"{chosen}: {error}: install it, or choose tensorflow, torch or jax") from None
 import numpy as np
 from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
 from options import parser, read  # type: ignore[import-not-found]
@@ -138,7 +142,7 @@ def use_own_gpu() -> None:
 class Model:
     """The compiled model of this rank, and how it is updated."""
 
-    framework = "keras"
+    framework, weights = "keras", "model.weights.h5"
 
     def __init__(self, given: argparse.Namespace, preset: Preset, classes: int, checks: Any = None) -> None:
         self.preset, self.classes, self.passes = preset, classes, given.accumulate
@@ -168,8 +172,8 @@ class Model:
         self.model.optimizer.build(self.model.trainable_variables)
         # All of them: with averages of gradients, loss scale and counters.
         self.variables = [*self.model.variables, *self.model.optimizer.variables]
-        self.weights = [one for one in self.model.weights if one.dtype.startswith("float")]
-        averaged = self.weights if preset.ema else []
+        self.floats = [one for one in self.model.weights if one.dtype.startswith("float")]
+        averaged = self.floats if preset.ema else []
         self.averages = [keras.Variable(one.value, trainable=False, dtype=one.dtype) for one in averaged]
 
     def step(self, batch: Batch, rate: float, number: int = 0, warming_up: bool = False) -> None:
@@ -195,7 +199,7 @@ class Model:
             weights = np.full(len(rows), weight, np.float32)
             self.last = self.model.train_on_batch(images[rows], targets[rows], sample_weight=weights)
         keep = 0.0 if warming_up else self.preset.ema  # weights of the beginning are forgotten
-        for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
+        for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
             mean.assign(keep * mean.value + (1 - keep) * one.value)
 
     def figures(self) -> dict[str, float]:
@@ -218,14 +222,14 @@ class Model:
 
     def exchange_averages(self) -> None:
         """Exchange the model's weights with their averages, if there are any: twice, and all is as before."""
-        for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
+        for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
             value = read_value(one)
             one.assign(mean.value)
             mean.assign(value)
 
     def average_statistics(self) -> None:
         """Average normalization's running means and variances, which each rank has of its own images."""
-        pairs = zip(self.weights, self.averages or self.weights, strict=True)
+        pairs = zip(self.floats, self.averages or self.floats, strict=True)
         statistics = [one for weights, mean in pairs if "moving" in weights.path for one in (weights, mean)]
         values = [keras.ops.convert_to_numpy(one.value) for one in statistics]
         if values:
@@ -267,13 +271,13 @@ class Model:
     def equal(self) -> None:
         """Give all ranks the model of rank 0."""
         hvd.broadcast_variables(self.variables, root_rank=0)
-        for mean, one in zip(self.averages, self.weights, strict=bool(self.averages)):
+        for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
             mean.assign(one.value)
 
     def export(self, directory: Path) -> None:
         """Write model.weights.h5, for --weights, and model.keras, for score.py."""
         self.exchange_averages()
-        self.body().save_weights(directory / "model.weights.h5")
+        self.body().save_weights(directory / Model.weights)
         shares = keras.layers.Softmax(dtype="float32")(self.model.output)
         keras.Model(self.model.input, shares).save(directory / "model.keras")
         self.exchange_averages()

@@ -36,6 +36,7 @@ The last images of an epoch that are fewer than a whole batch are left out: othe
 from __future__ import annotations
 
 import argparse
+import pickle
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -158,7 +159,7 @@ class Classifier(nn.Module):
 class Model:
     """Model, optimizer and loss scale of this rank, and how they are updated."""
 
-    framework = "torch"
+    framework, weights = "torch", "weights.pt"
 
     def __init__(
         self, given: argparse.Namespace, preset: Preset, classes: int, device: torch.device,
@@ -294,7 +295,11 @@ class Model:
 
     def load_weights(self, file: str) -> list[str]:
         """Load a state dict; return the names of the head's parameters, if it is of other classes."""
-        saved, own = torch.load(file, map_location="cpu", weights_only=True), self.model.state_dict()
+        try:
+            saved, own = torch.load(file, map_location="cpu", weights_only=True), self.model.state_dict()
+        except (pickle.UnpicklingError, RuntimeError):
+            raise ValueError("it is no file of torch.save(model.state_dict())") from None
+        saved = next((saved[name] for name in ("model", "state_dict") if name in saved), saved)
         fits = {name: one for name, one in saved.items() if name in own and one.shape == own[name].shape}
         fresh = [name for name in own if name not in fits]
         other = [name for name in fresh if name not in saved or own[name].shape[:1] != (self.classes,)]
@@ -314,7 +319,7 @@ class Model:
         """Write weights.pt, for --weights, and model.pt2, a program for score.py without this file."""
         best: Any = self.best_model()
         model = best.to("cpu", memory_format=torch.contiguous_format).eval()
-        torch.save(model.state_dict(), directory / "weights.pt")
+        torch.save(model.state_dict(), directory / self.weights)
         size = self.preset.evaluated
         example = torch.zeros(2, size, size, 3, dtype=torch.uint8)
         whole = Classifier(model, self.mean.cpu(), self.deviation.cpu()).eval()
