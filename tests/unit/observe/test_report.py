@@ -123,6 +123,38 @@ def test_lines_that_are_no_samples_are_named(
     assert said.count("\n") == 1
 
 
+def write_rank(file: Path, rank: int, host: str, pid: int, began: float, step: float, size: int) -> None:
+    """Append the figures of a rank that takes 10 steps between two samples."""
+    with file.open("a") as samples:
+        for number in range(5):
+            row = {"rank": rank, "host": host, "pid": pid, "size": size, "steps": number * 10}
+            row |= dict.fromkeys(("bytes", "rss_bytes", "exposed_seconds", "cpu_seconds"), 0)
+            row |= dict.fromkeys(("time", "last_step_time"), began + number * 10 * step)
+            samples.write(json.dumps(row) + "\n")
+
+
+def test_the_last_process_of_each_rank_counts(tmp_path: Path) -> None:
+    """In an elastic job that had a host of two ranks added; one rank moved, and process ids are alike."""
+    first, second, third = (tmp_path / f"metrics-{number}.jsonl" for number in range(3))
+    for rank, file, host in ((0, first, "A"), (1, second, "B"), (2, second, "B")):
+        write_rank(file, rank, host, 1 + rank, 0.0, 0.1, 3)
+    for rank, file, host in ((0, first, "A"), (1, first, "A"), (2, third, "B"), (3, third, "B")):
+        write_rank(file, rank, host, 11 if rank == 2 else 2, 100.0, 0.5, 4)
+    run = read_run(tmp_path)
+    assert [(one.rank, one.host) for one in run.ranks] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
+    assert [one.step_seconds for one in run.ranks] == pytest.approx([0.5] * 4)
+    assert [len(one.rows) for one in run.ranks] == [5] * 4
+
+
+def test_files_of_an_earlier_run_with_more_hosts_are_left_out(tmp_path: Path) -> None:
+    for rank in range(4):
+        host, began, step, size = ("A", 100.0, 0.5, 2) if rank < 2 else ("B", 0.0, 0.1, 4)
+        write_rank(tmp_path / f"metrics-{rank // 2 * 2}.jsonl", rank, host, rank, began, step, size)
+    run = read_run(tmp_path)
+    assert ([one.rank for one in run.ranks], run.size, run.hosts) == ([0, 1], 2, ["A"])
+    assert (run.steps_per_second, run.seconds) == pytest.approx((2.0, 20.0))
+
+
 def test_figures_are_of_the_training_alone(tmp_path: Path) -> None:
     """Not of the time before the first step ends, nor of what follows the last one."""
     file = write(tmp_path, [0.1], cores=1.0, host_cpu=40.0, gpu=90.0) / "metrics-0.jsonl"
