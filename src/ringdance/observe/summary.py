@@ -36,7 +36,8 @@ class RankTimes:
     Attributes:
         threads: spans by name of their thread.
         times: of the marks between steps.
-        numbers, steps, ends: of the steps, without those in which records were lost.
+        numbers, steps, ends: of the steps, without those in which records were lost; if there are no others,
+            all of them, without that time.
         doubt: uncertainty of its clock.
         lost: how many records.
         exposed: of each step.
@@ -59,21 +60,25 @@ class RankTimes:
     hidden: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        waits, batches = (Cover((a, b) for _, a, b in self.threads.get(k, ())) for k in ("waits", "batches"))
-        gaps = self.threads.get("steps", [])
-        self.lost = sum(int(text.split()[0]) for text, _, _ in gaps)
-        whole = Cover((a, b) for _, a, b in gaps).within(self.times) == 0
-        whole |= not whole.any()
+        gaps = Cover((a, b) for _, a, b in self.threads.get("steps", ()))
+        self.lost = sum(int(text.split()[0]) for text, _, _ in self.threads.get("steps", ()))
+        whole = gaps.within(self.times) == 0
+        whole |= not whole.any()  # then each without its gaps
+
+        def cover(thread: str, name: str = "") -> Cover:
+            """Return its spans, or those of a name, in a time that stands still while records were lost."""
+            spans = [(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)]
+            return Cover((spans - gaps.until(spans)).tolist())
+
+        times = self.times - gaps.until(self.times)
+        waits, batches = cover("waits"), cover("batches")
         self.numbers = [number for number, is_whole in zip(self.numbers, whole, strict=True) if is_whole]
-        self.steps, self.ends = np.diff(self.times)[whole], self.times[1:][whole]
-        self.exposed = waits.within(self.times)[whole]
-        inside = waits.within(self.times, batches)[whole]
-        self.hidden = batches.within(self.times)[whole] - inside
-        phases: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for name, began, ended in self.threads.get("chunks", ()):
-            phases[name].append((began, ended))
+        self.steps, self.ends = np.diff(times)[whole], self.times[1:][whole]
+        self.exposed = waits.within(times)[whole]
+        inside = waits.within(times, batches)[whole]
+        self.hidden = batches.within(times)[whole] - inside
         self.parts = {
-            part: waits.within(self.times, Cover(phases[name]))[whole] for part, name in PARTS.items() if name
+            part: waits.within(times, cover("chunks", name))[whole] for part, name in PARTS.items() if name
         }
         other = inside - sum(self.parts.values(), np.zeros_like(inside))
         self.parts = {"negotiate": self.exposed - inside, **self.parts, "other": np.maximum(other, 0.0)}

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ringdance.monitor.chrome import ChromeWriter
 from ringdance.observe import report
 from ringdance.observe.figures import read_run
 from ringdance.observe.verdict import judge
@@ -94,6 +95,22 @@ def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.Capt
         root = ElementTree.fromstring(f"<svg{picture.partition('</svg>')[0]}</svg>")
         assert root.find("title") is not None
         assert root.find("desc") is not None
+
+
+def test_a_gap_in_the_timeline_is_not_drawn_as_computing(tmp_path: Path) -> None:
+    """A rank waits for 0.1 s, of 0.2 s the records are lost, and it waits again."""
+    run = write(tmp_path / "run", [0.1])
+    writer = ChromeWriter(str(run / "timeline.json"), 0, 0.0)
+    writer.process(1_000_000, "rank 0 on node0 (pid 100)", 0)
+    for tid, name in enumerate(("batches", "chunks", "waits", "steps")):
+        writer.thread(1_000_000, tid, name)
+    for tid, name, began, ended in ((2, "WAIT", 0, 1), (3, "9 records lost", 1, 3), (2, "WAIT", 3, 4)):
+        writer.span(1_000_000, tid, name, began * 100_000_000, ended * 100_000_000)
+    writer.close()
+    assert report.main([str(run)]) == 0
+    picture = (run / "report.html").read_text().split("The last steps of each rank")[1].split("</svg>")[0]
+    assert picture.count('class="b1"') == 2
+    assert 'class="b0"' not in picture
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
