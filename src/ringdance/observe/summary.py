@@ -38,7 +38,7 @@ class RankTimes:
         times: of the marks between steps.
         numbers, steps, ends: of the steps, without those in which records were lost; if there are no others,
             all of them, without that time.
-        doubt: uncertainty of its clock.
+        uncertainty: of its clock.
         lost: how many records.
         exposed: of each step.
         parts: of the exposed time of each step, see PARTS.
@@ -51,7 +51,7 @@ class RankTimes:
     threads: dict[str, list[Span]]
     times: Array
     numbers: list[int]
-    doubt: float = 0.0
+    uncertainty: float = 0.0
     lost: int = field(init=False)
     steps: Array = field(init=False)
     ends: Array = field(init=False)
@@ -111,7 +111,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
             times, numbers = list(window), [0]
         ranks.append(RankTimes(
             int(match[1]), match[2], int(match[3]), threads[pid], np.array(times), numbers,
-            trace.doubts.get(pid, 0.0),
+            trace.uncertainties.get(pid, 0.0),
         ))  # fmt: skip
     return sorted(ranks, key=lambda one: one.rank)
 
@@ -141,17 +141,17 @@ def rank_row(one: RankTimes) -> dict[str, Any]:
         "rank": one.rank, "host": one.host, "pid": one.pid, "steps": len(one.numbers),
         "step_seconds": float(one.steps.mean()), "compute_seconds": float(one.computed.mean()),
         "exposed_seconds": float(one.exposed.mean()), **means, "hidden_seconds": float(one.hidden.mean()),
-        "records_lost": one.lost, "clock_uncertainty": one.doubt,
+        "records_lost": one.lost, "clock_uncertainty": one.uncertainty,
     }  # fmt: skip
 
 
 def notes(ranks: Sequence[RankTimes]) -> list[str]:
     """Return in sentences what a timeline does not tell."""
     lost = ", ".join(f"{one.lost} of rank {one.rank}" for one in ranks if one.lost)
-    doubts = {one.host: f"{one.host} to {one.doubt * 1e6:,.0f} us" for one in ranks if one.doubt}
+    known = {one.host: f"{one.host} to {one.uncertainty * 1e6:,.0f} us" for one in ranks if one.uncertainty}
     gaps = f"Records were lost, overwritten before they were read: {lost}. What they tell of is left out."
-    clocks = f"Clocks are known: {', '.join(doubts.values())}. Ranks are not said to be late by less."
-    return [gaps] * bool(lost) + [clocks] * bool(doubts)
+    clocks = f"Clocks are known: {', '.join(known.values())}. Ranks are not said to be late by less."
+    return [gaps] * bool(lost) + [clocks] * bool(known)
 
 
 def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
@@ -208,7 +208,7 @@ def _lateness(
         behind = begins[last] - begins[first]
         one, other = ranks[first], ranks[last]
         waits.append(max(ended - began for began, ended in members.values()))
-        if first != last and behind > (0.0 if one.host == other.host else one.doubt + other.doubt):
+        if first != last and behind > (one.host != other.host) * (one.uncertainty + other.uncertainty):
             late[last] += 1
             seconds[last] += behind
     if not seconds:
