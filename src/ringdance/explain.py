@@ -26,10 +26,10 @@ from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
 from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, Cause
-from ringdance.launch.parser import Parser
-from ringdance.launch.spec import NO_FORMAT, as_program, read_regular
+from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
+from ringdance.observe.files import NO_FORMAT, read_regular
 
 __all__ = ["main"]
 

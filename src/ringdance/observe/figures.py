@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.spec import NO_FORMAT, read_regular
+from ringdance.observe.files import NO_FORMAT, read_regular
 
 __all__ = ["Rank", "Run", "read_run"]
 

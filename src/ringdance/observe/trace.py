@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.spec import NO_FORMAT, check_regular
+from ringdance.observe.files import NO_FORMAT, check_regular
 
 __all__ = ["Key", "Span", "Trace", "load"]
 

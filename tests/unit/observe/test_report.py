@@ -108,7 +108,8 @@ def test_a_gap_in_the_timeline_is_not_drawn_as_computing(tmp_path: Path) -> None
         writer.span(1_000_000, tid, name, began * 100_000_000, ended * 100_000_000)
     writer.close()
     assert report.main([str(run)]) == 0
-    picture = (run / "report.html").read_text().split("The last steps of each rank</title>")[1].split("</svg>")[0]
+    text = (run / "report.html").read_text()
+    picture = text.split("The last steps of each rank</title>")[1].split("</svg>")[0]
     assert picture.count('class="b1"') == 2
     assert 'class="b0"' not in picture
 
