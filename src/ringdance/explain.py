@@ -268,16 +268,19 @@ def _load(directory: Path, kind: str, describe: Callable[[dict[str, Any]], str])
 
 
 def _content(path: Path, describe: Callable[[dict[str, Any]], str]) -> dict[str, Any] | None:
-    """Return what a file holds; one that cannot be described is named on stderr."""
+    """Return what a file holds; one that cannot be read or described is named on stderr."""
     try:
         content: dict[str, Any] = json.loads(read_regular(path))
         describe(content)
-    except (LaunchError, *NO_FORMAT) as error:
+        return content
+    except LaunchError as error:  # names the file
+        problem = f"{error}; it is left out"
+    except NO_FORMAT as error:
         place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         why = "it is cut off, damaged or of another version: remove it, or try again"
-        print(f"ringdance explain: {path}{place} is left out: {why}", file=sys.stderr)
-        return None
-    return content
+        problem = f"{path}{place} is left out: {why}"
+    print(f"ringdance explain: {problem}", file=sys.stderr)
+    return None
 
 
 def _pending(flight: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ class RankTimes:
 
         def cover(thread: str, name: str = "") -> Cover:
             """Return its spans, or those of a name, in a time that stands still while records were lost."""
-            spans = [(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)]
+            spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
             return Cover((spans - gaps.until(spans)).tolist())
 
         times = self.times - gaps.until(self.times)
