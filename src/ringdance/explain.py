@@ -26,10 +26,10 @@ from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
 from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, Cause
-from ringdance.launch.parser import Parser
-from ringdance.launch.spec import NO_FORMAT, as_program, read_regular
+from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
+from ringdance.observe.files import NO_FORMAT, read_regular
 
 __all__ = ["main"]
 
@@ -268,16 +268,19 @@ def _load(directory: Path, kind: str, describe: Callable[[dict[str, Any]], str])
 
 
 def _content(path: Path, describe: Callable[[dict[str, Any]], str]) -> dict[str, Any] | None:
-    """Return what a file holds; one that cannot be described is named on stderr."""
+    """Return what a file holds; one that cannot be read or described is named on stderr."""
     try:
         content: dict[str, Any] = json.loads(read_regular(path))
         describe(content)
-    except (LaunchError, *NO_FORMAT) as error:
+        return content
+    except LaunchError as error:  # names the file
+        problem = f"{error}; it is left out"
+    except NO_FORMAT as error:
         place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         why = "it is cut off, damaged or of another version: remove it, or try again"
-        print(f"ringdance explain: {path}{place} is left out: {why}", file=sys.stderr)
-        return None
-    return content
+        problem = f"{path}{place} is left out: {why}"
+    print(f"ringdance explain: {problem}", file=sys.stderr)
+    return None
 
 
 def _pending(flight: dict[str, Any]) -> str:

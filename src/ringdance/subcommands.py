@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ringdance.launch.parser import Parser
-from ringdance.launch.spec import as_program
+from ringdance.launch.parser import Parser, as_program
 
 
 class Subcommand(NamedTuple):

@@ -91,6 +91,13 @@ def test_a_layer_brings_only_layers_below(module, above):
     assert not parts_of(modules, {"mpi4py"}), "MPI is imported by init(), and only under a launcher"
 
 
+@pytest.mark.parametrize("name", ["report", "timeline"])
+def test_what_a_run_has_left_is_read_without_the_launcher(name):
+    modules = imported(f"ringdance.observe.{name}", whole=False)
+    launcher = {m for m in modules if m.startswith("ringdance.launch.")}
+    assert launcher == {"ringdance.launch.parser"}
+
+
 def test_data_brings_numpy_only():
     modules = imported("ringdance.data", whole=False)
     others = {"ringdance.launch", "ringdance.cluster", "ringdance.cli", "mpi4py", "PIL", "simplejpeg", "rich"}

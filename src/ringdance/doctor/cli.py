@@ -17,9 +17,8 @@ from ringdance.doctor.checks import CHECKS
 from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import PROBES, QUICK
 from ringdance.errors import LaunchError
-from ringdance.launch.parser import Parser
+from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
-from ringdance.launch.spec import as_program
 
 _EPILOG = """\
 examples:

@@ -13,7 +13,7 @@ from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.output.stream import Style
-from ringdance.launch.parser import Parser, rank_count
+from ringdance.launch.parser import Parser, as_program, rank_count
 from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
 from ringdance.launch.spec import (
@@ -21,7 +21,6 @@ from ringdance.launch.spec import (
     JobSpec,
     Log,
     PreparedJob,
-    as_program,
     parse_exports,
     resolve_command,
     run_in_terminal,

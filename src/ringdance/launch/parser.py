@@ -1,12 +1,16 @@
-"""An argument parser whose errors suggest the option or command that was probably meant."""
+"""Command lines: a parser whose errors suggest what was probably meant, and what a program ends with."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+from ringdance.errors import LaunchError
 
 _UNKNOWN = "unrecognized arguments:"
 _CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
@@ -49,3 +53,20 @@ def rank_count(text: str) -> int:
         return int(text.removeprefix("p"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None
+
+
+def as_program(name: str, action: Callable[[], int]) -> int:
+    """Return the exit code of a command line's `action`; print what it raises in one line."""
+    try:
+        return action()
+    except SystemExit as end:  # argparse has printed the error or the help
+        return int(end.code or 0)
+    except LaunchError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return getattr(error, "code", 2)
+    except KeyboardInterrupt:  # before the job's own handling
+        return 130
+    except BrokenPipeError:  # the reader of our output has ended, as in `ringdance run ... | head`
+        # Else the interpreter complains when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141

@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
@@ -244,42 +243,6 @@ def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) 
             json.dump(asdict(outcome.cause), file)
     screen.of(1)(text.encode(errors="surrogateescape") + b"\n")
     return outcome.code
-
-
-def as_program(name: str, action: Callable[[], int]) -> int:
-    """Return the exit code of a command line's `action`; print what it raises in one line."""
-    try:
-        return action()
-    except SystemExit as end:  # argparse has printed the error or the help
-        return int(end.code or 0)
-    except LaunchError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return getattr(error, "code", 2)
-    except KeyboardInterrupt:  # before the job's own handling
-        return 130
-    except BrokenPipeError:  # the reader of our output has ended, as in `ringdance run ... | head`
-        # Else the interpreter complains when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
-
-
-NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What reading a file raises whose content is not as expected."""
-
-
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise a LaunchError if a file is there and no regular one, such as a pipe, which may never end."""
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise LaunchError(f"{path} is no regular file: copy what comes from it into one")
-
-
-def read_regular(path: Path) -> str:
-    """Return a file's text. Raises LaunchError if it cannot be read or is no regular file."""
-    check_regular(path)
-    try:
-        return path.read_text(errors="replace")
-    except OSError as error:
-        raise LaunchError(f"{path}: {error.strerror or error}") from None
 
 
 def check_machine() -> None:

@@ -10,8 +10,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from operator import itemgetter
-from statistics import fmean, linear_regression
 from typing import Any
 
 from ringdance.core.ring import Label, RingReader, Who
@@ -22,16 +20,16 @@ __all__ = ["Clock", "Follower", "RemoteRing", "Sender"]
 
 _FIRST_ROUNDS = 8
 _REPEAT_S = 1.0
-_TRIPS = 120
-_LEAST_NS = 5_000_000_000  # for a rate
+_TRIPS = 30
 _RATES = 1e-4  # by which two clocks may differ
 
 
 class Clock:
     """How far another host's monotonic clock is ahead of this one's, and its rate, by round trips.
 
-    A line through the shortest quarter of those of the last minutes: clocks differ by some 10 ppm, and
-    by more or less as the temperature changes.
+    The other clock was read after the question was sent and before the answer came, which bounds ``ahead``,
+    however uneven the ways there and back are; and two trips bound the rate. ``ahead`` is in the middle
+    between the bounds of the last half minute: in that time the rate hardly changes with the temperature.
 
     Attributes:
         uncertainty: of ``ahead`` in nanoseconds, until the next round trip.
@@ -40,7 +38,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.uncertainty = 0
-        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # their time, ahead, half of the trip
+        self._trips: deque[tuple[int, int, int]] = deque(maxlen=_TRIPS)  # their time, least, most ahead
         self._line = 0, 0.0, 0.0  # their time, ahead then, rate
         self._rounds = 0
         self._next = 0.0
@@ -60,23 +58,21 @@ class Clock:
         return {"do": "clock", "sent": time.monotonic_ns()}
 
     def answer(self, sent: int, theirs: int, now: int = 0) -> None:
-        """Take an answer in, which came ``now``; fit the line."""
+        """Take an answer in, which came ``now``; bound the rate, and by it ``ahead``."""
         now = now or time.monotonic_ns()
         trips = self._trips
-        trips.append((theirs, theirs - (sent + now) // 2, max((now - sent) // 2, 1)))
-        best = sorted(trips, key=itemgetter(2))[: len(trips) // 4 + 1]
-        origin, base = best[0][:2]
-        x, y = [at - origin for at, _, _ in best], [ahead - base for _, ahead, _ in best]
-        span, rate = max(x) - min(x), 0.0
-        self._line = origin, base, rate  # the shortest one, as long as there is none
-        if span > _LEAST_NS:
-            rate = linear_regression(x, y).slope
-            self._line = origin + round(fmean(x)), base + fmean(y), rate
-        # Whatever the ways there and back take, the truth is within half of a round trip of what it says.
-        change = 2 * best[0][2] / span if rate else _RATES
-        until = theirs + _REPEAT_S * 1e9
-        bounds = (abs(ahead - self.ahead(at)) + half + change * (until - at) for at, ahead, half in trips)
-        self.uncertainty = round(min(bounds))
+        trips.append((theirs, theirs - now, theirs - sent))
+        origin, base, top = min(trips, key=lambda trip: trip[2] - trip[1])
+        others = ((at - origin, least, most) for at, least, most in trips if at != origin)
+        rates = [sorted(((least - top) / span, (most - base) / span)) for span, least, most in others]
+        slow, fast = max([-_RATES, *(pair[0] for pair in rates)]), min([_RATES, *(pair[1] for pair in rates)])
+        low = max(least + slow * (theirs - at) for at, least, _ in trips)
+        high = min(most + fast * (theirs - at) for at, _, most in trips)
+        if slow > fast or low > high:  # the rate has changed, or that host was suspended
+            trips.clear()
+            return self.answer(sent, theirs, now)
+        self._line = theirs, (low + high) / 2, (slow + fast) / 2
+        self.uncertainty = round((high - low + (fast - slow) * _REPEAT_S * 1e9) / 2)
 
     def ahead(self, theirs: int) -> float:
         """Return in nanoseconds how far that clock is ahead when it says ``theirs``."""

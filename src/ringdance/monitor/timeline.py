@@ -41,11 +41,11 @@ class Timeline:
         self._chunks: dict[tuple[int, int], list[Record]] = defaultdict(list)
         self._ranks: set[int] = set()
         self._last: dict[int, int] = {}  # time of the last record
-        self._doubts: dict[int, int] = {}
+        self._uncertainties: dict[int, int] = {}
 
     def add(
         self, who: Who, name_of: Callable[[int], Label], records: Iterable[Record], offset: int = 0,
-        doubt: int = 0, lost: int = 0,
+        uncertainty: int = 0, lost: int = 0,
     ) -> None:  # fmt: skip
         """Add records of one rank.
 
@@ -54,7 +54,7 @@ class Timeline:
             name_of: returns the label with a number.
             records: in their order.
             offset: nanoseconds to add to its clock.
-            doubt: uncertainty of that, in nanoseconds.
+            uncertainty: of that, in nanoseconds.
             lost: how many records before these were overwritten in the ring.
         """
         rank, pid = who.rank, _RANKS + who.rank
@@ -68,9 +68,9 @@ class Timeline:
             if lost:
                 self._lose(rank, lost, record.time)
                 lost = 0
-            if doubt != self._doubts.get(rank, 0):
-                self._doubts[rank] = doubt
-                self.writer.counter(pid, "uncertainty of the clock, us", record.time, doubt / 1000)
+            if uncertainty != self._uncertainties.get(rank, 0):
+                self._uncertainties[rank] = uncertainty
+                self.writer.counter(pid, "uncertainty of the clock, us", record.time, uncertainty / 1000)
             self._last[rank] = record.time
             if record.kind == Kind.SUBMIT:
                 self._submit(rank, str(name_of(record.label)), record)

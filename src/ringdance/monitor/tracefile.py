@@ -56,13 +56,14 @@ class TraceFile:
         if self.full or not data:
             return
         offset = -round(clock.ahead(RECORD.unpack_from(data)[0])) if clock else 0
-        doubt = clock.uncertainty if clock else 0
+        uncertainty = clock.uncertainty if clock else 0
         gap = lost - self._lost.setdefault(source, lost if self._anew else 0)
         self._lost[source] = lost
         size = _SLICE * RECORD.size
         for at in range(0, len(data), size):
             part = data[at : at + size]
-            self._taken.append((source, first + at // RECORD.size, part, offset, doubt, 0 if at else gap))
+            begin = first + at // RECORD.size
+            self._taken.append((source, begin, part, offset, uncertainty, 0 if at else gap))
         self._room -= len(data) // RECORD.size
 
     def convert(self, everything: bool = False) -> None:

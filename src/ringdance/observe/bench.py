@@ -36,9 +36,10 @@ _TAIL = 30  # lines of a failed run that are shown
 
 _INPUT = """\
 Three runs, each until it has measured for --seconds: the loader alone (its batches are drawn and dropped),
-the step alone (with up to 48 batches, again and again from memory), and both; each with its noise: half of
-the 95% confidence interval, by the spread within the run. The script needs no change if its loader is
-hvd.image_loader(...) or hvd.table_loader(...); any other one is wrapped once:
+the step alone (with up to 48 batches, which are drawn before, in --seconds at most, and come again and again
+from memory), and both; each with its noise: half of the 95% confidence interval, by the spread within the
+run. The script needs no change if its loader is hvd.image_loader(...) or hvd.table_loader(...); any other
+one is wrapped once:
 
   loader = hvd.watch_input(DataLoader(data, batch_size=32))     a tf.data pipeline alike
 

@@ -7,12 +7,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.spec import NO_FORMAT, read_regular
+from ringdance.observe.files import NO_FORMAT, read_regular
 
 __all__ = ["Rank", "Run", "read_run"]
 
@@ -151,15 +152,17 @@ def read_run(directory: Path) -> Run:
     if not files:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is no directory"
         raise LaunchError(f"{directory} {what}: start the job with `ringdance run --output-filename DIR`")
-    rows: dict[int, list[Row]] = defaultdict(list)
-    for file in files:
-        for row in _read(file):
-            rows[row["rank"]].append(row)
+    rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))
+    processes: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
+    last: dict[int, list[Row]] = {}  # of each rank: its last process, after a restart maybe on another host
+    for row in rows:
+        last[row["rank"]] = own = processes[row["rank"], row["host"], row["pid"]]
+        own.append(row)
     ranks = []
-    for rank, found in sorted(rows.items()):
-        own = [row for row in found if row["pid"] == found[-1]["pid"]]  # after a restart: its last process
+    # There may be files of more ranks: of hosts that have left, or of an earlier run.
+    for rank in sorted(rank for rank in last if rank < rows[-1]["size"]):
         try:
-            ranks.append(Rank(rank, own[-1]["host"], own))
+            ranks.append(Rank(rank, last[rank][0]["host"], last[rank]))
         except ValueError:
             continue
     if not ranks:

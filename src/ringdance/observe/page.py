@@ -130,9 +130,9 @@ def _excerpt(trace: Sequence[RankTimes]) -> str:
 
     rows = {}
     for one in shown:
-        waits = cut(one, "waits", 1)
+        waits, lost = cut(one, "waits", 1), cut(one, "steps", 1)
         at, computes = 0.0, []
-        for _, began, ended in [*sorted(waits), (0, (end - begin) * 1e3, 0.0)]:
+        for _, began, ended in [*sorted(waits + lost), (0, (end - begin) * 1e3, 0.0)]:
             if began > at:
                 computes.append((0, at, began))
             at = max(at, ended)

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ringdance.errors import LaunchError
-from ringdance.launch.parser import Parser
-from ringdance.launch.spec import as_program
+from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.figures import Run, read_run
 from ringdance.observe.page import page
 from ringdance.observe.summary import RankTimes, notes, ranks_of

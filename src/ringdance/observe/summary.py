@@ -36,8 +36,9 @@ class RankTimes:
     Attributes:
         threads: spans by name of their thread.
         times: of the marks between steps.
-        numbers, steps, ends: of the steps, without those in which records were lost.
-        doubt: uncertainty of its clock.
+        numbers, steps, ends: of the steps, without those in which records were lost; if there are no others,
+            all of them, without that time.
+        uncertainty: of its clock.
         lost: how many records.
         exposed: of each step.
         parts: of the exposed time of each step, see PARTS.
@@ -50,7 +51,7 @@ class RankTimes:
     threads: dict[str, list[Span]]
     times: Array
     numbers: list[int]
-    doubt: float = 0.0
+    uncertainty: float = 0.0
     lost: int = field(init=False)
     steps: Array = field(init=False)
     ends: Array = field(init=False)
@@ -59,21 +60,25 @@ class RankTimes:
     hidden: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        waits, batches = (Cover((a, b) for _, a, b in self.threads.get(k, ())) for k in ("waits", "batches"))
-        gaps = self.threads.get("steps", [])
-        self.lost = sum(int(text.split()[0]) for text, _, _ in gaps)
-        whole = Cover((a, b) for _, a, b in gaps).within(self.times) == 0
-        whole |= not whole.any()
+        gaps = Cover((a, b) for _, a, b in self.threads.get("steps", ()))
+        self.lost = sum(int(text.split()[0]) for text, _, _ in self.threads.get("steps", ()))
+        whole = gaps.within(self.times) == 0
+        whole |= not whole.any()  # then each without its gaps
+
+        def cover(thread: str, name: str = "") -> Cover:
+            """Return its spans, or those of a name, in a time that stands still while records were lost."""
+            spans = np.array([(a, b) for text, a, b in self.threads.get(thread, ()) if name in ("", text)])
+            return Cover((spans - gaps.until(spans)).tolist())
+
+        times = self.times - gaps.until(self.times)
+        waits, batches = cover("waits"), cover("batches")
         self.numbers = [number for number, is_whole in zip(self.numbers, whole, strict=True) if is_whole]
-        self.steps, self.ends = np.diff(self.times)[whole], self.times[1:][whole]
-        self.exposed = waits.within(self.times)[whole]
-        inside = waits.within(self.times, batches)[whole]
-        self.hidden = batches.within(self.times)[whole] - inside
-        phases: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for name, began, ended in self.threads.get("chunks", ()):
-            phases[name].append((began, ended))
+        self.steps, self.ends = np.diff(times)[whole], self.times[1:][whole]
+        self.exposed = waits.within(times)[whole]
+        inside = waits.within(times, batches)[whole]
+        self.hidden = batches.within(times)[whole] - inside
         self.parts = {
-            part: waits.within(self.times, Cover(phases[name]))[whole] for part, name in PARTS.items() if name
+            part: waits.within(times, cover("chunks", name))[whole] for part, name in PARTS.items() if name
         }
         other = inside - sum(self.parts.values(), np.zeros_like(inside))
         self.parts = {"negotiate": self.exposed - inside, **self.parts, "other": np.maximum(other, 0.0)}
@@ -106,7 +111,7 @@ def ranks_of(trace: Trace) -> list[RankTimes]:
             times, numbers = list(window), [0]
         ranks.append(RankTimes(
             int(match[1]), match[2], int(match[3]), threads[pid], np.array(times), numbers,
-            trace.doubts.get(pid, 0.0),
+            trace.uncertainties.get(pid, 0.0),
         ))  # fmt: skip
     return sorted(ranks, key=lambda one: one.rank)
 
@@ -136,17 +141,17 @@ def rank_row(one: RankTimes) -> dict[str, Any]:
         "rank": one.rank, "host": one.host, "pid": one.pid, "steps": len(one.numbers),
         "step_seconds": float(one.steps.mean()), "compute_seconds": float(one.computed.mean()),
         "exposed_seconds": float(one.exposed.mean()), **means, "hidden_seconds": float(one.hidden.mean()),
-        "records_lost": one.lost, "clock_uncertainty": one.doubt,
+        "records_lost": one.lost, "clock_uncertainty": one.uncertainty,
     }  # fmt: skip
 
 
 def notes(ranks: Sequence[RankTimes]) -> list[str]:
     """Return in sentences what a timeline does not tell."""
     lost = ", ".join(f"{one.lost} of rank {one.rank}" for one in ranks if one.lost)
-    doubts = {one.host: f"{one.host} to {one.doubt * 1e6:,.0f} us" for one in ranks if one.doubt}
+    known = {one.host: f"{one.host} to {one.uncertainty * 1e6:,.0f} us" for one in ranks if one.uncertainty}
     gaps = f"Records were lost, overwritten before they were read: {lost}. What they tell of is left out."
-    clocks = f"Clocks are known: {', '.join(doubts.values())}. Ranks are not said to be late by less."
-    return [gaps] * bool(lost) + [clocks] * bool(doubts)
+    clocks = f"Clocks are known: {', '.join(known.values())}. Ranks are not said to be late by less."
+    return [gaps] * bool(lost) + [clocks] * bool(known)
 
 
 def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
@@ -203,7 +208,7 @@ def _lateness(
         behind = begins[last] - begins[first]
         one, other = ranks[first], ranks[last]
         waits.append(max(ended - began for began, ended in members.values()))
-        if first != last and behind > (0.0 if one.host == other.host else one.doubt + other.doubt):
+        if first != last and behind > (one.host != other.host) * (one.uncertainty + other.uncertainty):
             late[last] += 1
             seconds[last] += behind
     if not seconds:

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringdance.launch.parser import Parser
-from ringdance.launch.spec import as_program
+from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.summary import PARTS, summarize
 from ringdance.observe.trace import load
 

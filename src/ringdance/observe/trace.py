@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance.errors import LaunchError
-from ringdance.launch.spec import NO_FORMAT, check_regular
+from ringdance.observe.files import NO_FORMAT, check_regular
 
 __all__ = ["Key", "Span", "Trace", "load"]
 
@@ -30,7 +30,7 @@ class Trace:
         spans: of each thread, in the order of their ends.
         instants: of each thread: name and time.
         rounds: of each tensor's thread: process set and round of each negotiation, its begin and end.
-        doubts: by process the uncertainty of its clock.
+        uncertainties: of the clocks, by process.
         open: of each thread: name and begin of spans that do not end in the file.
     """
 
@@ -40,7 +40,7 @@ class Trace:
         self.spans: dict[Key, list[Span]] = defaultdict(list)
         self.instants: dict[Key, list[tuple[str, float]]] = defaultdict(list)
         self.rounds: dict[Key, list[tuple[tuple[int, int], float, float]]] = defaultdict(list)
-        self.doubts: dict[int, float] = defaultdict(float)
+        self.uncertainties: dict[int, float] = defaultdict(float)
         self.open: dict[Key, list[tuple[str, float]]] = defaultdict(list)
 
 
@@ -106,7 +106,7 @@ def _add_event(trace: Trace, event: dict[str, Any]) -> None:
         elif "lost" not in args:
             trace.spans[thread].append((name, began, ended))
     elif phase == "C":
-        trace.doubts[pid] = max(trace.doubts[pid], event["args"]["value"] / 1e6)
+        trace.uncertainties[pid] = max(trace.uncertainties[pid], event["args"]["value"] / 1e6)
     elif phase == "i" and "ts" in event:
         trace.instants[thread].append((event["name"], event["ts"] / 1e6))
     elif event["name"] == "process_name" and "name" in event["args"]:

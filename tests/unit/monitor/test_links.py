@@ -90,6 +90,28 @@ def test_clocks_that_drift_apart_for_an_hour(ppm: int) -> None:
     assert max(bounds) < 500_000
 
 
+@pytest.mark.parametrize("way", [0, 1])
+@pytest.mark.parametrize("change", [0.0, 5e-6])
+def test_one_way_becomes_slow_and_the_rate_changes(way: int, change: float) -> None:
+    """As under a training's own traffic: quick round trips at first, then only uneven ones."""
+    random, clock = Random(2), Clock()
+    now, ahead = 10**9, 7e12
+    for second in range(300):
+        for _ in range(8 if second == 0 else 1):
+            trip = [25_000, 25_000]
+            trip[way] += random.randint(1_500_000, 2_500_000) * (30 < second < 200)
+            clock.answer(now, now + trip[0] + round(ahead), now + sum(trip))
+            error = abs(clock.ahead(now + trip[0] + round(ahead)) - ahead)
+            assert error <= clock.uncertainty
+            now += 100_000
+        now += 10**9
+        ahead += (10e-6 + change * (second > 100)) * 1e9
+    assert clock.uncertainty < 50_000
+    ahead -= 3e9  # it was suspended
+    clock.answer(now, now + 25_000 + round(ahead), now + 50_000)
+    assert abs(clock.ahead(now + 25_000 + round(ahead)) - ahead) <= clock.uncertainty < 200_000
+
+
 def test_questions_about_the_clock_are_answered() -> None:
     follower, sender = link()
     while not follower.clock.known:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ringdance.monitor.chrome import ChromeWriter
 from ringdance.observe import report
 from ringdance.observe.figures import read_run
 from ringdance.observe.verdict import judge
@@ -96,6 +97,23 @@ def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.Capt
         assert root.find("desc") is not None
 
 
+def test_a_gap_in_the_timeline_is_not_drawn_as_computing(tmp_path: Path) -> None:
+    """A rank waits for 0.1 s, of 0.2 s the records are lost, and it waits again."""
+    run = write(tmp_path / "run", [0.1])
+    writer = ChromeWriter(str(run / "timeline.json"), 0, 0.0)
+    writer.process(1_000_000, "rank 0 on node0 (pid 100)", 0)
+    for tid, name in enumerate(("batches", "chunks", "waits", "steps")):
+        writer.thread(1_000_000, tid, name)
+    for tid, name, began, ended in ((2, "WAIT", 0, 1), (3, "9 records lost", 1, 3), (2, "WAIT", 3, 4)):
+        writer.span(1_000_000, tid, name, began * 100_000_000, ended * 100_000_000)
+    writer.close()
+    assert report.main([str(run)]) == 0
+    text = (run / "report.html").read_text()
+    picture = text.split("The last steps of each rank</title>")[1].split("</svg>")[0]
+    assert picture.count('class="b1"') == 2
+    assert 'class="b0"' not in picture
+
+
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert report.main([str(tmp_path / "empty")]) == 2
@@ -121,6 +139,38 @@ def test_lines_that_are_no_samples_are_named(
     said = capsys.readouterr().err
     assert said.startswith(f"ringdance report: {file}, line 1 is no sample of ")
     assert said.count("\n") == 1
+
+
+def write_rank(file: Path, rank: int, host: str, pid: int, began: float, step: float, size: int) -> None:
+    """Append the figures of a rank that takes 10 steps between two samples."""
+    with file.open("a") as samples:
+        for number in range(5):
+            row = {"rank": rank, "host": host, "pid": pid, "size": size, "steps": number * 10}
+            row |= dict.fromkeys(("bytes", "rss_bytes", "exposed_seconds", "cpu_seconds"), 0)
+            row |= dict.fromkeys(("time", "last_step_time"), began + number * 10 * step)
+            samples.write(json.dumps(row) + "\n")
+
+
+def test_the_last_process_of_each_rank_counts(tmp_path: Path) -> None:
+    """In an elastic job that had a host of two ranks added; one rank moved, and process ids are alike."""
+    first, second, third = (tmp_path / f"metrics-{number}.jsonl" for number in range(3))
+    for rank, file, host in ((0, first, "A"), (1, second, "B"), (2, second, "B")):
+        write_rank(file, rank, host, 1 + rank, 0.0, 0.1, 3)
+    for rank, file, host in ((0, first, "A"), (1, first, "A"), (2, third, "B"), (3, third, "B")):
+        write_rank(file, rank, host, 11 if rank == 2 else 2, 100.0, 0.5, 4)
+    run = read_run(tmp_path)
+    assert [(one.rank, one.host) for one in run.ranks] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
+    assert [one.step_seconds for one in run.ranks] == pytest.approx([0.5] * 4)
+    assert [len(one.rows) for one in run.ranks] == [5] * 4
+
+
+def test_files_of_an_earlier_run_with_more_hosts_are_left_out(tmp_path: Path) -> None:
+    for rank in range(4):
+        host, began, step, size = ("A", 100.0, 0.5, 2) if rank < 2 else ("B", 0.0, 0.1, 4)
+        write_rank(tmp_path / f"metrics-{rank // 2 * 2}.jsonl", rank, host, rank, began, step, size)
+    run = read_run(tmp_path)
+    assert ([one.rank for one in run.ranks], run.size, run.hosts) == ([0, 1], 2, ["A"])
+    assert (run.steps_per_second, run.seconds) == pytest.approx((2.0, 20.0))
 
 
 def test_figures_are_of_the_training_alone(tmp_path: Path) -> None:

@@ -97,6 +97,33 @@ def test_without_marks_the_whole_file_is_one_step(tmp_path: Path) -> None:
     assert found["ranks"][0]["step_seconds"] == pytest.approx(0.47)
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_time_whose_records_are_lost_is_left_out_where_no_step_is_whole(tmp_path: Path, marked: bool) -> None:
+    """Of steps of 100 ms the first 60 are lost; the rank waits for an exchange from 40 to 90 ms."""
+    path = tmp_path / "t.json"
+    writer = ChromeWriter(str(path), 0, 0.0)
+    writer.process(1_000_000, "rank 0 on node1 (pid 7)", 0)
+    for tid, name in enumerate(("batches", "chunks", "waits", "steps")):
+        writer.thread(1_000_000, tid, name)
+    for step in range(5):
+        at = (1000 + step * 100) * MS
+        writer.span(1_000_000, STEPS, "1000 records lost", at, at + 60 * MS)
+        writer.span(1_000_000, WAITS, "WAIT", at + 40 * MS, at + 90 * MS)
+        for thread, name in ((BATCHES, "ALLREDUCE"), (CHUNKS, "MPI_ALLREDUCE")):
+            writer.span(1_000_000, thread, name, at + 50 * MS, at + (90 if marked or step < 4 else 100) * MS)
+        if marked:
+            writer.instant(1_000_000, STEPS, f"step {step}", at + 100 * MS)
+    writer.close()
+    found = summarize(load(path))
+    (row,) = found["ranks"]
+    steps = 1 if marked else 5
+    expected = {"step": 40, "compute": 10, "exposed": 30, "reduce": 30, "negotiate": 0, "other": 0}
+    for name, value in expected.items():
+        assert row[f"{name}_seconds"] * 1000 == pytest.approx(steps * value, abs=1e-6), name
+    assert row["steps"] == (4 if marked else 1)
+    assert "5000 of rank 0. What they tell of is left out" in found["notes"][0]
+
+
 def test_covered_time() -> None:
     cover = Cover([(5.0, 7.0), (1.0, 3.0), (2.0, 4.0), (4.0, 4.5)])
     assert list(cover.within([0.0, 2.0, 6.0, 9.0])) == pytest.approx([1.0, 3.5, 1.0])

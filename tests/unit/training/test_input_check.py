@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,23 @@ def test_the_step_alone_has_several_batches_in_turn(capfd: pytest.CaptureFixture
     assert loader.drawn == 3
     assert row["samples"] < 4 * len(seen)
     assert row["noise"] > 0
+
+
+def test_the_step_alone_does_not_wait_for_a_slow_loader(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even for the first batches, of which there are as many as the loader gives in a time."""
+    drawn = []
+
+    def slow() -> Iterator[Any]:
+        for number in range(100):
+            time.sleep(0.02)
+            drawn.append(number)
+            yield np.zeros((4, 2))
+
+    with pytest.raises(SystemExit):
+        list(WatchedLoader(slow(), "step", 0.1))
+    (row,) = json.loads(capfd.readouterr().out.split(INPUT_MARK)[1])
+    assert 1 <= len(drawn) <= 7
+    assert row["samples"] / row["seconds"] > 5 * 4 / 0.02
 
 
 def test_what_is_kept_of_batches_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

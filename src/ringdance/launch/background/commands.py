@@ -17,9 +17,8 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.background import records
 from ringdance.launch.output.stream import write_all
-from ringdance.launch.parser import Parser
+from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.plan import table
-from ringdance.launch.spec import as_program
 
 _POLL_S = 0.1
 _KILL_S = 10.0

@@ -15,7 +15,8 @@ from dataclasses import replace
 from ringdance.launch.background import records
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
-from ringdance.launch.spec import Check, JobSpec, Log, as_program, show_outcome
+from ringdance.launch.parser import as_program
+from ringdance.launch.spec import Check, JobSpec, Log, show_outcome
 
 GRACE_S = 3600.0
 """How long ranks may take to end after SIGTERM; ``ringdance stop`` ends them earlier."""

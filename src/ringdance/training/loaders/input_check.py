@@ -96,8 +96,12 @@ class WatchedLoader:
         """Return whether this loader is measured: the first one is."""
         if WatchedLoader._measured is None:
             WatchedLoader._measured = self
-            self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), _host_cpu()
+            self._start()
         return WatchedLoader._measured is self
+
+    def _start(self) -> None:
+        """Start the clock."""
+        self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), _host_cpu()
 
     def count(self, samples: int) -> None:
         """Count a batch that is done; raise ``SystemExit(0)`` after the last, on all ranks alike."""
@@ -111,7 +115,9 @@ class WatchedLoader:
     def drawn(self) -> Iterator[Any]:
         """Yield batches without an end; of the step alone, the first ones again and again."""
         if self.part == "step":
-            self._kept = self._kept or itertools.cycle(self._first())
+            if self._kept is None:
+                self._kept = itertools.cycle(list(self._first()))  # before the clock starts
+                self._start()
             yield from self._kept
         while True:
             yield from self._epoch()
@@ -129,12 +135,17 @@ class WatchedLoader:
             raise ArgumentError(f"{self._loader!r} has no batches: there is nothing to measure.")
 
     def _first(self) -> Iterator[Any]:
-        """Yield the batches of the step alone: more than caches hold, as in a training."""
-        room = _KEPT_BYTES
+        """Yield the batches of the step alone: more than caches hold, as in a training.
+
+        They take no longer than the measurement: slow loaders give fewer. The time that workers need to start
+        is not counted.
+        """
+        room, until = _KEPT_BYTES, math.inf
         for batch in itertools.islice(self._epoch(), _KEPT):
             yield batch
-            room -= bytes_of(batch)
-            if room <= 0:
+            room, now = room - bytes_of(batch), time.perf_counter()
+            until = min(until, now + self._seconds)
+            if room <= 0 or now >= until:
                 break
 
     def _is_complete(self) -> bool:
@@ -154,7 +165,7 @@ class WatchedLoader:
         if not self._warm:
             self._warm, self._batches, self._samples = True, 0, 0
             self._next = _LEAST
-            self._times, self._cpu, self._host = [time.perf_counter()], _cpu_seconds(), _host_cpu()
+            self._start()
             return False
         return True
 

@@ -9,7 +9,8 @@ from horovod.runner.build import check_build
 from horovod.runner.options import parse_args
 from horovod.runner.request import order_of, tell
 from ringdance.cli import open_standard_streams
-from ringdance.launch.spec import CommandError, as_program, resolve_command, run_in_terminal
+from ringdance.launch.parser import as_program
+from ringdance.launch.spec import CommandError, resolve_command, run_in_terminal
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
 
