@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ringdance.data.prepare import criteo, shuffle
 from ringdance.data.prepare.chunks import SourceFile
 from ringdance.data.prepare.cli import main
 from ringdance.data.prepare.shuffle import ShufflePlan, divide
+from ringdance.data.tables.rows import dtype
 
 pytest.importorskip("pyarrow")
 ROWS = 9000  # of two files of about 1 MB each
@@ -161,6 +163,22 @@ def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):
         assert "which no index" in capsys.readouterr().err
     assert contents(own).items() <= before.items()
     assert len(contents(own)) == 3
+
+
+def test_pass_2_holds_a_file_in_memory_once(tmp_path):
+    names, each = ["a", "b", "c"], 5000
+    for number, name in enumerate(names):
+        np.save(tmp_path / f"{name}.keys.npy", np.arange(each, dtype=np.uint64) * 3 + number)
+        np.save(tmp_path / f"{name}.rows.npy", np.full(each, number, dtype(39)))
+    begins, ends = np.array([[0, 10, 0]]), np.array([[each, each, 0]])
+    tracemalloc.start()
+    try:
+        keys, rows = shuffle._between(tmp_path, names, begins, ends)
+        assert tracemalloc.get_traced_memory()[1] < 1.2 * (keys.nbytes + rows.nbytes)
+    finally:
+        tracemalloc.stop()
+    assert keys.tolist() == [*range(0, 3 * each, 3), *range(31, 3 * each, 3)]
+    assert rows["label"].tolist() == [0] * each + [1] * (each - 10)
 
 
 @pytest.mark.parametrize("damage", [b"", b"[3]", None])

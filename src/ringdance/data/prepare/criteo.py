@@ -24,6 +24,7 @@ from ringdance.data.prepare.prepare import locked, run_work, say
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.prepare.shuffle import OutputFile, Run, ShufflePlan, cuts, is_merged, work
 from ringdance.data.tables.formats import SUFFIXES
+from ringdance.data.tables.table import Table
 from ringdance.data.tables.writing import ENDS, write_index
 from ringdance.errors import ArgumentError
 from ringdance.launch.spec import JobSpec
@@ -99,6 +100,7 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
                 "same options and files to resume, another DST, or --overwrite to begin anew"
             )
         if (destination / "train.json").exists():
+            Table.open(destination)  # raises if its index is damaged
             say("complete since an earlier run; --overwrite writes it again")
             return 0
         write_whole(state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())

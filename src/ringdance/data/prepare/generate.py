@@ -26,7 +26,7 @@ SPLITS = ("train", "validation")
 ABOUT = "planted.json"
 """Holds rows, share of clicks and best possible AUC of each split."""
 OUTPUTS = "outputs.json"
-"""In ``.prepare``: a list of the files that are written, which stays."""
+"""In ``.prepare``, or behind the name of a split: a list of the files that are written. It stays."""
 _FILE_SIZE = 256 << 20
 
 
@@ -78,22 +78,18 @@ def clear(destination: Path, overwrite: bool) -> None:
     if indexes and not overwrite:
         raise ArgumentError(f"{destination} has a data set ({indexes[0].name}). --overwrite removes it")
     own: set[str] = set()
-    for path in (*indexes, state(destination) / OUTPUTS):
+    for path in (lists := [*indexes, *state(destination).glob(f"*{OUTPUTS}")]):
         with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged one: its files are in the other
             about = json.loads(path.read_bytes())
             own |= {one["name"] for one in (about if isinstance(about, list) else about["files"])}
-    found = [
-        path for split in SPLITS for end in (*ENDS.values(), "csv")  # CSV: of earlier versions
-        for path in destination.glob(f"{split}-*-of-*.{end}")
-    ]  # fmt: skip
-    if others := sorted(path.name for path in found if path.name not in own):
+    found = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
+    if others := sorted(found - own):
         raise ArgumentError(
             f"{destination} has {others[0]} ({len(others)} such files), which no index or unfinished run of "
             "this command names: choose another DST, or move or delete them"
         )
-    for path in (*found, *(destination / f"{split}.{end}" for split in SPLITS for end in ("json", "npy"))):
-        path.unlink(missing_ok=True)
-    (destination / ABOUT).unlink(missing_ok=True)
+    for name in (*found, *lists, ABOUT, *(f"{split}.npy" for split in SPLITS)):
+        (destination / name).unlink(missing_ok=True)
 
 
 def _write(
@@ -105,7 +101,8 @@ def _write(
     probabilities: list[Array] = []
     paths = [destination / f"{split}-{n:05}-of-{shards:05}.{ENDS[format]}" for n in range(shards)]
     state(destination).mkdir(exist_ok=True)
-    write_whole(state(destination) / OUTPUTS, json.dumps([{"name": one.name} for one in paths]).encode())
+    listed = json.dumps([{"name": one.name} for one in paths]).encode()
+    write_whole(state(destination) / f"{split}.{OUTPUTS}", listed)
     for number, path in enumerate(paths):
         some = rows[slice(*block(len(rows), number, shards))]
         with TableWriter(path, format, len(some), criteo.FIELDS) as file:
