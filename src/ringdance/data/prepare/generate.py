@@ -88,7 +88,7 @@ def clear(destination: Path, overwrite: bool) -> None:
             f"{destination} has {others[0]} ({len(others)} such files), which no index or unfinished run of "
             "this command names: choose another DST, or move or delete them"
         )
-    for name in (*found, *lists, ABOUT, *(f"{split}.npy" for split in SPLITS)):
+    for name in (*found, *map(str, lists), ABOUT, *(f"{split}.npy" for split in SPLITS)):
         (destination / name).unlink(missing_ok=True)
 
 
