@@ -182,8 +182,9 @@ def test_pass_2_holds_a_file_in_memory_once(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"[3]", None])
-def test_what_an_interrupted_run_or_a_damaged_index_names_is_removed(tmp_path, damage):
-    words = ["generate", "criteo", str(tmp_path), "--rows", "100", "--overwrite"]
+def test_what_an_interrupted_run_or_a_damaged_index_names_is_removed(tmp_path, monkeypatch, damage):
+    monkeypatch.chdir(tmp_path)
+    words = ["generate", "criteo", ".", "--rows", "100", "--overwrite"]
     assert main([*words, "--shards", "3"]) == 0
     if damage is None:
         (tmp_path / "train.json").unlink()
@@ -191,6 +192,10 @@ def test_what_an_interrupted_run_or_a_damaged_index_names_is_removed(tmp_path, d
         (tmp_path / "train.json").write_bytes(damage)
     assert main([*words, "--shards", "1"]) == 0
     assert [path.name for path in tmp_path.glob("train-*")] == ["train-00000-of-00001.npy"]
+    monkeypatch.chdir(tmp_path.parent)
+    words[2] = tmp_path.name
+    assert main([*words, "--validation", "0.5"]) == main(words) == 0
+    assert not list(tmp_path.glob("validation*"))
 
 
 def test_broken_rows_are_listed_in_time_linear_in_the_files(tmp_path, monkeypatch):

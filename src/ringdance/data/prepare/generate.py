@@ -88,8 +88,8 @@ def clear(destination: Path, overwrite: bool) -> None:
             f"{destination} has {others[0]} ({len(others)} such files), which no index or unfinished run of "
             "this command names: choose another DST, or move or delete them"
         )
-    for name in (*found, *map(str, lists), ABOUT, *(f"{split}.npy" for split in SPLITS)):
-        (destination / name).unlink(missing_ok=True)
+    for path in (*lists, *(destination / name for name in (*found, ABOUT, "train.npy", "validation.npy"))):
+        path.unlink(missing_ok=True)
 
 
 def _write(
