@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,5 +93,9 @@ def test_synthetic_batches() -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 def test_other_arguments_on_a_rank_are_refused() -> None:
+    copy: Any = Memory(8)
+    copy.files, copy.will_need = [SimpleNamespace(size=700 + 300 * RANK)], print
+    with pytest.raises(MismatchError, match="read_bytes, in samples of the files' mean size, differs"):
+        hvd.image_loader(copy, 2, read_bytes=300)
     with pytest.raises(MismatchError, match="batch_size differs"):
         hvd.image_loader(Synthetic(8), 4 + (RANK == 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ringdance.data.order import Plan
+from ringdance.errors import ArgumentError
 
 _READS = 4  # threads: as many reads at once keep a network disk busy
 Wait = Callable[[], list[Any]]
@@ -34,6 +36,7 @@ class Epoch:
         self._pending: deque[Wait] = deque()
         self._parts: Iterator[Any] | None = None
         self.begun: Future[None] | None = None
+        self.process = os.getpid()
         self.planned = False  # whether all that is left has been given to the threads
 
     def fill(self) -> None:
@@ -48,6 +51,8 @@ class Epoch:
 
     def next(self) -> list[Any]:
         """Wait for the next batches and go on; return [] at the end."""
+        if self.process != os.getpid():
+            raise ArgumentError("A forked process cannot go on with this iteration: begin another one there.")
         if self.begun:
             self.begun.result()
             self.begun = None
@@ -61,8 +66,9 @@ class Epoch:
     def end(self) -> None:
         """End the threads; each finishes what it is at."""
         self.stop.set()
-        self.pool.shutdown()
-        self.reads.shutdown()
+        if self.process == os.getpid():  # not after a fork: the threads are those of the parent
+            self.pool.shutdown()
+            self.reads.shutdown()
 
 
 class Batches:
@@ -89,6 +95,12 @@ class Batches:
         self._epochs: list[Epoch] = []  # under way
         self._following: Epoch | None = None
         self._follow = plan.shuffle
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what was prepared of the next epoch without it is dropped."""
+        super().__setattr__(name, value)
+        if not name.startswith("_") and getattr(self, "_following", None):
+            self._drop_following()
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
         """Choose the epoch of the next iteration, and after how many samples of its order it begins.
@@ -150,10 +162,10 @@ class Batches:
         """Return the epoch that is set: what was prepared ahead, if it is that one."""
         wanted = self.plan.epoch, self.plan.position
         following, self._following = self._following, None
-        if following and (following.plan.epoch, following.plan.position) == wanted:
-            return following
-        if following:  # the caller has another sequence of epochs
-            self._follow = False
+        if following and following.process == os.getpid():
+            if (following.plan.epoch, following.plan.position) == wanted:
+                return following
+            self._follow = False  # the caller has another sequence of epochs
             following.end()
         return Epoch(self, *wanted)
 

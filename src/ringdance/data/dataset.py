@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 
 from ringdance.data.files import ShardWriter, npy
-from ringdance.data.index import CHECKSUM, damaged, missing, read_json, read_npy
-from ringdance.data.open_files import OpenFiles
+from ringdance.data.index import CHECKSUM, TABLE, VERSION, damaged, read_json, read_npy
+from ringdance.data.open_files import Files, OpenFiles
 from ringdance.errors import ArgumentError
 
 ROW = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<u8"), ("label", "<i4")])
 """Number of the file; bytes of the encoded image, and where they begin in the file; the class, from 0."""
 
 Rows = np.ndarray[Any, np.dtype[np.void]]
-VERSION = 1
 
 
 def joined(files: Iterable[Rows]) -> Rows:
@@ -55,7 +54,7 @@ class ShardFile:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Files):
     """One split of a data set on disk; :meth:`open` makes it from its index.
 
     Attributes:
@@ -84,12 +83,10 @@ class Dataset:
             ArgumentError: there is no index of that name, it is damaged, or does not fit the files.
         """
         index = Path(path) / f"{split}.json"
-        try:
-            about = read_json(index)
-            rows: Rows = read_npy(index.with_suffix(".npy"), about)
-        except FileNotFoundError:
-            maker = "`ringdance data prepare` makes one, `ringdance data index DIR` for files of others"
-            raise missing(index.parent, split, ".npy", maker) from None
+        about = read_json(index)
+        if about.get("kind") == TABLE:
+            raise ArgumentError(f"{index} is the index of a table: ringdance.data.Table opens it.")
+        rows: Rows = read_npy(index.with_suffix(".npy"), about)
         files = [ShardFile(**one) for one in about["files"]]
         fits = len(rows) == sum(one.samples for one in files)
         if not fits or rows.dtype != ROW or not _within(rows, files, len(about["classes"])):

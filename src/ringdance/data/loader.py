@@ -7,6 +7,7 @@ epoch has consumed the first ``position`` samples of its order, and can go on th
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import os
 import threading
 from collections import deque
@@ -61,16 +62,14 @@ READ_BYTES, LARGE = 2 << 20, 16 << 30
 _READ_AHEAD = 4  # batches between reading a piece and decoding its first image
 
 
-def _piece(dataset: Any, read_bytes: int | None) -> int:
-    """Return how many samples are read at once; 0: each by itself."""
-    if read_bytes is not None and read_bytes < 0:
-        raise ArgumentError(f"read_bytes={read_bytes}: give a number of bytes, 0 to read each by itself.")
+def piece_of(dataset: Any, read_bytes: int | None) -> int:
+    """Return how many samples are read at once; 0: each by itself. Ranks must have the same."""
     if not hasattr(dataset, "will_need") or not len(dataset):
         return 0
     size = max(1, sum(file.size for file in dataset.files))
     if read_bytes is None:
         read_bytes = READ_BYTES if size > LARGE else 0
-    found = int(read_bytes * len(dataset) // size)
+    found = min(int(read_bytes * len(dataset) // size), len(dataset))
     return found if found > 1 else 0
 
 
@@ -131,8 +130,10 @@ class Loader(ImageBatches):
 
         threads = _usable_cores() if threads is None else threads
         check_positive(threads=threads, prefetch=prefetch)
+        if read_bytes is not None and read_bytes < 0:
+            raise ArgumentError(f"read_bytes={read_bytes}: give a number of bytes, 0 to read each by itself.")
         self._decode, self.transform = images.decode_into, transform
-        self.dataset, self.augment, self.piece = dataset, augment, _piece(dataset, read_bytes)
+        self.dataset, self.augment, self.piece = dataset, augment, piece_of(dataset, read_bytes)
         self._will_need: Any = getattr(dataset, "will_need", None)
         shuffle = augment if shuffle is None else shuffle
         plan = Plan(
@@ -166,7 +167,8 @@ class Loader(ImageBatches):
 
     def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
         """Read some samples, whose errors are those of decoding them."""
-        if not epoch.stop.is_set():
+        # At its end the interpreter waits for all that was submitted, which nobody will use.
+        if not (epoch.stop.is_set() or concurrent.futures.thread._shutdown):
             self._will_need(first, stop)
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ringdance.errors import ArgumentError
 
@@ -59,6 +59,14 @@ class OpenFiles(Generic[T]):
                 self.clear()  # others have taken the rest
                 return self._opened(number)
             raise ArgumentError(f"{name}: {error.strerror or error}. {_fix(error)}") from None
+
+
+class Files:
+    """A split with open files, which each process opens for itself."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled or copied."""
+        return {name: value for name, value in vars(self).items() if not isinstance(value, OpenFiles)}
 
 
 def _fix(error: OSError) -> str:

@@ -48,15 +48,18 @@ def by_pieces(length: int, piece: int, seed: int, epoch: int) -> tuple[Indices, 
     """
     random = np.random.RandomState([seed, epoch])
     pieces = random.permutation(-(-length // piece))
-    place = np.empty_like(pieces)
-    place[pieces] = np.arange(len(pieces))
-    lanes = (place % _LANES).astype(np.uint8)
-    lane = np.repeat(lanes, piece)[:length]
-    begins = np.repeat(place // _LANES, piece)[:length]
-    found = np.lexsort((begins + _MIXED * random.random_sample(length), lane))
-    counts = np.bincount(lane, minlength=_LANES)
-    turns = np.arange(length) - np.repeat(np.cumsum(counts) - counts, counts)
-    order: Indices = found[np.argsort(turns, kind="stable")].astype(np.int64, copy=False)
+    lanes = np.empty(len(pieces), np.uint8)
+    lanes[pieces] = np.arange(len(pieces)) % _LANES
+    within, order = np.full(len(pieces) * piece, np.inf), np.empty(length, np.int64)
+    within[:length] = random.random_sample(length)
+    counts = np.bincount(lanes, minlength=_LANES) * piece
+    counts[lanes[-1]] -= len(pieces) * piece - length  # the last piece is short
+    begin = np.minimum(np.arange(counts.max() + 1)[:, None], counts).sum(1)  # of each turn
+    for lane, count in enumerate(counts):
+        samples = (pieces[lane::_LANES, None] * piece + np.arange(piece)).ravel()
+        keys = np.arange(len(samples)) // piece + _MIXED * within[samples]
+        order[begin[:count]] = samples[np.argsort(keys, kind="stable")[:count]]
+        begin[:count] += 1  # the next lane's place in each turn
     return order, lanes
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import itertools
 import os
+import pickle
+import subprocess
+import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +25,8 @@ from PIL import Image
 from ringdance.data import Dataset, Loader, SyntheticLoader, images, write
 from ringdance.data.boxes import centre_box, random_box
 from ringdance.data.images import decode_into
-from ringdance.data.order import Draws, Plan
+from ringdance.data.open_files import OpenFiles
+from ringdance.data.order import Draws, Plan, by_pieces
 from ringdance.errors import ArgumentError
 
 SIZES = range(1, 6)
@@ -231,6 +237,104 @@ def test_the_next_epoch_is_prepared_while_this_one_ends() -> None:
     assert labels(0) == first
 
 
+def test_an_attribute_that_is_set_holds_for_all_of_the_next_epoch() -> None:
+    loader = Loader(Memory(20), 2, image_size=8, prefetch=3)
+    list(loader)
+    loader.set_epoch(1)
+    loader.image_size = 16
+    assert {batch.images.shape[1] for batch in loader} == {16}
+    loader.set_epoch(2)
+    loader.transform = lambda image, draw: np.full_like(image, 7)
+    assert {int(value) for batch in loader for value in np.unique(batch.images)} == {7}
+    loader.close()
+
+
+LARGE = """
+import os, signal, sys, time
+import numpy as np
+from ringdance.data import Loader
+
+class Data:
+    rows, files, calls = {"label": np.zeros(400, int)}, [type("File", (), {"size": 400})], []
+    def __len__(self): return 400
+    def read(self, number): return IMAGE
+    def will_need(self, first, stop):
+        time.sleep(0.02)
+        os.write(1, b"r")
+
+import io
+from PIL import Image
+file = io.BytesIO()
+Image.new("RGB", (20, 20)).save(file, "JPEG")
+IMAGE = file.getvalue()
+"""
+
+
+def run_script(text: str) -> str:
+    command = [sys.executable, "-c", LARGE + text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_nothing_is_read_for_an_epoch_that_nobody_will_ask_for() -> None:
+    found = run_script("""
+loader = Loader(Data(), 40, image_size=8, read_bytes=2)
+list(loader)
+os.write(1, b"end")
+""")
+    assert found.partition("end")[2].count("r") <= 8  # by its four threads; 180 are submitted
+
+
+def test_a_forked_process_prepares_its_epochs_itself() -> None:
+    found = run_script("""
+loader = Loader(Data(), 40, image_size=8, threads=2)
+list(loader)
+loader.set_epoch(1)
+begun = iter(Loader(Data(), 40, image_size=8, threads=2))
+next(begun)
+if pid := os.fork():
+    assert os.waitpid(pid, 0)[1] == 0
+    print(len(list(loader)), len(list(begun)))
+else:
+    signal.alarm(20)
+    print(len(list(loader)), flush=True)
+    try:
+        next(begun)
+    except ValueError as error:
+        print(error, flush=True)
+    loader.close()
+    os._exit(0)
+""")
+    assert found == "10\nA forked process cannot go on with this iteration: begin another one there.\n10 9\n"
+
+
+def test_a_file_that_opens_slowly_holds_up_no_other() -> None:
+    slow, begun = threading.Event(), threading.Event()
+
+    def opened(number: int, path: Path) -> Path:
+        if number == 0:
+            begun.set()
+            assert slow.wait(20)
+        return path
+
+    files = OpenFiles(lambda number: Path(str(number)), opened, 3)
+    assert files(1) == Path("1")
+    thread = threading.Thread(target=files, args=(0,))
+    thread.start()
+    begun.wait(20)
+    assert [files(1), files(2)] == [Path("1"), Path("2")]
+    slow.set()
+    thread.join()
+
+
+def test_a_data_set_that_was_read_is_pickled_and_copied(tmp_path: Path) -> None:
+    write(tmp_path, ((one, 0) for one in Memory(6).data), shards=3)
+    data = Dataset.open(tmp_path)
+    first = data.read(0)
+    assert pickle.loads(pickle.dumps(data)).read(0) == copy.deepcopy(data).read(0) == first
+
+
 def test_iterations_of_one_loader_do_not_end_one_another() -> None:
     loader = Loader(Memory(20), 2, image_size=8, seed=3)
     expected = [batch.indices.tolist() for batch in loader]
@@ -281,6 +385,29 @@ def test_the_order_by_pieces_has_each_sample_once_with_any_number_of_ranks(size:
     other = Plan(length, 24, True, 5, 0, 1, piece=piece)
     other.set_epoch(1)
     assert next(other.batches())[0].tolist() != next(iter(found[0]))[0].tolist()
+
+
+@pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 7), (10_007, 16), (65_536, 64), (999, 1000)])
+def test_the_order_by_pieces_is_that_of_random_places(length: int, piece: int) -> None:
+    """By a sort of all samples, which takes much more memory than by a lane at a time."""
+    random = np.random.RandomState([5, 1])
+    place = np.argsort(random.permutation(-(-length // piece)))
+    lane, begin = np.repeat(place % 64, piece)[:length], np.repeat(place // 64, piece)[:length]
+    found = np.lexsort((begin + 4 * random.random_sample(length), lane))
+    counts = np.bincount(lane)
+    turns = np.concatenate([np.arange(count) for count in counts])
+    order, lanes = by_pieces(length, piece, 5, 1)
+    assert order.tolist() == found[np.argsort(turns, kind="stable")].tolist()
+    assert lanes.tolist() == (place % 64).tolist()
+
+
+def test_the_order_by_pieces_needs_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        by_pieces(300_000, 31, 5, 1)
+        assert tracemalloc.get_traced_memory()[1] < 28 * 300_000  # 55 where all are sorted at once
+    finally:
+        tracemalloc.stop()
 
 
 def test_ranks_read_pieces_of_their_own_which_a_batch_mixes() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringdance.data import Dataset, Table, write
+from ringdance.data import Dataset, Table, tfrecord, write
 from ringdance.data.prepare.cli import main
 from ringdance.data.prepare.sources import find
 from ringdance.errors import ArgumentError
@@ -542,6 +542,89 @@ def test_info_after_an_interruption_says_to_resume(tmp_path, capfd, begun):
     assert run("info", tmp_path / "dst") == 2
     assert "run the same command again, it resumes" in (error := capfd.readouterr().err)
     assert "data index" not in error
+
+
+def test_half_an_index_is_no_circle(tmp_path, capfd):
+    """`verify`, `info` and `prepare` say of either half what to do, which helps; not that all is well."""
+    class_directories(tmp_path / "src/train")
+    flat_validation(tmp_path / "src/val")
+    (tmp_path / "labels.txt").write_text("n01440764\n" * 6)
+    words = (tmp_path / "src", tmp_path / "dst", "--labels", tmp_path / "labels.txt")
+    assert prepare(*words) == 0
+    for name, other in (("train.npy", "train.json"), ("train.json", "train.npy")):
+        (tmp_path / "dst" / name).unlink()
+        for command in ("verify", "info"):
+            capfd.readouterr()
+            assert run(command, tmp_path / "dst") == (1 if command == "verify" else 2)
+            said = "".join(capfd.readouterr())
+            assert name in said
+            assert other in said
+            assert "--overwrite" in said
+        if name == "train.npy":
+            assert prepare(*words) == 2
+            assert "train.npy, its other half, is missing" in capfd.readouterr().err
+        assert prepare(*words, "--overwrite") == 0
+        assert run("verify", tmp_path / "dst") == 0
+    (tmp_path / "dst/train.json").unlink()
+    (tmp_path / "dst/train.npy").unlink()
+    assert run("verify", tmp_path / "dst") == 1
+    assert "run the same command again" in capfd.readouterr().out
+    assert prepare(*words) == 0
+    assert run("verify", tmp_path / "dst", "--decode") == 0
+
+
+def test_a_table_without_half_its_index_is_not_well(tmp_path, capfd):
+    for form, name in (("rows", "train.json"), ("tfrecord", "train.json"), ("tfrecord", "train.npy")):
+        words = (tmp_path, "--rows", 100, "--format", form, "--validation", 0.5, "--overwrite")
+        assert run("generate", "criteo", *words) == 0
+        (tmp_path / name).unlink()
+        assert run("verify", tmp_path) == 1
+        assert name in capfd.readouterr().out
+    assert run("generate", "criteo", *words) == 0
+    with pytest.raises(ArgumentError, match=r"It has train, validation\.$"):  # planted.json is no split
+        Table.open(tmp_path, "test")
+
+
+def test_other_json_beside_the_data_is_no_index(tmp_path, capfd):
+    class_directories(tmp_path / "src")
+    prepare(tmp_path / "src", tmp_path / "dst")
+    for data in ('[{"id": 1}]', "[[1]]", "3", '{"a": 1}'):
+        (tmp_path / "dst/x.json").write_text(data)
+        assert run("verify", tmp_path / "dst") == run("info", tmp_path / "dst") == 0
+
+
+@pytest.mark.parametrize("layout", ["official", "classes"])
+def test_a_tar_that_was_cut_is_named(tmp_path, capfd, layout):
+    official(tmp_path / "src")
+    path = tmp_path / "src/ILSVRC2012_img_train.tar"
+    if layout == "classes":
+        with tarfile.open(path) as tar:
+            tar.extractall(tmp_path / "src/train", filter="data")
+        path = tmp_path / "src/train" / f"{CLASSES[1]}.tar"
+    path.write_bytes(path.read_bytes()[:900])
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--split", "train") == 2
+    assert f"{path}: unexpected end of data. Is the download complete?" in capfd.readouterr().err
+
+
+def test_records_of_others_whose_classes_have_no_name(tmp_path):
+    for number, synset in enumerate((b"", b"\xff\0", b"n01")):
+        values = {"image/class/label": number + 1, "image/class/synset": synset}
+        data = image(number)
+        record = tfrecord.framed(tfrecord.encode(values, "image/encoded", data) + data)
+        (tmp_path / f"train-{number}").write_bytes(record)
+    assert run("index", tmp_path) == run("verify", tmp_path, "--decode") == 0
+    assert Dataset.open(tmp_path).classes == ["0", "\ufffd", "n01"]
+
+
+def test_verify_notices_rows_that_name_another_file(tmp_path, capfd):
+    class_directories(tmp_path / "src")
+    assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 0
+    data = Dataset.open(tmp_path / "dst")
+    rows = np.array(data.rows)
+    rows[["file", "offset", "length"]][:] = rows[["file", "offset", "length"]][::-1].copy()
+    Dataset(data.path, "train", data.format, data.classes, data.files, rows, data.first_label).write()
+    assert run("verify", tmp_path / "dst", "--decode") == 1
+    assert "its images are not where the index says" in capfd.readouterr().out
 
 
 def test_an_index_of_tars_made_by_others(tmp_path, capfd):

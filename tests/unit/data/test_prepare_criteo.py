@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ import pytest
 from criteo_lines import criteo_lines
 
 from ringdance.data import Table, planted
-from ringdance.data.prepare import shuffle
+from ringdance.data.prepare import criteo, shuffle
+from ringdance.data.prepare.chunks import SourceFile
 from ringdance.data.prepare.cli import main
-from ringdance.data.prepare.shuffle import divide
+from ringdance.data.prepare.shuffle import ShufflePlan, divide
+from ringdance.data.tables.rows import dtype
 
 pytest.importorskip("pyarrow")
 ROWS = 9000  # of two files of about 1 MB each
@@ -127,6 +130,8 @@ def test_broken_lines(tmp_path, lines, capsys):
 def test_errors(source, prepared, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("three little words\n")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/train.json").write_bytes((prepared / "train.json").read_bytes()[:-9])
     for words, part in (
         ((tmp_path / "none", tmp_path / "out"), "no such file"),
         ((tmp_path / "empty", tmp_path / "out"), "no click logs"),
@@ -134,9 +139,75 @@ def test_errors(source, prepared, tmp_path, capsys):
         ((source, prepared, "--shards", 3), "--shards 3 instead of 4"),
         ((prepared, tmp_path / "out", "--table-size", 100), "beyond the table"),
         ((source, tmp_path / "out", "--validation", "1.5"), "below 1"),
+        ((tmp_path / "cut", tmp_path / "out"), "cut/train.json is damaged"),
     ):
         assert prepare(*words) == 2
         assert part in capsys.readouterr().err
+
+
+def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):
+    """Named as those of a data set, but by no index or list of outputs; nor what is read."""
+    own = tmp_path / "own"
+    assert prepare(prepared, own, "--shards", 2, "--format", "tfrecord") == 0
+    before = contents(own)
+    for words in ((own, own), (own / "train-00000-of-00002.tfrecord", tmp_path)):
+        assert prepare(*words, "--overwrite") == 2
+        assert "is within" in capsys.readouterr().err
+    for name in ("train.json", "train.npy", "validation.json", "validation.npy", ".prepare/outputs.json"):
+        (own / name).unlink()
+    (own / ".prepare/criteo.json").unlink()
+    for words in ((), ("--overwrite",)):
+        assert main(["generate", "criteo", str(own), "--rows", "100", *words]) == 2
+        assert "train-00000-of-00002.tfrecord (3 such files), which no index" in capsys.readouterr().err
+        assert prepare(prepared, own, *words) == 2
+        assert "which no index" in capsys.readouterr().err
+    assert contents(own).items() <= before.items()
+    assert len(contents(own)) == 3
+
+
+def test_pass_2_holds_a_file_in_memory_once(tmp_path):
+    names, each = ["a", "b", "c"], 5000
+    for number, name in enumerate(names):
+        np.save(tmp_path / f"{name}.keys.npy", np.arange(each, dtype=np.uint64) * 3 + number)
+        np.save(tmp_path / f"{name}.rows.npy", np.full(each, number, dtype(39)))
+    begins, ends = np.array([[0, 10, 0]]), np.array([[each, each, 0]])
+    tracemalloc.start()
+    try:
+        keys, rows = shuffle._between(tmp_path, names, begins, ends)
+        assert tracemalloc.get_traced_memory()[1] < 1.2 * (keys.nbytes + rows.nbytes)
+    finally:
+        tracemalloc.stop()
+    assert keys.tolist() == [*range(0, 3 * each, 3), *range(31, 3 * each, 3)]
+    assert rows["label"].tolist() == [0] * each + [1] * (each - 10)
+
+
+@pytest.mark.parametrize("damage", [b"", b"[3]", None])
+def test_what_an_interrupted_run_or_a_damaged_index_names_is_removed(tmp_path, monkeypatch, damage):
+    monkeypatch.chdir(tmp_path)
+    words = ["generate", "criteo", ".", "--rows", "100", "--overwrite"]
+    assert main([*words, "--shards", "3"]) == 0
+    if damage is None:
+        (tmp_path / "train.json").unlink()
+    else:
+        (tmp_path / "train.json").write_bytes(damage)
+    assert main([*words, "--shards", "1"]) == 0
+    assert [path.name for path in tmp_path.glob("train-*")] == ["train-00000-of-00001.npy"]
+    monkeypatch.chdir(tmp_path.parent)
+    words[2] = tmp_path.name
+    assert main([*words, "--validation", "0.5"]) == main(words) == 0
+    assert not list(tmp_path.glob("validation*"))
+
+
+def test_broken_rows_are_listed_in_time_linear_in_the_files(tmp_path, monkeypatch):
+    file = SourceFile("x", 0, "rows", 39, 0, 1, 0)
+    plan = ShufflePlan([file] * 50, "rows", 0, 1000, False, 0.0, None, 1 << 20)
+    shuffle.state(tmp_path).mkdir()
+    for _, _, note in plan.units():
+        (shuffle.state(tmp_path) / note).write_text("[]")
+    calls = []
+    monkeypatch.setattr(SourceFile, "units", lambda *_: calls.append(1) or [-1])
+    assert criteo._runs(tmp_path, plan) == ([[], []], 0)
+    assert len(calls) == 50
 
 
 def test_info_and_verify(source, tmp_path, capsys):

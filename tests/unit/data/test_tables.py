@@ -1,7 +1,10 @@
 """Tables of click logs: four formats with the same batches, in the same order on any number of ranks."""
 
+import copy
 import csv
 import gc
+import json
+import pickle
 import shutil
 import threading
 import time
@@ -10,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringdance.data import Table, TableLoader, tfrecord
+from ringdance.data import Dataset, Table, TableLoader, tfrecord
 from ringdance.data.files import crc32c
 from ringdance.data.order import _mixed
 from ringdance.data.tables import Rows, criteo, examples
@@ -264,6 +267,42 @@ def test_files_that_do_not_fit_their_index(tables, tmp_path):
         Table.open(copy, "libsvm").read(np.arange(3))
     with pytest.raises(ArgumentError, match=r"rank 1: .* has rows 0 to 1342 only"):
         TableLoader(table, 8, rank=1, size=2)._read([(np.array([ROWS]), 1.0, 1, 1)], threading.Event())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_table_that_was_read_is_pickled_and_copied(tables, form):
+    table = tables[form]
+    first = table.read(np.arange(3))
+    for other in (pickle.loads(pickle.dumps(table)), copy.copy(table)):
+        assert equal(other.read(np.arange(3)), first)
+
+
+@pytest.mark.parametrize("form", ["rows", "tfrecord"])
+def test_indexes_of_another_kind_are_named(tables, tmp_path, form):
+    directory = tables[form].path
+    with pytest.raises(ArgumentError, match=rf"{form}.json is the index of a table: ringdance.data.Table"):
+        Dataset.open(directory, form)
+    about = json.loads((directory / f"{form}.json").read_text()) | {"kind": "tabel"}
+    (tmp_path / "train.json").write_text(json.dumps(about | {"samples": 1, "classes": []}))
+    for opened in (Table.open, Dataset.open):
+        with pytest.raises(ArgumentError, match=r"train.json is damaged: "):
+            opened(tmp_path)
+
+
+def test_several_arrays_in_an_npy_are_refused(tables, tmp_path):
+    shutil.copytree(tables["rows"].path, tmp_path / "copy")
+    name = tmp_path / "copy" / tables["rows"].files[0].name
+    data = np.load(name)
+    for count in range(1, 200):  # of the size that the index says, too
+        with open(name, "wb") as file:
+            np.savez(file, data[:-count])
+        if (more := tables["rows"].files[0].size - name.stat().st_size) >= 0:
+            break
+    name.write_bytes(name.read_bytes() + bytes(more))
+    with pytest.raises(ArgumentError, match=f"{name}"):
+        Table.open(tmp_path / "copy", "rows").read(np.arange(3))
+    with pytest.raises(ArgumentError, match=f"{name}: "):
+        Table.open(name, table_size=SIZE)
 
 
 def test_an_iteration_that_is_left_early_leaves_no_threads(tables):

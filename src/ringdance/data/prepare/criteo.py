@@ -7,21 +7,24 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from rich.filesize import decimal
 
 from ringdance.data.files import needed, npy, write_whole
+from ringdance.data.index import read_json
 from ringdance.data.order import block
 from ringdance.data.prepare import shuffle
 from ringdance.data.prepare.chunks import SourceFile
-from ringdance.data.prepare.generate import SPLITS, clear, file_count
+from ringdance.data.prepare.generate import OUTPUTS, SPLITS, clear, file_count
 from ringdance.data.prepare.plan import finished, state
 from ringdance.data.prepare.prepare import locked, run_work, say
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.prepare.shuffle import OutputFile, Run, ShufflePlan, cuts, is_merged, work
 from ringdance.data.tables.formats import SUFFIXES
+from ringdance.data.tables.table import Table
 from ringdance.data.tables.writing import ENDS, write_index
 from ringdance.errors import ArgumentError
 from ringdance.launch.spec import JobSpec
@@ -55,8 +58,7 @@ def _files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     if (path / f"{split}.json").exists():
-        names = [one["name"] for one in json.loads((path / f"{split}.json").read_text())["files"]]
-        return [path / name for name in names]
+        return [path / one["name"] for one in read_json(path / f"{split}.json")["files"]]
     found = [
         one for one in path.iterdir()
         if one.is_file() and not one.name.startswith((".", "test"))
@@ -83,6 +85,9 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
     """
     for module in ("google_crc32c", "pyarrow"):
         needed(module, "ctr")
+    for file in plan.files:
+        if Path(file.path).resolve().is_relative_to(destination.resolve()):
+            raise ArgumentError(f"{file.path} is within DST, where files are replaced: choose another DST")
     state(destination).mkdir(parents=True, exist_ok=True)
     with locked(destination):
         former = ShufflePlan.read(destination)
@@ -95,6 +100,7 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
                 "same options and files to resume, another DST, or --overwrite to begin anew"
             )
         if (destination / "train.json").exists():
+            Table.open(destination)  # raises if its index is damaged
             say("complete since an earlier run; --overwrite writes it again")
             return 0
         write_whole(state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
@@ -107,7 +113,7 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
         for group, runs in enumerate(_merged(destination, groups, job)):
             outputs += _outputs(destination, plan, runs, group)
         listed = json.dumps([asdict(one) for one in outputs])
-        write_whole(state(destination) / "outputs.json", listed.encode())
+        write_whole(state(destination) / OUTPUTS, listed.encode())
         rows = sum(one.rows for one in outputs if not finished(destination, one.name))
         say(f"Pass 2 of 2: write {rows} rows into {len(outputs)} files")
         run_work(destination, work, "2", job, PrepareProgress(rows, rows, "rows"))
@@ -116,7 +122,7 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
                 fields, size = plan.files[0].fields, sum(one.file.size for one in files)
                 table = write_index(destination, split, plan.format, fields, plan.table_size, files)
                 say(f"{split}: {len(table)} rows in {len(files)} files, {decimal(size)}")
-        _remove_state(destination, keep="criteo.json")
+        _remove_state(destination, keep=("criteo.json", OUTPUTS))
         return left_out
 
 
@@ -130,9 +136,9 @@ def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:
     return f". Now: {'; '.join(found) or 'other files, or changed ones'}"
 
 
-def _remove_state(destination: Path, keep: str = "") -> None:
+def _remove_state(destination: Path, keep: Sequence[str] = ()) -> None:
     for path in state(destination).iterdir():
-        if path.is_file() and path.name not in (keep, "lock"):
+        if path.is_file() and path.name not in (*keep, "lock"):
             path.unlink()
 
 
@@ -141,9 +147,10 @@ def _runs(destination: Path, plan: ShufflePlan) -> tuple[list[list[Run]], int]:
     directory = state(destination)
     runs: list[list[Run]] = [[], []]
     problems, total = [], 0
-    for number, file in enumerate(plan.files):
+    for number, units in groupby(plan.units(), lambda unit: unit[0]):
+        file = plan.files[number]
         first = 1 + bool(file.header)
-        notes = (json.loads((directory / note).read_text()) for n, _, note in plan.units() if n == number)
+        notes = (json.loads((directory / note).read_text()) for _, _, note in units)
         for run in (run for note in notes for run in note):
             problems += [f"{file.path}\t{first + row}\t{text}\n" for row, text in run["broken"]]
             first, total = first + run["rows"], total + run["rows"]

@@ -65,10 +65,7 @@ def index(directory: Path, split: str = "", pattern: str = "*", first_label: int
     if not groups:
         raise ArgumentError(f"{directory}: no TFRecords or tars match {pattern!r}")
     with ThreadPoolExecutor(usable_cores()) as pool:
-        scanned = {
-            name: list(pool.map(SCANS[kinds[name]], paths))
-            for name, paths in groups.items()
-        }
+        scanned = {name: list(pool.map(SCANS[kinds[name]], paths)) for name, paths in groups.items()}
     every = [one for files in scanned.values() for one in files]
     lowest = min((row[3] for one in every for row in one.rows), default=0)
     first = first_label if first_label is not None else int(lowest > 0 and all(one.from_one for one in every))
@@ -113,8 +110,9 @@ def _scan_tfrecord(path: Path) -> _Scanned:
                 )
             scanned.from_one &= key == _LABELS[0]
             scanned.rows.append((0, len(image[0]), begin + len(head) + image[1], label))
-            if _SYNSET in found and isinstance(synset := found[_SYNSET][0], bytes):
-                scanned.synsets[label] = synset.decode()
+            synset = found.get(_SYNSET, (b"", 0))[0]
+            if isinstance(synset, bytes) and (name := synset.decode(errors="replace").replace("\0", "")):
+                scanned.synsets[label] = name
     return scanned
 
 

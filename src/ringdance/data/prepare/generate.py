@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.filesize import decimal
 
 from ringdance.data.files import write_whole
 from ringdance.data.order import block
+from ringdance.data.prepare.plan import state
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.tables import criteo
 from ringdance.data.tables.auc import auc
@@ -23,6 +25,8 @@ from ringdance.errors import ArgumentError
 SPLITS = ("train", "validation")
 ABOUT = "planted.json"
 """Holds rows, share of clicks and best possible AUC of each split."""
+OUTPUTS = "outputs.json"
+"""In ``.prepare``, or behind the name of a split: a list of the files that are written. It stays."""
 _FILE_SIZE = 256 << 20
 
 
@@ -65,20 +69,27 @@ def file_count(rows: int, wanted: float) -> int:
 
 
 def clear(destination: Path, overwrite: bool) -> None:
-    """Remove the splits of a data set with their files.
+    """Remove the splits of a data set with their files: those that an index or a list of outputs names.
 
     Raises:
-        ArgumentError: there are some, and they are not to be overwritten.
+        ArgumentError: there are some, and they are not to be overwritten; or there are files of others.
     """
-    found = [path for split in SPLITS for path in (destination / f"{split}.json",) if path.exists()]
-    if found and not overwrite:
-        raise ArgumentError(f"{destination} has a data set ({found[0].name}). --overwrite removes it")
-    for split in SPLITS:
-        for end in (*ENDS.values(), "csv"):  # CSV: of earlier versions
-            for path in destination.glob(f"{split}-*-of-*.{end}"):
-                path.unlink()
-        for name in (f"{split}.json", f"{split}.npy", ABOUT):
-            (destination / name).unlink(missing_ok=True)
+    indexes = [path for split in SPLITS for path in (destination / f"{split}.json",) if path.exists()]
+    if indexes and not overwrite:
+        raise ArgumentError(f"{destination} has a data set ({indexes[0].name}). --overwrite removes it")
+    own: set[str] = set()
+    for path in (lists := [*indexes, *state(destination).glob(f"*{OUTPUTS}")]):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged one: its files are in the other
+            about = json.loads(path.read_bytes())
+            own |= {one["name"] for one in (about if isinstance(about, list) else about["files"])}
+    found = {path.name for split in SPLITS for path in destination.glob(f"{split}-*-of-*.*")}
+    if others := sorted(found - own):
+        raise ArgumentError(
+            f"{destination} has {others[0]} ({len(others)} such files), which no index or unfinished run of "
+            "this command names: choose another DST, or move or delete them"
+        )
+    for path in (*lists, *(destination / name for name in (*found, ABOUT, "train.npy", "validation.npy"))):
+        path.unlink(missing_ok=True)
 
 
 def _write(
@@ -88,9 +99,12 @@ def _write(
     files: list[Written] = []
     labels: list[Array] = []
     probabilities: list[Array] = []
-    for number in range(shards):
+    paths = [destination / f"{split}-{n:05}-of-{shards:05}.{ENDS[format]}" for n in range(shards)]
+    state(destination).mkdir(exist_ok=True)
+    listed = json.dumps([{"name": one.name} for one in paths]).encode()
+    write_whole(state(destination) / f"{split}.{OUTPUTS}", listed)
+    for number, path in enumerate(paths):
         some = rows[slice(*block(len(rows), number, shards))]
-        path = destination / f"{split}-{number:05}-of-{shards:05}.{ENDS[format]}"
         with TableWriter(path, format, len(some), criteo.FIELDS) as file:
             for part in draw(len(some), start=some.start):
                 file.write(part.rows(table_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,10 @@ from rich.filesize import decimal
 from ringdance.data import tfrecord
 from ringdance.data.dataset import ROW, Dataset
 from ringdance.data.files import file_crc32c, needed
-from ringdance.data.index import CHECKSUM, TABLE, read_json
+from ringdance.data.index import CHECKSUM, TABLE, is_index, read_json
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.prepare.foreign import SCANS
+from ringdance.data.tables.rows import Array
 from ringdance.data.tables.table import Table
 from ringdance.errors import ArgumentError
 from ringdance.launch.system.linux import usable_cores
@@ -61,23 +63,18 @@ def verify(directory: Path, decode: bool) -> int:
 
 def _splits(directory: Path) -> Iterator[Dataset | Table | ArgumentError]:
     """Open all splits of a data set; of one that is damaged yield the error."""
-    names = [path.stem for path in sorted(directory.glob("*.json")) if _is_index(path)]
+    names = {path.stem for path in directory.glob("*.json") if is_index(path)}
+    others = [*directory.glob("*.npy"), *directory.glob(".prepare/*.json")]  # of splits without an index
+    begun = {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in others} - names
+    names |= {name for name in begun if any(directory.glob(f"{name}-*-of-*"))}
     if not names:
         Dataset.open(directory)  # explains what is missing
-    for name in names:
+    for name in sorted(names):
         try:
             is_table = read_json(directory / f"{name}.json").get("kind") == TABLE
             yield Table.open(directory, name) if is_table else Dataset.open(directory, name)
         except ArgumentError as error:
             yield error
-
-
-def _is_index(path: Path) -> bool:
-    """Whether a JSON file is a split's, perhaps damaged."""
-    try:
-        return path.with_suffix(".npy").exists() or {"format", "files"} <= set(json.loads(path.read_bytes()))
-    except (ValueError, TypeError, RecursionError):
-        return True
 
 
 def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
@@ -95,6 +92,8 @@ def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
             for at in range(first, first + data.files[number].rows, _ROWS) if decode else ():
                 data.read(np.arange(at, min(at + _ROWS, first + data.files[number].rows)))
             return found
+        first = sum(one.samples for one in data.files[:number])
+        samples = np.arange(first, first + data.files[number].samples)
         if data.format == "tfrecord":
             with open(path, "rb") as stream:
                 if (records := sum(1 for _ in tfrecord.records(stream))) != data.files[number].samples:
@@ -102,8 +101,8 @@ def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
     except (OSError, ArgumentError) as error:
         return [*found, str(error)]
     if decode:
-        found += _differences(data, number)
-        for row in np.flatnonzero(data.rows["file"] == number):
+        found += _differences(data, number, samples)
+        for row in samples:
             try:
                 clean(data.read(int(row)))
             except (BrokenImage, ArgumentError) as error:
@@ -111,15 +110,15 @@ def _problems(data: Dataset | Table, decode: bool, number: int) -> list[str]:
     return found
 
 
-def _differences(data: Dataset, number: int) -> list[str]:
+def _differences(data: Dataset, number: int, samples: Array) -> list[str]:
     """Return where the index and the records of a file differ in the places or labels of images."""
-    path, samples = data.path / data.files[number].name, np.flatnonzero(data.rows["file"] == number)
-    rows = data.rows[samples]
+    path, rows = data.path / data.files[number].name, data.rows[samples]
     try:
         own = np.array(SCANS[data.format](path).rows, ROW)
     except ArgumentError as error:
         return [str(error)]
-    if len(own) != len(rows) or (own[["length", "offset"]] != rows[["length", "offset"]]).any():
+    own["file"], place = number, ["file", "length", "offset"]
+    if len(own) != len(rows) or (own[place] != rows[place]).any():
         return [f"{path}: its images are not where the index says"]
     ahead = own["label"] - rows["label"]
     first = data.first_label if data.first_label is not None else ahead[:1]
@@ -181,9 +180,8 @@ def _about(data: Dataset | Table) -> dict[str, Any]:
             continue
     height, width = np.array(sizes or [(0, 0)]).T
     return about | {
-        "samples": len(data),
-        "classes": len(data.classes),
+        "samples": len(data), "classes": len(data.classes),
         "bytes_per_image": int(data.rows["length"].mean()) if len(data) else 0,
         "width": [int(one) for one in (width.min(), np.median(width), width.max())],
         "height": [int(one) for one in (height.min(), np.median(height), height.max())],
-    }
+    }  # fmt: skip

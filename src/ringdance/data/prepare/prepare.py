@@ -90,14 +90,14 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
                 _remove(destination, plan)
         for plan, _ in made:
             _check_same(destination, plan)
-        todo = [
-            (one, plan, order) for one, (plan, order) in zip(sources, made, strict=True)
-            if not (destination / f"{plan.split}.json").exists()
-        ]  # fmt: skip
-        for plan, _ in made:
-            if all(plan is not other for _, other, _ in todo):
-                plan.remove_state(destination, keep=f"{plan.split}.json")
-                say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
+        todo = []
+        for one, (plan, order) in zip(sources, made, strict=True):
+            if not (destination / f"{plan.split}.json").exists():
+                todo.append((one, plan, order))
+                continue
+            plan.remove_state(destination, keep=f"{plan.split}.json")
+            Dataset.open(destination, plan.split)  # raises if its index is damaged
+            say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
         _check_space(destination, [(one, plan) for one, plan, _ in todo])
         stored = [plans.store(plan, one, order, destination) for one, plan, order in todo]
         if stored:

@@ -175,12 +175,15 @@ def _between(directory: Path, names: Sequence[str], begins: Array, ends: Array) 
     """Return keys and rows that runs have between two cuts, shape (classes, runs)."""
 
     def joined(kind: str) -> Array:
-        parts: list[Array] = []
+        found, at = np.empty(0), 0
         for name, *ranges in zip(names, *begins, *ends, strict=True):
             of_run = np.load(directory / f"{name}.{kind}.npy", mmap_mode="r")
+            if not at:
+                found = np.empty(int((ends - begins).sum()), of_run.dtype)  # joining needs twice that
             half = len(ranges) // 2
-            parts += [np.array(of_run[a:b]) for a, b in zip(ranges[:half], ranges[half:], strict=True)]
-        return np.concatenate(parts)
+            for begin, end in zip(ranges[:half], ranges[half:], strict=True):
+                found[at : (at := at + end - begin)] = of_run[begin:end]
+        return found
 
     return joined("keys"), joined("rows")
 

@@ -10,6 +10,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -168,7 +169,7 @@ def _source(
 def _class_names(place: Path) -> list[str]:
     """Return the classes by the names of directories or inner tars; [] for a directory of images."""
     if place.is_file():
-        with tarfile.open(place, "r:") as tar:
+        with _tar(place) as tar:
             return sorted(Path(one.name).stem for one in tar if one.name.endswith(".tar"))
     names = [one.name for one in os.scandir(place) if one.is_dir() and not one.name.startswith(".")]
     return sorted([*names, *(one.stem for one in place.glob("*.tar"))])
@@ -189,7 +190,7 @@ def _in_directory(root: Path) -> Iterator[Found]:
             for name, size, changed in _walk(entry.path, entry.name, above):
                 yield entry.name, name, "", 0, size, changed
         elif entry.name.endswith(".tar"):
-            with tarfile.open(entry.path, "r:") as tar:
+            with _tar(entry.path) as tar:
                 for name, offset, size in _members(tar):
                     directory = entry.name[:-4]
                     place, changed = os.path.abspath(entry.path), entry.stat().st_mtime_ns
@@ -232,16 +233,23 @@ def _in_tar(path: Path) -> Iterator[Found]:
         return Path(member.name).stem if member.name.endswith(".tar") else ""
 
     place, changed = os.path.abspath(path), path.stat().st_mtime_ns
+    with _tar(path) as tar:
+        for member in sorted(tar, key=class_of):
+            if directory := class_of(member):
+                with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
+                    for name, offset, size in _members(inner):
+                        offset += member.offset_data
+                        yield directory, f"{directory}/{name}", place, offset, size, changed
+            elif member.isfile() and _IMAGE.search(member.name):
+                yield "", Path(member.name).name, place, member.offset_data, member.size, changed
+
+
+@contextmanager
+def _tar(path: Path | str) -> Iterator[tarfile.TarFile]:
+    """Open a tar; raise an ArgumentError if it cannot be read to its end."""
     try:
         with tarfile.open(path, "r:") as tar:
-            for member in sorted(tar, key=class_of):
-                if directory := class_of(member):
-                    with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
-                        for name, offset, size in _members(inner):
-                            offset += member.offset_data
-                            yield directory, f"{directory}/{name}", place, offset, size, changed
-                elif member.isfile() and _IMAGE.search(member.name):
-                    yield "", Path(member.name).name, place, member.offset_data, member.size, changed
+            yield tar
     except tarfile.TarError as error:
         raise ArgumentError(f"{path}: {error}. Is the download complete?") from None
 

@@ -84,7 +84,7 @@ def scan(path: Path, name: str) -> tuple[int, int, Array]:
     if not path.stat().st_size:
         raise RowError("it is empty")
     if name == "rows":
-        array = np.load(path, mmap_mode="r")
+        array = np.lib.format.open_memmap(path, mode="r")  # np.load takes a .npz too
         fields = array["ids"].shape[1] if array.dtype.names else 0
         if array.ndim != 1 or array.dtype != dtype(fields):
             raise RowError(f"it holds {array.dtype}: expected rows of {dtype(39)}, for any number of fields")

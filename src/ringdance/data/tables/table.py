@@ -18,15 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from ringdance.data.files import crc32c, npy, write_whole
-from ringdance.data.index import CHECKSUM, TABLE, damaged, missing, read_json, read_npy
-from ringdance.data.open_files import OpenFiles
+from ringdance.data.index import CHECKSUM, TABLE, VERSION, damaged, read_json, read_npy
+from ringdance.data.open_files import Files, OpenFiles
 from ringdance.data.order import Indices
 from ringdance.data.tables.formats import FORMATS, format_of, scan
 from ringdance.data.tables.lines import NEWLINE
 from ringdance.data.tables.rows import BLOCK, PADDING, Array, RowError, Rows, by_halves, dtype
 from ringdance.errors import ArgumentError
-
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class TableFile:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Files):
     """One split of a table on disk; :meth:`open` makes it.
 
     Attributes:
@@ -85,11 +83,8 @@ class Table:
             ArgumentError: it is missing, or does not fit its index or `table_size`.
         """
         where = Path(path)
-        index = where / f"{split}.json"
-        if where.is_dir() and not index.exists():
-            raise missing(where, split, ".json", "`ringdance data prepare criteo` makes one")
         if where.is_dir():
-            return cls._by_index(index, table_size)
+            return cls._by_index(where / f"{split}.json", table_size)
         if not where.exists():
             raise ArgumentError(f"{where}: no such file or directory")
         if table_size is None:
@@ -113,14 +108,10 @@ class Table:
                 f"table_size={table_size}: {index.parent} was prepared for {about['table_size']} "
                 "(--table-size of `ringdance data prepare criteo`). Give that one or none, or prepare again."
             )
-        offsets = np.empty(0, np.uint64)
-        try:
-            if about["format"] != "rows":
-                offsets = read_npy(index.with_suffix(".npy"), about)
-        except FileNotFoundError as error:
-            raise damaged(index, str(error)) from None
+        is_rows = about["format"] == "rows"
+        offsets = np.empty(0, np.uint64) if is_rows else read_npy(index.with_suffix(".npy"), about)
         files = [TableFile(**one) for one in about["files"]]
-        wanted = 0 if about["format"] == "rows" else sum(map(_offsets, files))
+        wanted = 0 if is_rows else sum(map(_offsets, files))
         if offsets.dtype != np.uint64 or len(offsets) != wanted:
             raise damaged(index, "it and its .npy do not fit together")
         return cls(

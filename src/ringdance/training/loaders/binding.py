@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.data.loader import Batch, ImageBatches, Loader, Synthetic, SyntheticLoader, Transform
+from ringdance.data.loader import Batch, ImageBatches, Loader, Synthetic, SyntheticLoader, Transform, piece_of
 from ringdance.data.tables import Table, TableLoader
 from ringdance.errors import ArgumentError
 from ringdance.training import basics
@@ -82,6 +82,7 @@ class Loaders:
             "the number of samples": len(dataset), "batch_size": batch_size, "image_size": image_size,
             "augment": augment, "transform": transform is not None, "shuffle": shuffle, "seed": seed,
             "drop_last": drop_last, "read_bytes": read_bytes,
+            "read_bytes, in samples of the files' mean size,": shuffle and piece_of(dataset, read_bytes),
         }  # fmt: skip
         rank, size = check_plan("pad", same, process_set)
         order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
