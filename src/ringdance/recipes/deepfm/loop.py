@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import rates  # type: ignore[import-not-found]  # beside this file
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
@@ -36,11 +37,15 @@ def options(manual: str) -> argparse.Namespace:
     add("--batch-size", type=int, default=2048, metavar="N", help="rows for each rank; default: 2048")
     add("--dim", type=int, default=16, metavar="N", help="factors of each row of the table; default: 16")
     add("--hidden", default="400,400,400", metavar="A,B", help="widths of the layers; default: 400,400,400")
-    add("--rate", type=float, default=0.001, metavar="R", help="Adam, for the layers; default: 0.001")
-    add("--table-rate", type=float, default=0.02, metavar="R", help="Adagrad, for the table; default: 0.02")
-    text = "multiply rates by 1 + F * (ranks - 1): 1 scales in full, 0 not at all; default: 0.5"
-    add("--scale-rate", type=float, default=0.5, metavar="F", help=text)
-    add("--warmup", type=int, default=100, metavar="STEPS", help="from 0 to the rates; default: 100")
+    shown = "; default: %(default)g"
+    add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam, for the layers{shown}")
+    text = f"Adagrad, for the table{shown}"
+    add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
+    text = f"Adagrad's first sum of squares, of gradients summed over a batch of all ranks{shown}"
+    add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
+    text = f"multiply --rate by 1 + F * (ranks - 1): 1 scales in full, 0 not at all{shown}"
+    add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
+    add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
     add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, metavar="N", help="of each rank that read and parse; default: 1")
@@ -127,10 +132,12 @@ class Training:
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", ".npz")
 
     def rate(self) -> float:
-        """Return the factor of the learning rates in this step."""
-        scaled = 1 + self.given.scale_rate * (hvd.size() - 1)
-        warm = (self.at.step + 1) / max(self.given.warmup, 1)
-        return float(scaled * min(1.0, warm))
+        """Return the factor of the layers' learning rate in this step."""
+        return float(self.warm() * (1 + self.given.scale_rate * (hvd.size() - 1)))
+
+    def warm(self) -> float:
+        """Return the share of the rates that the warm-up has reached."""
+        return float(min(1.0, (self.at.step + 1) / max(self.given.warmup, 1)))
 
     def evaluate(self) -> dict[str, float]:
         """Return AUC, log-loss and calibration on the validation rows, each counted once.
@@ -223,6 +230,7 @@ def train(training: Training) -> None:
         training.loader.set_epoch(at.epoch, at.done)
         end = training.loader.plan.end
         for batch in log.timed(training.loader):
+            training.model.table.rate = given.table_rate * training.warm()
             loss = training.model.step(batch, training.rate())
             at.step, at.done = at.step + 1, batch.position
             ended = at.done == end
@@ -329,8 +337,9 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
                 "prepare with --validation 0.1"
             )
     table = hvd.EmbeddingTable(
-        data.table_size, 1 + given.dim, rate=given.table_rate, sharded=given.sharded, seed=given.seed
-    )
+        data.table_size, 1 + given.dim, rate=given.table_rate, accumulator=given.first_sum,
+        sharded=given.sharded, seed=given.seed,
+    )  # fmt: skip
     training = Training(given, make(given, table, data.fields), data, check, split)
     if hvd.rank() == 0:
         bytes_ = table.values.nbytes + table.accumulators.nbytes
