@@ -43,7 +43,7 @@ def options(manual: str) -> argparse.Namespace:
     add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
     text = f"Adagrad's first sum of squares, of gradients summed over a batch of all ranks{shown}"
     add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
-    text = f"multiply --rate by 1 + F * (ranks - 1): 1 scales in full, 0 not at all{shown}"
+    text = f"multiply --rate by the number of ranks to the power F: 1 scales in full, 0 not at all{shown}"
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
     add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
     add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
@@ -133,11 +133,11 @@ class Training:
 
     def rate(self) -> float:
         """Return the factor of the layers' learning rate in this step."""
-        return float(self.warm() * (1 + self.given.scale_rate * (hvd.size() - 1)))
+        return float(self.warm() * hvd.size() ** self.given.scale_rate)
 
     def warm(self) -> float:
         """Return the share of the rates that the warm-up has reached."""
-        return float(min(1.0, (self.at.step + 1) / max(self.given.warmup, 1)))
+        return float(rates.warm(self.at.step + 1, self.given.warmup))
 
     def evaluate(self) -> dict[str, float]:
         """Return AUC, log-loss and calibration on the validation rows, each counted once.

@@ -143,18 +143,21 @@ class RecipeSteps(Strategy):
 
         super().__init__(place, (place.rank, place.size))
         sizes = place.given.sizes
-        self.first, self._hvd = sizes.first_values(), hvd
+        self.first, self._hvd, self.steps = sizes.first_values(), hvd, 0
         table = hvd.EmbeddingTable(
             sizes.table_size, 1 + sizes.dim, rate=sizes.table_rate, accumulator=sizes.first_sum
         )
         table.values[:] = self.first.pop("table")
         names = {"hidden": list(sizes.hidden), "seed": 0}
         self.model = make(argparse.Namespace(**{**vars(sizes), **names}), table, sizes.fields)
-        self.predict = self.model.predict
+        self.predict, self.table_rate = self.model.predict, sizes.table_rate
 
     def train(self, batch: Any) -> None:
         """Make the recipe's step."""
-        self.model.step(batch, 1.0)
+        self.steps += 1
+        warm = rates.warm(self.steps)
+        self.model.table.rate = self.table_rate * warm
+        self.model.step(batch, warm)
 
     def agree(self, number: int) -> int:
         """Return rank 0's number on all ranks."""
