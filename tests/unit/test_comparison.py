@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from ringdance.recipes.deepfm import strategies
+from ringdance.recipes.deepfm import comparison
 from ringdance.recipes.deepfm.comparison import Result, advice, curves, report, table
+
+sys.path.insert(0, str(Path(comparison.__file__).parent))  # where a copy finds rates.py
+
+import strategies
 
 
 def result(strategy: str, speed: float, auc: float = 0.8, busy: float = 2.0, **more: object) -> Result:
@@ -120,14 +125,15 @@ def test_the_time_for_training_is_kept(step_s: float) -> None:
 def test_slow_steps_end_with_the_time(kind: str) -> None:
     """A slow step is not followed by seven more, nor are those that are started alone too many."""
     found = subprocess.run(
-        [sys.executable, "-c", TRAIN, kind], capture_output=True, text=True, check=True, timeout=50
-    )
+        [sys.executable, "-c", TRAIN, kind], capture_output=True, text=True, check=True, timeout=50,
+        cwd=Path(comparison.__file__).parent,
+    )  # fmt: skip
     assert found.stdout.splitlines()[-1] == "2"
 
 
 TRAIN = """
 import argparse, sys, time
-from ringdance.recipes.deepfm import strategies
+import strategies
 class Slow(strategies.Strategy):
     steps = 0
     def __init__(self): pass

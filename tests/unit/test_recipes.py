@@ -93,6 +93,27 @@ def test_the_rate_goes_with_another_batch_size():
     assert one.rate_for(8 * 32) == pytest.approx(0.256)
 
 
+def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ones in rates.py are others in the recipes and in each strategy of the comparison."""
+    monkeypatch.syspath_prepend(str(Path(presets.__file__).parents[1] / "deepfm"))
+    monkeypatch.setattr(sys, "argv", ["train_torch.py", "DATA"])
+    for name in ("rates", "loop", "strategies"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    rates = importlib.import_module("rates")
+    names = [name for name in vars(rates) if name.isupper()]
+    for number, name in enumerate(names):
+        monkeypatch.setattr(rates, name, number + 7)
+    given = vars(importlib.import_module("loop").options("")).items()
+    assert {name.upper(): value for name, value in given if name.upper() in names} == {
+        name: getattr(rates, name) for name in names
+    }
+    sizes = importlib.import_module("strategies").Sizes(50, 3, batch_size=10)
+    assert (sizes.rate, sizes.table_rate, sizes.first_sum) == (rates.RATE, rates.TABLE_RATE, rates.FIRST_SUM)
+    assert sizes.accumulator == pytest.approx(rates.FIRST_SUM / 100)
+    for name in ("rates", "loop", "strategies"):  # other tests get their own
+        del sys.modules[name]
+
+
 @pytest.mark.parametrize(("name", "batch", "first"), [
     ("256", 8192, 0.1), ("256", 64, 0.025),  # Goyal's 0.1, or the peak if that is lower
     ("mlperf-4096", 4096, 10.0 / (5 * 12_000 / 4096)), ("laptop", 16, 0.02 / (2 * 12_000 / 16)),

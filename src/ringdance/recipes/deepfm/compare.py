@@ -291,7 +291,7 @@ def main() -> int:
     given = options()
     if given.child:
         table_size, fields, dim, hidden = given.sizes
-        given.sizes = strategies.Sizes(table_size, fields, dim, tuple(hidden))
+        given.sizes = strategies.Sizes(table_size, fields, dim, tuple(hidden), given.batch_size)
         given.devices = 1 if given.child == "single" else given.num_proc
         strategies.main(given)
         return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import rates  # type: ignore[import-not-found]  # beside this file
 
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
@@ -34,11 +35,15 @@ def options(manual: str) -> argparse.Namespace:
     add("--batch-size", type=int, default=2048, metavar="N", help="rows for each rank; default: 2048")
     add("--dim", type=int, default=16, metavar="N", help="factors of each row of the table; default: 16")
     add("--hidden", default="400,400,400", metavar="A,B", help="widths of the layers; default: 400,400,400")
-    add("--rate", type=float, default=0.001, metavar="R", help="Adam, for the layers; default: 0.001")
-    add("--table-rate", type=float, default=0.02, metavar="R", help="Adagrad, for the table; default: 0.02")
-    text = "multiply rates by 1 + F * (ranks - 1): 1 scales in full, 0 not at all; default: 0.5"
-    add("--scale-rate", type=float, default=0.5, metavar="F", help=text)
-    add("--warmup", type=int, default=100, metavar="STEPS", help="from 0 to the rates; default: 100")
+    shown = "; default: %(default)g"
+    add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam, for the layers{shown}")
+    text = f"Adagrad, for the table{shown}"
+    add("--table-rate", type=float, default=rates.TABLE_RATE, metavar="R", help=text)
+    text = f"Adagrad's first sum of squares, of gradients summed over a batch of all ranks{shown}"
+    add("--first-sum", type=float, default=rates.FIRST_SUM, metavar="S", help=text)
+    text = f"multiply --rate by the number of ranks to the power F: 1 scales in full, 0 not at all{shown}"
+    add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
+    add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
     add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, metavar="N", help="of each rank that read and parse; default: 1")
@@ -177,8 +182,9 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     init()
     data, check, split = tables(given)
     table = hvd.EmbeddingTable(
-        data.table_size, 1 + given.dim, rate=given.table_rate, sharded=given.sharded, seed=given.seed
-    )
+        data.table_size, 1 + given.dim, rate=given.table_rate, accumulator=given.first_sum,
+        sharded=given.sharded, seed=given.seed,
+    )  # fmt: skip
     model = make(given, table, data.fields)
     loader = hvd.table_loader(data, given.batch_size, seed=given.seed, threads=given.threads, drop_last=True)
     checks = hvd.table_loader(check, given.batch_size, shuffle=False, threads=given.threads)
@@ -206,8 +212,8 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
     log = TrainingLog(given, "rows", len(data), given.epochs, training.at.seconds)
 
     def step(batch: TableBatch, at: Position) -> float:
-        scaled = 1 + given.scale_rate * (hvd.size() - 1)
-        factor = scaled * min(1.0, (at.step + 1) / max(given.warmup, 1))
+        warm = rates.warm(at.step + 1, given.warmup)
+        table.rate, factor = given.table_rate * warm, warm * hvd.size() ** given.scale_rate
         losses.append(model.step(batch, factor))
         return float(given.rate * factor)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import rates  # type: ignore[import-not-found]  # beside this file
 
 from ringdance.data.tables.auc import auc
 
@@ -39,9 +40,15 @@ class Sizes:
     fields: int
     dim: int = 16
     hidden: tuple[int, ...] = (400, 400, 400)
-    table_rate: float = 0.02
-    accumulator: float = 1e-14
-    rate: float = 0.001
+    batch_size: int = 1
+    table_rate: float = rates.TABLE_RATE
+    first_sum: float = rates.FIRST_SUM
+    rate: float = rates.RATE
+
+    @property
+    def accumulator(self) -> float:
+        """Return Adagrad's first sum for gradients that are means over a global batch."""
+        return self.first_sum / self.batch_size**2
 
     def first_values(self, seed: int = 0) -> dict[str, Array]:
         """Return the first values by name, equal everywhere: table, bias; w0, b0, ... of the MLP."""
@@ -136,18 +143,21 @@ class RecipeSteps(Strategy):
 
         super().__init__(place, (place.rank, place.size))
         sizes = place.given.sizes
-        self.first, self._hvd = sizes.first_values(), hvd
+        self.first, self._hvd, self.steps = sizes.first_values(), hvd, 0
         table = hvd.EmbeddingTable(
-            sizes.table_size, 1 + sizes.dim, rate=sizes.table_rate, accumulator=sizes.accumulator
+            sizes.table_size, 1 + sizes.dim, rate=sizes.table_rate, accumulator=sizes.first_sum
         )
         table.values[:] = self.first.pop("table")
         names = {"hidden": list(sizes.hidden), "seed": 0}
         self.model = make(argparse.Namespace(**{**vars(sizes), **names}), table, sizes.fields)
-        self.predict = self.model.predict
+        self.predict, self.table_rate = self.model.predict, sizes.table_rate
 
     def train(self, batch: Any) -> None:
         """Make the recipe's step."""
-        self.model.step(batch, 1.0)
+        self.steps += 1
+        warm = rates.warm(self.steps)
+        self.model.table.rate = self.table_rate * warm
+        self.model.step(batch, warm)
 
     def agree(self, number: int) -> int:
         """Return rank 0's number on all ranks."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import rates  # type: ignore[import-not-found]  # beside this file, as the next
 import tensorflow as tf
 from strategies import (  # type: ignore[import-not-found]
     Array,
@@ -88,9 +89,10 @@ class Model:
 
     def apply(self, table: Sequence[Any], dense: Sequence[Any], step: Any) -> None:
         """Update: ``table``: rows, each once; ``step``: number of the update, from 1."""
+        warm = tf.minimum(1.0, step / rates.WARMUP)
         for var, sums, gradient in zip(parts(self.table), self.sums, table, strict=True):
             tf.raw_ops.ResourceSparseApplyAdagradV2(
-                var=var.handle, accum=sums.handle, lr=self.sizes.table_rate, epsilon=0.0,
+                var=var.handle, accum=sums.handle, lr=self.sizes.table_rate * warm, epsilon=0.0,
                 grad=gradient.values, indices=gradient.indices,
             )  # fmt: skip
         gradients = iter(dense)
@@ -98,7 +100,7 @@ class Model:
             for var, m, v in zip(parts(whole), *self.slots[name], strict=True):
                 tf.raw_ops.ResourceApplyAdam(
                     var=var.handle, m=m.handle, v=v.handle, beta1_power=tf.pow(0.9, step),
-                    beta2_power=tf.pow(0.999, step), lr=self.sizes.rate, beta1=0.9, beta2=0.999,
+                    beta2_power=tf.pow(0.999, step), lr=self.sizes.rate * warm, beta1=0.9, beta2=0.999,
                     epsilon=1e-8 * tf.sqrt(1 - tf.pow(0.999, step)), grad=next(gradients),  # as PyTorch's
                 )  # fmt: skip
 

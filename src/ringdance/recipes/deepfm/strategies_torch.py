@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import rates  # type: ignore[import-not-found]  # beside this file, as the next
 import torch
-import train_torch  # type: ignore[import-not-found]  # beside this file, as the next
+import train_torch  # type: ignore[import-not-found]
 from strategies import (  # type: ignore[import-not-found]
     Array,
     Place,
@@ -89,6 +90,8 @@ class Steps(Strategy):  # type: ignore[misc]
     ) -> None:
         super().__init__(place, readers)
         self.model, self.module, self.optimizers = model, module, model.optimizers(place.given.sizes)
+        warm = torch.optim.lr_scheduler.LambdaLR
+        self.rates = [warm(one, lambda step: rates.warm(step + 1)) for one in self.optimizers]
 
     def train(self, batch: Any) -> None:
         """Update by this rank's part of a batch."""
@@ -98,6 +101,8 @@ class Steps(Strategy):  # type: ignore[misc]
         for one in self.optimizers:
             one.step()
             one.zero_grad(set_to_none=True)
+        for rate in self.rates:
+            rate.step()
 
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, (n,)."""

@@ -80,7 +80,7 @@ class Model:
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
         keras.utils.set_random_seed(given.seed)  # the same weights on all ranks
-        self.table, self.table_rate, self.rate = table, given.table_rate, given.rate
+        self.table, self.rate = table, given.rate
         self.layers = Layers(fields, given.dim, given.hidden)
         self.optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(given.rate))
         self.optimizer.build(self.layers.trainable_variables)
@@ -95,13 +95,12 @@ class Model:
         """Update by one batch; return the mean loss of this rank's rows.
 
         Gradients are averaged over the ranks. The weight of the batch makes that the mean over the rows of
-        the global batch, also if it is short, or if this rank has none of it.
+        the global batch, also if it is short, or if this rank has none of it. The table gets their sum.
         """
-        self.table.rate = self.table_rate * rate
         rows, places = self.table.lookup(batch.ids)
         numbers = np.float32(batch.weight), np.float32(self.rate * rate)
         loss, gradient = self._step(rows, places, batch.values, batch.labels, *numbers)
-        self.table.update(gradient.numpy())
+        self.table.update(gradient.numpy() * np.float32(batch.count))
         return float(loss)
 
     def _train(

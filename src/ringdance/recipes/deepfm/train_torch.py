@@ -79,7 +79,7 @@ class Model:
 
     def __init__(self, given: argparse.Namespace, table: hvd.EmbeddingTable, fields: int) -> None:
         torch.manual_seed(given.seed)  # the same weights on all ranks
-        self.table, self.table_rate, self.rate = table, given.table_rate, given.rate
+        self.table, self.rate = table, given.rate
         self.fields, self.layers = fields, Layers(fields, given.dim, given.hidden)
         self.inner = torch.optim.Adam(self.layers.parameters(), given.rate, fused=True)
         self.optimizer = hvd.DistributedOptimizer(self.inner, self.layers.named_parameters())
@@ -88,17 +88,16 @@ class Model:
         """Update by one batch; return the mean loss of this rank's rows.
 
         Gradients are averaged over the ranks. The weight of the batch makes that the mean over the rows of
-        the global batch, also if it is short, or if this rank has none of it.
+        the global batch, also if it is short, or if this rank has none of it. The table gets their sum.
         """
-        self.table.rate = self.table_rate * rate
         self.inner.param_groups[0]["lr"] = self.rate * rate
         looked_up, places = self.table.lookup(batch.ids)
-        rows = torch.from_numpy(looked_up).requires_grad_()
+        rows: Any = torch.from_numpy(looked_up).requires_grad_()
         logits = self.layers(rows, torch.from_numpy(places), torch.as_tensor(batch.values))
         loss = functional.binary_cross_entropy_with_logits(logits, torch.as_tensor(batch.labels))
         weighted: Any = loss * batch.weight
         weighted.backward()
-        self.table.update(rows.grad)
+        self.table.update(rows.grad * batch.count)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())

@@ -1,0 +1,85 @@
+"""The DeepFM recipe on PyTorch: its rates train the table, and are those of the comparison."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import ringdance.torch as hvd
+from ringdance import recipes
+from ringdance.data import planted
+from ringdance.data.tables.writing import TableWriter, write_index
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS, CHECKED, SMALL, BATCH = 40_000, 8_000, 20_011, 256  # BATCH: of all ranks
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The modules of the recipe by their names; other recipes have some of these names too."""
+    monkeypatch.syspath_prepend(str(Path(recipes.__file__).parent / "deepfm"))
+    names = ("rates", "loop", "train_torch", "strategies", "strategies_torch")
+    others = {name: sys.modules.pop(name, None) for name in names}
+    yield Namespace(**{name: importlib.import_module(name) for name in names})
+    for name, other in others.items():
+        sys.modules.pop(name)
+        if other is not None:
+            sys.modules[name] = other
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Rows that have a planted signal; each rank has its own copy."""
+    for split, count, day in (("train", ROWS, 0), ("validation", CHECKED, 1)):
+        with TableWriter(tmp_path / f"{split}.npy", "rows", count, 39) as file:
+            for part in planted(count, day=day):
+                file.write(part.rows(SMALL))
+        write_index(tmp_path, split, "rows", 39, SMALL, [file.written])
+    return tmp_path
+
+
+def trained(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> float:
+    """Train by the recipe's loop for an epoch; return the AUC."""
+    line = f"{data} --batch-size {BATCH // SIZE} --hidden 32 {words}"
+    monkeypatch.setattr(sys, "argv", ["train_torch.py", *line.split()])
+    monkeypatch.setattr(recipe.loop.hvd, "shutdown", lambda: None)
+    found: list[dict[str, float]] = []
+    monkeypatch.setattr(recipe.loop.Log, "evaluation", lambda self, at, scores, split: found.append(scores))
+    recipe.loop.main("", recipe.train_torch.Model)
+    return found[-1]["auc"]
+
+
+def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = trained(recipe, data, monkeypatch, "--table-rate 0")
+    auc = trained(recipe, data, monkeypatch, "")
+    assert layers < 0.6, "the layers alone see random rows of the table"
+    assert auc > 0.735, "0.72 at 0.02 with a first sum of 0.1 for means over a batch; the best possible: 0.89"
+
+
+def test_a_step_is_that_of_the_comparison(recipe: Any, data: Path) -> None:
+    """Adagrad on sums over the batch, from one first sum, is the other strategies' on means."""
+    given = Namespace(data=str(data), batch_size=BATCH, hidden=[8])
+    given.sizes = recipe.strategies.Sizes(SMALL, 39, 4, (8,), BATCH)
+    ours = recipe.strategies.RecipeSteps(
+        recipe.strategies.Place(RANK, SIZE, [], [], given), recipe.train_torch.Model
+    )
+    recipe.strategies_torch.fill(ours.model.layers, ours.first)
+    model = recipe.strategies_torch.Model(given.sizes)
+    first = model.table.weight.detach().clone()
+    other = recipe.strategies_torch.Steps(recipe.strategies.Place(0, 1, [], [], given), model, model)
+    for _ in range(4):
+        assert ours.step() == other.step() == BATCH
+    moved, expected = torch.from_numpy(ours.model.table.values) - first, model.table.weight.detach() - first
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
