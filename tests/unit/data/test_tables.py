@@ -282,7 +282,7 @@ def test_indexes_of_another_kind_are_named(tables, tmp_path, form):
     directory = tables[form].path
     with pytest.raises(ArgumentError, match=rf"{form}.json is the index of a table: ringdance.data.Table"):
         Dataset.open(directory, form)
-    about = json.loads((directory / f"{form}.json").read_text()) | {"kind": "tabel"}
+    about = json.loads((directory / f"{form}.json").read_text()) | {"kind": "other"}
     (tmp_path / "train.json").write_text(json.dumps(about | {"samples": 1, "classes": []}))
     for opened in (Table.open, Dataset.open):
         with pytest.raises(ArgumentError, match=r"train.json is damaged: "):

@@ -38,15 +38,15 @@ def test_damaged_files_are_named_and_left_out(
 def test_files_that_cannot_be_read_are_left_out_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, pipe, loop = (tmp_path / f"ringdance-flight-rank{rank}-7.json" for rank in range(3))
-    folder.mkdir()
+    inner, pipe, loop = (tmp_path / f"ringdance-flight-rank{rank}-7.json" for rank in range(3))
+    inner.mkdir()
     os.mkfifo(pipe)
     loop.symlink_to(loop)
     (tmp_path / "ringdance-flight-rank3-7.json").write_text(json.dumps(FLIGHT))
     assert explain.main([str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert said.err.splitlines() == [
-        f"ringdance explain: {folder}: Is a directory; it is left out",
+        f"ringdance explain: {inner}: Is a directory; it is left out",
         f"ringdance explain: {pipe} is no regular file: copy what comes from it into one; it is left out",
         f"ringdance explain: {loop}: Too many levels of symbolic links; it is left out",
     ]
