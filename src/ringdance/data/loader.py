@@ -167,8 +167,8 @@ class Loader(ImageBatches):
 
     def _read_piece(self, epoch: Epoch, first: int, stop: int) -> None:
         """Read some samples, whose errors are those of decoding them."""
-        # At its end the interpreter waits for all that was submitted, which nobody will use.
-        if not (epoch.stop.is_set() or concurrent.futures.thread._shutdown):
+        # At its end the interpreter waits for all that was submitted, though it will not be used.
+        if not (epoch.stop.is_set() or getattr(concurrent.futures.thread, "_shutdown", False)):
             self._will_need(first, stop)
 
     def prepare(self, epoch: Epoch, part: Any) -> Wait:

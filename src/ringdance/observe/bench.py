@@ -108,14 +108,15 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     pace, advice = f"{alone.unit}/s", _LESS.get(alone.unit, _LESS["images"])
     less = loader < step * (1 - _WORTH) and both >= loader * 0.7
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
-    if noise >= max(_WORTH, 1 - both / step) or (less and other >= 1 - loader / step):
+    fast = step / (step + loader) < _WORTH  # even one after the other costs less than that
+    if (noise >= max(_WORTH, 1 - both / step) and not fast) or (less and other >= 1 - loader / step):
         return Limit(
             "unclear",
             f"The speeds differ by less than their noise, {max(noise, other):.0%}: the loader alone gives "
             f"{loader:,.1f} {pace}, the step alone takes {step:,.1f}, both together {both:,.1f}.",
             "Measure longer (--seconds), while nothing else runs on the hosts.",
         )
-    if both >= step * (1 - _WORTH):
+    if both >= step * (1 - (max(_WORTH, noise) if fast else _WORTH)):
         return Limit(
             "step",
             f"The input is not the limit: the loader waits for the step, which takes {step:,.1f} {pace}; "
@@ -202,8 +203,8 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
             last.append(text)
     if found is None or process.returncode:
         why = f"failed with exit code {process.returncode}" if process.returncode else (
-            "ended before it had measured. Is its loader one of Ringdance's or wrapped by "
-            "hvd.watch_input(loader), and does it iterate it in its main thread?"
+            "ended before it had measured. Does it train for long enough (more epochs)? Is its loader one of "
+            "Ringdance's or wrapped by hvd.watch_input(loader), and does it iterate it in its main thread?"
         )  # fmt: skip
         shown = "".join(last) or "(none)\n"
         raise CommandError(
