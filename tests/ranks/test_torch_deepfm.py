@@ -55,7 +55,13 @@ def trained(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch, words: str
     monkeypatch.setattr(sys, "argv", ["train_torch.py", *line.split()])
     monkeypatch.setattr(recipe.loop.hvd, "shutdown", lambda: None)
     found: list[dict[str, float]] = []
-    monkeypatch.setattr(recipe.loop.Log, "evaluation", lambda self, at, scores, split: found.append(scores))
+    evaluate = recipe.loop.Evaluated.evaluate
+
+    def noted(self: Any) -> dict[str, float]:
+        found.append(evaluate(self))
+        return found[-1]
+
+    monkeypatch.setattr(recipe.loop.Evaluated, "evaluate", noted)
     recipe.loop.main("", recipe.train_torch.Model)
     return found[-1]["auc"]
 
@@ -65,6 +71,14 @@ def test_the_default_trains_the_table(recipe: Any, data: Path, monkeypatch: pyte
     auc = trained(recipe, data, monkeypatch, "")
     assert layers < 0.6, "the layers alone see random rows of the table"
     assert auc > 0.735, "0.72 at 0.02 with a first sum of 0.1 for means over a batch; the best possible: 0.89"
+
+
+def test_another_seed_is_not_gone_on_with(recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows come in another order: some would be used twice in the epoch."""
+    same = f"--checkpoints {hvd.broadcast_object(str(data / 'kept'))} --steps 2"
+    trained(recipe, data, monkeypatch, same)
+    with pytest.raises(SystemExit, match="seed was 0, now 1"):
+        trained(recipe, data, monkeypatch, f"{same} --seed 1")
 
 
 def test_a_step_is_that_of_the_comparison(recipe: Any, data: Path) -> None:

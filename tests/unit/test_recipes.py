@@ -87,10 +87,22 @@ def test_the_rate_scales_with_the_batch():
 
 
 def test_the_rate_goes_with_another_batch_size():
-    given = Namespace(epochs=3, batch_size=32, optimizer=None, precision=None, image_size=None)
+    given = Namespace(epochs=3, batch_size=32, optimizer=None, precision=None, image_size=None, accumulate=1)
     one = presets.PRESETS["8xV100"].overridden(given)  # 256 images for each device, 2.048 for 2,048
     assert (one.epochs, one.batch_size, one.optimizer) == (3, 32, "sgd")
     assert one.rate_for(8 * 32) == pytest.approx(0.256)
+
+
+def test_milestones_and_averages_go_with_the_length_of_a_training():
+    given = Namespace(epochs=30, batch_size=None, accumulate=1)
+    one = presets.PRESETS["256"].overridden(given, 8)
+    assert one.milestones == pytest.approx((10, 20, 80 / 3))
+    theirs = presets.PRESETS["torchvision-v2"]
+    assert theirs.overridden(Namespace(accumulate=1)).ema == pytest.approx(theirs.ema)
+    # Four times as many images in a step, of a training of a sixth: 24 times its share of the steps.
+    one = theirs.overridden(Namespace(epochs=100, accumulate=2), 16)
+    assert 1 - one.ema == pytest.approx(24 * (1 - theirs.ema))
+    assert theirs.overridden(Namespace(ema=0.5, accumulate=2), 16).ema == 0.5
 
 
 def test_deepfm_has_one_set_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,7 @@ class TrainingLog:
         mine = np.array([*figures.values(), self.seconds() - self.earlier])
         *means, seconds = hvd.allreduce(mine, name="figures").tolist()
         if not np.isfinite(means[0]):
-            raise SystemExit(
-                f"The loss is {means[0]} at step {step}: the training has diverged, and ends without another "
-                "checkpoint. Try a smaller rate, or a longer warm-up."
-            )
+            raise SystemExit(diverged(f"The loss is {means[0]} at", step))
         passed = time.perf_counter() - self.mark
         speed, waiting = self.samples / passed, self.waited / passed
         left, cost = clock((self.total - done) / speed), self.cost()
@@ -151,4 +148,12 @@ def scores_of(found: dict[str, float]) -> str:
     return (
         f"AUC {found['auc']:.5f} +/- {found['auc_error']:.5f}, log-loss {found['logloss']:.5f}, calibration "
         f"{found['calibration']:.4f} of {found['count']:,} rows"
+    )
+
+
+def diverged(what: str, step: int) -> str:
+    """Return the error of a training that cannot go on."""
+    return (
+        f"{what} step {step}: the training has diverged, and ends without another checkpoint. Try a smaller "
+        "rate, or a longer warm-up."
     )

@@ -9,17 +9,18 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TextIO
 
 import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError, RingdanceError
 from ringdance.launch.parser import Parser
-from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock
+from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, diverged
 
 Array = np.ndarray[Any, Any]
 
@@ -120,6 +121,10 @@ class Training:
             return
         self.model.average_statistics()
         state = self.model.state() if hvd.rank() == 0 else {}
+        floats = ((name, one) for name, one in state.items() if one.dtype.kind == "f")
+        wrong = next((name for name, one in floats if not np.isfinite(one).all()), "")
+        if wrong := hvd.broadcast_object(wrong):  # the loss shows it one step later
+            raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
         about = {"position": asdict(self.at), "options": self.options}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
         files.save(self.at.step, lambda path: write(path, state), self.table)
@@ -160,7 +165,8 @@ class Training:
             with np.load(io.BytesIO(content)) as saved:
                 state = dict(saved)
             at, made = (json.loads(str(state.pop(name))) for name in ("position", "options"))
-        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+            at = Position(**at)
+        except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise SystemExit(
                 f"{where} is damaged, or of something else: {error}. Remove it to go on from the one before."
             ) from None
@@ -173,7 +179,7 @@ class Training:
                 f"{where} was made with other options: {'; '.join(other)}. Give the same ones, or another "
                 "directory to --checkpoints."
             )
-        return number, Position(**at), state
+        return number, at, state
 
     def run(
         self, loader: Any, log: TrainingLog, epochs: float, step: Callable[[Any, Position], float],
@@ -190,9 +196,11 @@ class Training:
         """
         given, at = self.given, self.at
         last = at.step + given.steps if given.steps else None
-        over = at.epoch >= epochs or 0 < (getattr(given, "patience", None) or 0) <= at.worse
+        patience = 0 < (getattr(given, "patience", None) or 0) <= at.worse
+        over = at.epoch >= epochs or patience
         if over:
-            log.print(f"nothing is left to do after step {at.step}: {at.epoch} epochs are done")
+            why = f"{at.worse} evaluations were no better" if patience else f"{at.epoch} epochs are done"
+            log.print(f"nothing is left to do after step {at.step}: {why}")
         elif at.step:
             log.print(
                 f"going on after step {at.step}: epoch {at.epoch}, {at.done:,} of its {log.unit} are done"
@@ -254,8 +262,7 @@ class Training:
     def close(self, log: TrainingLog, about: dict[str, Any]) -> None:
         """Export the best model, if that was asked for, as a directory that ``about`` describes."""
         if self.given.export:
-            if self.best and self.best.numbers():
-                self.restore(self.best)
+            self.restore(self.best)  # once it is written
             self._export(self.given.export, about | {"steps": self.at.step})
             log.print(f"model written to {self.given.export}")
         for files in (self.files, self.best):
@@ -265,55 +272,73 @@ class Training:
 
     def _export(self, directory: str, about: dict[str, Any]) -> None:
         """Write the model for score.py: a directory that is complete when it has its name."""
-        final = Path(directory).absolute()
+        final = Path(directory).resolve()
         partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
         self.model.average_statistics()
-        if hvd.rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        if self.table is not None:
-            self.table.save(partial / "table.npy")
         problem = ""
+        try:
+            if hvd.rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            if self.table is not None:
+                self.table.save(partial / "table.npy")
+        except OSError as error:  # of the table: on all ranks
+            problem = f"--export {directory}: {error}"
         # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
         with hvd.pause_stall_check("export"):
-            if hvd.rank() == 0:
+            if hvd.rank() == 0 and not problem:
                 try:
                     self.model.export(partial)
-                    about = {"framework": self.model.framework, **about}
+                    files = [one.name for one in partial.iterdir()]
+                    about = {"framework": self.model.framework, **about, "files": files}
                     (partial / "model.json").write_text(json.dumps(about, indent=1))
-                    if problem := _wrong_target(self.given):  # by now
-                        problem += f". The model is in {partial}"
-                    else:
-                        shutil.rmtree(old, ignore_errors=True)
-                        if final.exists():
-                            os.replace(final, old)
-                        os.replace(partial, final)
-                        shutil.rmtree(old, ignore_errors=True)
-                except (OSError, RuntimeError) as error:  # the latter is PyTorch's, on a full disk too
+                except Exception as error:  # of any framework, on a full disk for one
                     free = shutil.disk_usage(partial.parent).free / 1e6
                     problem = f"--export {directory}: {error} ({free:,.0f} MB are free there)"
                     shutil.rmtree(partial, ignore_errors=True)
+                else:
+                    problem = _wrong_target(self.given) or _renamed(partial, final, old)
+                    problem += f". The model is in {partial}" if problem else ""
             problem = hvd.broadcast_object(problem)
         if problem:
             raise SystemExit(problem)
+
+
+def _renamed(partial: Path, final: Path, old: Path) -> str:
+    """Give a directory its name instead of that which has it; return the problem, or ""."""
+    try:
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            os.replace(final, old)
+        os.replace(partial, final)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        return f"--export {final}: {error.strerror}"
+    return ""
 
 
 def _wrong_target(given: argparse.Namespace) -> str:
     """Return why ``--export`` cannot write there: before the training, and nothing of others is replaced."""
     if not given.export:
         return ""
-    target = Path(given.export).absolute()
-    if given.checkpoints and target in (kept := Path(given.checkpoints).absolute(), *kept.parents):
+    target = Path(given.export).resolve()
+    if given.checkpoints and target in (kept := Path(given.checkpoints).resolve(), *kept.parents):
         return f"--export {given.export}: --checkpoints {given.checkpoints} is there: give another directory"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         there = {one.name for one in target.iterdir()} if target.exists() else set()
-        if there and "model.json" not in there:
+        if "model.json" in there:
+            there -= {"model.json", *about_model(target, "files")["files"]}
+        if there:
             return f"--export {given.export}: there is something else, such as {min(there)}"
+        if os.path.ismount(target):
+            return f"--export {given.export}: a file system is mounted there: name a directory in it"
         if not os.access(target.parent, os.W_OK):
             return f"--export {given.export}: {target.parent} cannot be written"
     except OSError as error:
         return f"--export {given.export}: {error.strerror}: {error.filename}"
+    except (ArgumentError, TypeError) as error:
+        return f"--export {given.export}: there is something else: {error}"
     return ""
 
 
@@ -338,5 +363,33 @@ def about_model(model: Path, *needed: str) -> dict[str, Any]:
 
 def write(path: Path, state: dict[str, Array]) -> None:
     """Write arrays into a file of any name."""
+    arrays: Any = state  # none is named as an argument of savez, of which NumPy 2.2 has one more
     with open(path, "wb") as file:
-        np.savez(file, allow_pickle=False, **state)
+        np.savez(file, **arrays)
+
+
+@contextmanager
+def text_file(name: str | None) -> Iterator[TextIO]:
+    """Open a file for a text; it has its name when it is complete.
+
+    Args:
+        name: of the file; a pipe or a device is written directly. None: the text is thrown away.
+    """
+    path = os.path.realpath(name or os.devnull)
+    special = os.path.exists(path) and not os.path.isfile(path)
+    partial = path if special else f"{path}.partial"
+    with open(partial, "w", encoding="utf-8", errors="surrogateescape") as file:
+        yield file
+    if not special:
+        os.replace(partial, path)
+
+
+def alone() -> None:
+    """Start as one process: scripts that score have no work for more.
+
+    Raises:
+        ArgumentError: there are more.
+    """
+    hvd.init()
+    if hvd.size() > 1:
+        raise ArgumentError(f"{sys.argv[0]} runs as one process: start it without `ringdance run`")

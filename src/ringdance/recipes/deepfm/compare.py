@@ -43,11 +43,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import strategies  # type: ignore[import-not-found]  # beside this file, as the next
+import rates  # type: ignore[import-not-found]  # beside this file, as the next
+import strategies  # type: ignore[import-not-found]
 from comparison import Result, report  # type: ignore[import-not-found]
 
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError
+from ringdance.recipes.training import text_file
 
 FRAMEWORKS = {
     "tensorflow": ("ringdance", "single", "tower", "mirrored", "multi_worker_mirrored", "parameter_server"),
@@ -94,6 +96,10 @@ def options() -> argparse.Namespace:
         value = getattr(given, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} {value}: give a positive number")
+    try:
+        given.hidden = [int(width) for width in given.hidden.split(",")]
+    except ValueError:
+        parser.error(f"--hidden {given.hidden}: give widths such as 400,400,400")
     if given.batch_size % given.num_proc:
         parser.error(f"--batch-size {given.batch_size} cannot be divided among {given.num_proc} processes")
     for text, known in ((given.strategies, ALL), (given.framework, FRAMEWORKS)):
@@ -121,10 +127,16 @@ def opened(given: argparse.Namespace) -> None:
 
     data = Path(given.data)
     if data.is_file():
-        prepared = given.output / "data"
-        if not (prepared / "validation.json").exists():
+        prepared, record, stat = given.output / "data", given.output / "data.json", data.stat()
+        source = [str(data.resolve()), stat.st_size, stat.st_mtime_ns, given.table_size]
+        kept = _kept(record)
+        if kept not in (None, source):
+            _wrong(f"{prepared} is of {kept[0]}, then, with --table-size {kept[3]}: name another --output.")
+        if kept is None or not (prepared / "validation.json").exists():
             command = ["data", "prepare", "criteo", str(data), str(prepared), "--validation", "0.2"]
             _ringdance([*command, "--table-size", str(given.table_size)])
+            with text_file(str(record)) as file:
+                json.dump(source, file)
         data = prepared
     try:
         table = Table.open(data, "train")
@@ -133,8 +145,15 @@ def opened(given: argparse.Namespace) -> None:
         _wrong(f"{error} Both splits are needed: ringdance data generate|prepare ... --validation SHARE.")
     given.data = str(data.resolve())
     given.rows = given.rows or len(table)
-    hidden = [int(width) for width in given.hidden.split(",")]
-    given.sizes = [table.table_size, table.fields, given.dim, hidden]
+    given.sizes = [table.table_size, table.fields, given.dim, given.hidden]
+
+
+def _kept(path: Path) -> Any:
+    """Return what a file of an earlier run says; None: nothing that can be used."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _wrong(text: str) -> NoReturn:
@@ -248,8 +267,12 @@ def tuned(given: argparse.Namespace) -> str:
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """Return what results must have in common to be compared."""
-    names = ("data", "rows", "seconds", "batch_size", "validation_rows", "sizes", "num_proc", "hosts")
-    return {**{name: getattr(given, name) for name in names}, "cores": _CORES}
+    names = (
+        "data", "rows", "seconds", "batch_size", "validation_rows", "sizes", "num_proc", "hosts",
+        "parameter_servers",
+    )  # fmt: skip
+    constants = {name: one for name, one in vars(rates).items() if name.isupper()}
+    return {**{name: getattr(given, name) for name in names}, "rates": constants, "cores": _CORES}
 
 
 def measured(given: argparse.Namespace) -> list[Result]:
@@ -261,8 +284,8 @@ def measured(given: argparse.Namespace) -> list[Result]:
     results = []
     for framework, name in wanted(given):
         path = given.output / f"{framework}-{name}.json"
-        if path.exists() and not given.again:
-            kept = Result(**json.loads(path.read_text()))
+        if not given.again and (found := _kept(path)):
+            kept = Result(**found)
             now = json.loads(json.dumps(settings(given)))
             changed = [one for one, value in now.items() if kept.settings.get(one) != value]
             if changed:
@@ -276,7 +299,8 @@ def measured(given: argparse.Namespace) -> list[Result]:
         _progress(f"{framework} {name}: starting")
         more = ["--threads", tuned(given)] if (framework, name) == ("tensorflow", "single") else []
         results.append(run(given, framework, name, *more))
-        path.write_text(json.dumps(asdict(results[-1]), indent=1))
+        with text_file(str(path)) as file:
+            json.dump(asdict(results[-1]), file, indent=1)
         if results[-1].error:
             _progress(f"{framework} {name}: failed: {results[-1].error}")
     return results

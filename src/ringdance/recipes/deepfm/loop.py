@@ -65,9 +65,11 @@ def options(manual: str) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--hidden {given.hidden}: give widths such as 400,400,400")
     for name in ("epochs", "steps", "batch_size", "dim", "evaluate_every", "patience",
-                 "checkpoint_every", "log_every", "threads"):  # fmt: skip
+                 "checkpoint_every", "log_every", "threads", "keep"):  # fmt: skip
         if getattr(given, name) is not None and getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")
+    if given.seed < 0:
+        parser.error(f"--seed {given.seed}: give 0 or more")
     if given.patience and not given.checkpoints:
         parser.error("--patience needs --checkpoints DIR, where the best model is kept")
     return given
@@ -130,7 +132,7 @@ def warm_start(start: Path, model: Model, about: dict[str, Any]) -> None:
     def exported() -> tuple[dict[str, Array], str]:
         """Return its layers, or what is wrong with it."""
         try:
-            found = about_model(start, *about)
+            found = about_model(start, "framework", *about)
             for name, value in {"framework": model.framework, **about}.items():
                 if found[name] != value:
                     return {}, f"its {name} is {found[name]}, here it is {value}"
@@ -196,8 +198,9 @@ def main(manual: str, make: Any, init: Callable[[], None] = hvd.init) -> None:
         losses.clear()
         return {"loss": mean}
 
+    same = {**about, "rows": len(data), "seed": given.seed}
     training = Training(
-        given, Evaluated(model, checks), {**about, "rows": len(data)}, figures, split, "auc",
+        given, Evaluated(model, checks), same, figures, split, "auc",
         lambda at, found: f"after step {at.step}: {scores_of(found)}", ".npz", table,
     )  # fmt: skip
     if hvd.rank() == 0:

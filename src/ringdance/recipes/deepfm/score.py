@@ -14,7 +14,6 @@ The table of embeddings is read from the disk as rows are needed: it may be grea
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from ringdance.data import Table, TableLoader
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import Parser
 from ringdance.recipes.log import scores_of
-from ringdance.recipes.training import about_model
+from ringdance.recipes.training import about_model, alone, text_file
 
 Array = np.ndarray[Any, Any]
 Layers = Callable[[Array, Array, Array], Array]
@@ -71,6 +70,7 @@ def main() -> None:
 
 def score(given: argparse.Namespace) -> None:
     """Score rows, and print what their labels say of it."""
+    alone()
     about = about_model(given.model, "table_size", "fields")
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
@@ -80,10 +80,8 @@ def score(given: argparse.Namespace) -> None:
         layers = layers_of(given.model, about["framework"])
     except Exception as error:  # of damaged files of any kind
         raise ArgumentError(f"{given.model} cannot be read: {error}") from None
-    hvd.init()
     figures, began = hvd.BinaryScores(), time.perf_counter()
-    partial = f"{given.output}.partial" if given.output else os.devnull
-    with open(partial, "w") as output:
+    with text_file(given.output) as output:
         for batch in TableLoader(data, given.batch_size, shuffle=False):
             keys, places = np.unique(batch.ids, return_inverse=True)
             logits = layers(table[keys], places.reshape(batch.ids.shape), batch.values)
@@ -91,8 +89,6 @@ def score(given: argparse.Namespace) -> None:
             figures.add(scores, batch.labels)
             rows = zip(scores.tolist(), batch.labels.tolist(), strict=True)
             output.writelines(f"{score:.7g}\t{label:g}\n" for score, label in rows)
-    if given.output:
-        os.replace(partial, given.output)
     found, seconds = figures.result(), time.perf_counter() - began
     print(f"{scores_of(found)} in {seconds:.1f} s", file=sys.stderr)
 

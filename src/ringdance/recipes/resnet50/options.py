@@ -11,7 +11,7 @@ from ringdance.recipes.training import Options
 
 _POSITIVE = (
     "epochs", "steps", "batch_size", "accumulate", "checkpoint_every", "log_every", "width", "threads",
-    "image_size", "evaluation_size",
+    "image_size", "evaluation_size", "keep", "synthetic_images",
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def read(made: argparse.ArgumentParser) -> argparse.Namespace:
     if given.model and given.width:
         made.error(f"--width {given.width} is of our ResNet-50: leave it out, or --model {given.model}")
     given.width = given.width or 64
-    for name in ("mixup", "cutmix", "rate", "warmup_epochs"):
+    for name in ("mixup", "cutmix", "rate", "warmup_epochs", "seed"):
         if not 0 <= (getattr(given, name) or 0) < math.inf:
             made.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 0 or more")
     preset = PRESETS[given.preset].overridden(given)

@@ -76,11 +76,19 @@ class Preset:
         """Return the peak learning rate for another whole batch: linear scaling."""
         return self.rate * batch / (self.batch_size * self.devices)
 
-    def overridden(self, given: argparse.Namespace) -> Preset:
-        """Return the preset with what a command line sets; the rate goes with the batch size."""
+    def overridden(self, given: argparse.Namespace, ranks: int = 0) -> Preset:
+        """Return the preset with what a command line sets, and what goes with that.
+
+        The rate goes with the batch size, milestones with the epochs. Averages of weights go as far back in
+        a training as those of the source: by the share of its steps. ``ranks``: 0 for the source's devices.
+        """
         values = {name: one for name in _OVERRIDDEN if (one := getattr(given, name, None)) is not None}
-        rate = self.rate * values.get("batch_size", self.batch_size) / self.batch_size
-        return replace(self, rate=rate, **values)
+        more = values.get("batch_size", self.batch_size) / self.batch_size
+        longer = values.get("epochs", self.epochs) / self.epochs
+        steps = longer / (more * given.accumulate * (ranks or self.devices) / self.devices)
+        values.setdefault("ema", max(0.0, 1 - (1 - self.ema) / steps) if self.ema else 0.0)
+        milestones = tuple(one * longer for one in self.milestones)
+        return replace(self, rate=self.rate * more, milestones=milestones, **values)
 
 
 _OVERRIDDEN = (

@@ -27,7 +27,7 @@ from ringdance.data import Dataset, Loader
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import Parser
-from ringdance.recipes.training import about_model
+from ringdance.recipes.training import about_model, alone, text_file
 
 Array = np.ndarray[Any, Any]
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -92,6 +92,7 @@ def main() -> None:
 
 def score(given: argparse.Namespace) -> None:
     """Score images, and print what their labels say of it."""
+    alone()
     about = about_model(given.model, "image_size", "classes")
     classes = list(map(str, about["classes"]))
     data: Any = Photographs(given.data, classes)
@@ -105,11 +106,9 @@ def score(given: argparse.Namespace) -> None:
         program = program_of(given.model, about["framework"], about.get("backend", ""))
     except Exception as error:  # of damaged files of any kind
         raise ArgumentError(f"{given.model} cannot be read: {error}") from None
-    hvd.init()
     figures, began = hvd.TopK(ranks_of(len(classes))), time.perf_counter()
     loader = Loader(data, given.batch_size, image_size=about["image_size"], augment=False)
-    partial = f"{given.output}.partial" if given.output else os.devnull
-    with open(partial, "w", encoding="utf-8", errors="surrogateescape") as output:
+    with text_file(given.output) as output:
         print("file", "label", *classes, sep="\t", file=output)
         for batch in loader:
             shares = program(batch.images)
@@ -118,8 +117,6 @@ def score(given: argparse.Namespace) -> None:
                 name = data.names[number].replace("\t", "\\t") if hasattr(data, "names") else number
                 print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
                       sep="\t", file=output)  # fmt: skip
-    if given.output:
-        os.replace(partial, given.output)
     found, seconds = figures.result(), time.perf_counter() - began
     told = [f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top")]
     of = f"{', '.join(told)} of {found['count']:,} with a label" if found["count"] else "none has a label"

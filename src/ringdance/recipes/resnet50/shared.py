@@ -89,7 +89,7 @@ def train(
         framework: that is at work, to be shown.
     """
     same = {"model": given.model or f"ResNet-50 of width {given.width}", "classes": len(data.classes)}
-    same |= {"optimizer": preset.optimizer, "precision": preset.precision, "ema": preset.ema}
+    same |= {"optimizer": preset.optimizer, "precision": preset.precision, "ema": bool(preset.ema)}
     if model.framework == "keras":  # whose optimizer has other variables then
         same["accumulate"] = given.accumulate
     if not given.evaluate:

@@ -198,7 +198,7 @@ class Model:
             rows = rows if len(rows) else np.arange(1)  # all take part in the exchange: one image, weight 0
             weights = np.full(len(rows), weight, np.float32)
             self.last = self.model.train_on_batch(images[rows], targets[rows], sample_weight=weights)
-        keep = 0.0 if warming_up else self.preset.ema  # weights of the beginning are forgotten
+        keep = 0.0 if warming_up or not number else self.preset.ema  # weights of the beginning are forgotten
         for mean, one in zip(self.averages, self.floats, strict=bool(self.averages)):
             mean.assign(keep * mean.value + (1 - keep) * one.value)
 
@@ -293,7 +293,7 @@ def main() -> None:
     given = read(parser(__doc__ or ""))
     hvd.init()
     use_own_gpu()
-    preset = PRESETS[given.preset].overridden(given)
+    preset = PRESETS[given.preset].overridden(given, hvd.size())
     keras.utils.set_random_seed(given.seed)
     data, check, split = datasets(given)
     same = {"threads": given.threads, "seed": given.seed}

@@ -335,7 +335,7 @@ def main() -> None:
         if not given.model and (size := getattr(given, name)) is not None and size <= 32:
             options.error(f"--{name.replace('_', '-')} {size}: give 33 or more: it is halved five times")
     hvd.init()
-    preset = PRESETS[given.preset].overridden(given)
+    preset = PRESETS[given.preset].overridden(given, hvd.size())
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())

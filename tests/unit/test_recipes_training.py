@@ -1,0 +1,186 @@
+"""What the recipes' trainings share, with a model of three numbers: export, checkpoints, files of scores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringdance.numpy as hvd
+from ringdance.errors import ArgumentError
+from ringdance.recipes import training
+from ringdance.recipes.log import TrainingLog
+from ringdance.recipes.training import Training
+
+
+@pytest.fixture(autouse=True)
+def job() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+class Model:
+    """Three weights, whose evaluations are given."""
+
+    framework = "none"
+
+    def __init__(self, *scores: float) -> None:
+        self.scores, self.weights = list(scores), np.zeros(3)
+
+    def evaluate(self) -> dict[str, float]:
+        return {"top1": self.scores.pop(0)}
+
+    def average_statistics(self) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {"weights": self.weights.copy()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+    def export(self, directory: Path) -> None:
+        np.savetxt(directory / "weights", self.weights)
+
+
+class Run:
+    """A training with its log."""
+
+    def __init__(self, model: Model, export: Path | None = None, checkpoints: Path | None = None) -> None:
+        given = Namespace(
+            checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=None,
+            price_per_hour=None,
+        )  # fmt: skip
+        self.training = Training(given, model, {}, dict, "validation", "top1", lambda *_: "")
+        self.log = TrainingLog(given, "images", 10, 1, 0.0)
+
+    def close(self) -> None:
+        self.training.close(self.log, {})
+
+
+def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
+    page, model = tmp_path / "page", tmp_path / "model"
+    page.mkdir()
+    (page / "model.json").write_text("{}")  # of TensorFlow.js, for one
+    with pytest.raises(SystemExit, match="something else"):
+        Run(Model(), page)
+    assert (page / "model.json").exists()
+    Run(Model(), model).close()
+    Run(Model(), model).close()
+    (model / "scores.tsv").write_text("1\n")
+    with pytest.raises(SystemExit, match=r"something else, such as scores\.tsv"):
+        Run(Model(), model)
+    assert (model / "scores.tsv").exists()
+
+
+def test_an_export_goes_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to("disk/model")  # not there yet
+    for _ in range(2):
+        Run(Model(), tmp_path / "model").close()
+    assert (tmp_path / "model").is_symlink()
+    assert [one.name for one in (tmp_path / "disk").iterdir()] == ["model"]
+
+
+def test_a_model_stays_if_it_cannot_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    run = Run(Model(), tmp_path / "model")
+    monkeypatch.setattr(training.os, "replace", busy)
+    with pytest.raises(SystemExit, match=r"busy. The model is in .*/\.model\.partial"):
+        run.close()
+    assert (tmp_path / ".model.partial" / "weights").exists()
+
+
+def test_the_best_model_is_exported_that_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(path: Path, state: dict[str, Any]) -> None:
+        time.sleep(0.5)
+        write(path, state)
+
+    write = training.write
+    monkeypatch.setattr(training, "write", slow)
+    run = Run(model := Model(0.9, 0.5), tmp_path / "model", tmp_path / "kept")
+    for step in (1, 2):
+        model.weights[:], run.training.at.step = step, step
+        run.training.evaluate(run.log)
+    run.close()
+    np.testing.assert_array_equal(np.loadtxt(tmp_path / "model" / "weights"), 1)
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
+    run = Run(model := Model(), checkpoints=tmp_path)
+    run.training.save(run.training.files)
+    model.weights[1], run.training.at.step = np.nan, 7
+    with pytest.raises(SystemExit, match="weights is not finite after step 7: the training has diverged"):
+        run.training.save(run.training.files)
+    assert run.training.files is not None
+    run.training.files.wait()
+    assert run.training.files.numbers() == [0]
+    run.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", np.lib.format.magic(1, 0), b"position"])
+def test_a_checkpoint_of_something_else_is_named(content: bytes, tmp_path: Path) -> None:
+    with contextlib.closing(hvd.Checkpoints(tmp_path)) as saved:
+        saved.save(3, lambda path: path.write_bytes(content))
+    run = Run(Model(), checkpoints=tmp_path)
+    with pytest.raises(SystemExit, match="checkpoint 3 is damaged, or of something else"):
+        run.training.resume()
+    run.close()
+
+
+def test_positions_of_another_version_are_named(tmp_path: Path) -> None:
+    run = Run(Model(), checkpoints=tmp_path)
+    run.training.at = Namespace(step=1, turn=2)  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "asdict", vars)
+        run.training.save(run.training.files)
+    with pytest.raises(SystemExit, match=r"checkpoint 1 is damaged, or of something else: .*'turn'"):
+        run.training.resume()
+    run.close()
+
+
+def test_arrays_alone_are_written_by_an_older_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.2 savez() took ``allow_pickle=False`` for an array of that name."""
+    save = np.savez
+    older = lambda file, **arrays: save(file, **{f"a/{name}": one for name, one in arrays.items()})  # noqa: E731
+    monkeypatch.setattr(np, "savez", older)
+    training.write(tmp_path / "file", {"one": np.ones(2)})
+    with np.load(tmp_path / "file") as saved:
+        assert saved.files == ["a/one"]
+
+
+def test_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with training.text_file(str(pipe)) as file:
+        file.write("0.5\n")
+    assert os.read(reader, 10) == b"0.5\n"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+    (tmp_path / "link").symlink_to("scores")
+    with training.text_file(str(tmp_path / "link")) as file:
+        file.write("0.5\n")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "scores").read_text() == "0.5\n"
+    with training.text_file(os.devnull), training.text_file(None):
+        pass
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_scoring_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    training.alone()
+    monkeypatch.setattr(training.hvd, "size", lambda: 2)
+    with pytest.raises(ArgumentError, match="runs as one process"):
+        training.alone()
