@@ -16,7 +16,7 @@ from ringdance import __version__
 from ringdance.launch.parser import Parser
 
 if TYPE_CHECKING:
-    from ringdance.launch.spec import PreparedJob
+    from ringdance.launch.prepare import PreparedJob
 
 _EXAMPLES = """\
 examples:

@@ -9,7 +9,7 @@ import signal
 import time
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
@@ -29,15 +29,13 @@ from ringdance.launch.output.merge import spans
 from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
+from ringdance.launch.prepare import PreparedJob
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, start_local, together
 from ringdance.launch.remote.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals
-
-if TYPE_CHECKING:
-    from ringdance.launch.spec import PreparedJob
 
 _SEE_S = 1.0  # after the first failure the other ranks may report what they see
 # (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's)
