@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return launch.main(words[1:], _look)
     if words and words[0] == "mpirun":
-        from ringdance.launch.mpi import mpirun_cli
+        from ringdance.launch import mpirun_cli
 
         return mpirun_cli.main(words[1:], _look)
     if words and words[0] in _PASSED_ON:

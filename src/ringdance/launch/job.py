@@ -24,6 +24,7 @@ from ringdance.launch.directories import (
     usable,
 )
 from ringdance.launch.hosts import Host
+from ringdance.launch.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
 from ringdance.launch.output.merge import spans
 from ringdance.launch.output.results import CollectedFile, Results
@@ -32,7 +33,6 @@ from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.prepare import PreparedJob
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, start_local, together
-from ringdance.launch.remote.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals

@@ -25,12 +25,12 @@ from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import write_all
 from ringdance.launch.prepare import prepare
-from ringdance.launch.remote import tcp
 from ringdance.launch.remote.connect import Remote, adopt
-from ringdance.launch.remote.ray_rank import address
 from ringdance.launch.spec import JobSpec
+from ringdance.launch.system import tcp
+from ringdance.submit.ray_rank import address
 
-_COMMAND = [sys.executable, "-m", "ringdance.launch.remote.ray_rank"]
+_COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]
 _VERDICT_S = 6.0  # within which a job ends that has lost a rank
 
 
