@@ -66,11 +66,8 @@ class Listener(Protocol):
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
         """A host is lost, or a program of the job that is no rank was killed there."""
 
-    def on_remote_clean(self) -> None:
-        """The agents on other hosts have cleaned up and ended, or are lost."""
-
-    def on_local_clean(self) -> None:
-        """The agent on this host has cleaned up."""
+    def on_clean(self, local: bool) -> None:
+        """The agent on this host has cleaned up, or those on other hosts have, or are lost."""
 
     def on_local_lost(self, why: str) -> None:
         """The agent on this host has ended."""
@@ -185,15 +182,15 @@ class Agents:
     # --- the end -------------------------------------------------------------------------------
 
     def clean_remotes(self, failed: bool) -> None:
-        """End the job on the other hosts; `on_remote_clean` follows."""
+        """End the job on the other hosts; `on_clean` follows."""
         for agent in self._remotes:
             if agent.there and not agent.frames.send({"clean": True, "failed": failed}):
                 agent.lost = True
         if self.remotes_gone:
-            self._listener.on_remote_clean()
+            self._listener.on_clean(local=False)
 
     def clean_local(self, failed: bool) -> None:
-        """End the job on this host; `on_local_clean` or `on_local_lost` follows."""
+        """End the job on this host; `on_clean` or `on_local_lost` follows."""
         self._local.frames.send({"clean": True, "failed": failed, "results": False})
 
     def give_up_remotes(self) -> None:
@@ -296,10 +293,8 @@ class Agents:
             listener.on_file(message["file"], payload, message["last"])
         elif "cleaned" in message:
             agent.clean = True
-            if agent.local:
-                listener.on_local_clean()
-            elif self.remotes_gone:
-                listener.on_remote_clean()
+            if agent.local or self.remotes_gone:
+                listener.on_clean(agent.local)
 
     def _from_rank(self, remote: Remote, message: dict[str, Any], payload: bytes) -> None:
         number = message["from"]

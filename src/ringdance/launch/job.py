@@ -347,7 +347,7 @@ class Job:
             if lost and self._results_wanted:
                 self._fail(f"{named}: {message}, before all that its ranks returned had come")
             if lost and self._agents.remotes_gone:
-                self.on_remote_clean()
+                self.on_clean(local=False)
         elif self._state is not State.STOPPING or lost:
             self._fail(f"{named}: {message}")
 
@@ -359,14 +359,10 @@ class Job:
 
     # --- the end -------------------------------------------------------------------------------
 
-    def on_remote_clean(self) -> None:
-        """The agents on other hosts have cleaned up and ended, or are lost."""
-        if self._state is State.CLEANING_REMOTE:
+    def on_clean(self, local: bool) -> None:
+        """The agent on this host has cleaned up, or those on other hosts have, or are lost."""
+        if local or self._state is State.CLEANING_REMOTE:
             self._handle(Event.CLEAN)
-
-    def on_local_clean(self) -> None:
-        """The agent on this host has cleaned up."""
-        self._handle(Event.CLEAN)
 
     def on_local_lost(self, why: str) -> None:
         """The agent on this host has ended."""

@@ -21,7 +21,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError
@@ -64,7 +64,7 @@ def _line_of_caller() -> str:
 
 def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by their current names, without those that have no effect here."""
-    known = {item.name for item in fields(Estimator) if item.init}
+    known = {item.name for item in fields(TrainingJob) if item.init}
     found: dict[str, Any] = {}
     for name, value in given.items():
         new = _RENAMED.get(name, name.removeprefix("train_"))
@@ -82,7 +82,6 @@ def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-@dataclass
 class Estimator(TrainingJob):
     """A training script, the machines it runs on, and the jobs made of both.
 
@@ -106,10 +105,11 @@ class Estimator(TrainingJob):
         ArgumentError: an argument is missing, unknown or contradicts another one.
     """
 
-    boto_session: Any = field(default=None, kw_only=True)
-    latest_job: str | None = field(init=False, default=None)
+    latest_job: str | None = None
 
-    def __post_init__(self) -> None:
+    @functools.wraps(TrainingJob.__init__)
+    def __init__(self, *arguments: Any, **given: Any) -> None:  # type: ignore[misc]
+        super().__init__(*arguments, **_current_names(given))
         self._read_distribution()
         self._check_options()
         logs = {"RINGDANCE_TIMELINE": f"{OUTPUT_DIRECTORY}/timeline.json"} if self.timeline else {}
@@ -142,7 +142,7 @@ class Estimator(TrainingJob):
             self.mpi = mpi.get("enabled", given is not None)
         self.custom_mpi_options, notes = mpi_options(mpi.get("custom_mpi_options") or self.custom_mpi_options)
         for note in notes:
-            warnings.warn(f"custom_mpi_options: {note}", stacklevel=5)
+            warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)
 
     def _check_options(self) -> None:
         uploaded = not self.files.startswith("s3://")
@@ -165,7 +165,7 @@ class Estimator(TrainingJob):
                 warnings.warn(
                     "spot instances without checkpoint_s3_uri: an interrupted job starts over; give it, "
                     "and let the script resume from /opt/ml/checkpoints",
-                    stacklevel=5,
+                    stacklevel=3,
                 )
         elif self.max_wait is not None:
             raise ArgumentError(
@@ -261,17 +261,6 @@ class Estimator(TrainingJob):
         client = self._session().client("sagemaker", region_name=self._find_region())
         found = aws.call(client.describe_training_job, TrainingJobName=self.latest_job)
         return str(found["ModelArtifacts"]["S3ModelArtifacts"])
-
-
-_init = Estimator.__init__
-
-
-@functools.wraps(_init)
-def _init_by_any_name(self: Estimator, *arguments: Any, **given: Any) -> None:
-    _init(self, *arguments, **_current_names(given))
-
-
-Estimator.__init__ = _init_by_any_name  # type: ignore[method-assign]
 
 
 def worker_channel(name: str) -> str:

@@ -40,6 +40,7 @@ class TrainingJob:
         "more options of mpirun, as one word", "", "--mpi-options", metavar="TEXT"
     )
     base_job_name: str | None = None
+    boto_session: Any = None
     region: str | None = option("default: AWS_REGION, or boto3's configuration")
     timeline: bool = option("write a timeline into the job's output", False)
     autotune_log: bool = option("write the tuner's log into the job's output", False)
