@@ -107,8 +107,8 @@ class Estimator(TrainingJob):
 
     latest_job: str | None = None
 
-    @functools.wraps(TrainingJob.__init__)
-    def __init__(self, *arguments: Any, **given: Any) -> None:  # type: ignore[misc]
+    @functools.wraps(TrainingJob.__init__)  # type: ignore[misc]
+    def __init__(self, *arguments: Any, **given: Any) -> None:
         super().__init__(*arguments, **_current_names(given))
         self._read_distribution()
         self._check_options()
