@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,12 @@ class Metrics:
         tensorboard: write event files too.
         address: ``[ADDRESS:]PORT`` to serve them at, or "".
         rank, host: the lowest rank of this host, and its name. What cannot be done is said on stderr.
+        warn: takes a problem that comes later.
     """
 
     def __init__(
         self, readers: Sequence[RingReader], path: Sequence[str], interval: float, directory: str, anew: bool,
-        tensorboard: bool, address: str, rank: int, host: str,
+        tensorboard: bool, address: str, rank: int, host: str, warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         sys.path += [one for one in path if one not in sys.path]
         from ringdance.monitor.sampler import Sampler
@@ -47,7 +49,7 @@ class Metrics:
         self._board: TensorBoard | None = None
         self._interval, self._began = interval, time.monotonic()
         self._next = self._began + min(1.0, interval)
-        self._host = host
+        self._host, self._warn, self._directory, self._full = host, warn, directory, False
         if directory:
             with self._problem("no figures are written"):
                 os.makedirs(directory, exist_ok=True)
@@ -102,13 +104,24 @@ class Metrics:
         rows = self._sampler.rows()
         if self._file is not None:
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            with contextlib.suppress(OSError):
+            with self._room():
                 if (written := self._file.write(data)) < len(data):
                     self._file.seek(-written, os.SEEK_CUR)
                     self._file.truncate()
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._board is not None:
-            with contextlib.suppress(OSError):
+            with self._room():
                 self._board.write(rows)
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Warn the first time that something cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if not self._full:
+                self._full = True
+                self._warn(f"figures of ranks cannot be written to {self._directory}: {error.strerror}")
 
     def close(self) -> None:
         """Close the files."""

@@ -35,7 +35,7 @@ def rings(count: int) -> list[Ring]:
 def metrics_of(rings: list[Ring], **options: Any) -> Metrics:
     readers = [RingReader(ring.memory) for ring in rings]
     usual = {"path": [], "interval": 0.01, "directory": "", "anew": True, "tensorboard": False, "address": ""}
-    return Metrics(readers, **{**usual, "rank": 4, "host": "node1", **options})
+    return Metrics(readers, **{**usual, "rank": 4, "host": "node1", "warn": print, **options})
 
 
 def count(ring: Ring, steps: int) -> None:
