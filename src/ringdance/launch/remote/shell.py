@@ -8,20 +8,25 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ringdance.cluster.hostfile import NAME
 from ringdance.errors import LaunchError
 
-# No prompts, no changed keys; the first -o of a name holds, so the user's come before.
-_SSH = ("BatchMode=yes", "StrictHostKeyChecking=accept-new", "ConnectTimeout=10", "LogLevel=ERROR")
+# No prompts; the first -o of a name holds, so the user's come before.
+_SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
+# Keys of new hosts are accepted unless the user's or the machine's settings say otherwise. Of two -F the last
+# one holds, so this comes before the user's.
+_DEFAULTS = str(Path(__file__).with_name("ssh_config"))
 
 
 SSH_ADVICE = (
     ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE"),
     (
-        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED", "its key is not the known one",
-        "if the host was installed anew: ssh-keygen -R HOST",
+        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED",
+        "its key is not the known one, or not known and ssh is set to refuse it",
+        "if the host was installed anew: ssh-keygen -R HOST; if it is new, compare and add: ssh-keyscan HOST",
     ),
     (
         "Could not resolve|Name or service not known", "its name does not resolve",
@@ -78,7 +83,7 @@ class RemoteShell:
                 "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none",
                 "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--quiet", *program,
             ]  # fmt: skip
-        line = ["ssh", "-x", "-T", *self.arguments]
+        line = ["ssh", "-F", _DEFAULTS, "-x", "-T", *self.arguments]
         line += ["-p", str(self.port)] if self.port else []
         line += ["-i", self.identity] if self.identity else []
         for option in _SSH:
