@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,28 @@ def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
     young.mkdir()
     make(tmp_path, "e" * 32)
     assert all(directory.exists() for directory in [*others, young])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.parametrize("links", [False, True])
+def test_a_rank_asks_no_other_users_socket(tmp_path: Path, links: bool) -> None:
+    """The name of a job's directory is no secret: somebody may have made one where the job could not."""
+    (tmp_path / "foreign").mkdir()
+    foreign = Path(host_directory(str(tmp_path / "foreign"), "a" * 32))
+    (made := tmp_path / "made" if links else foreign).mkdir()
+    os.chown(made, 65534, 65534)
+    if links:
+        foreign.symlink_to(made)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(made / "s"))
+        listener.listen()
+        listener.settimeout(0.0)
+        text = "import sys; from ringdance.launch.agent.rank import main; main(sys.argv[1:])"
+        line = [sys.executable, "-c", text, str(tmp_path / "foreign"), "a" * 32, "true"]
+        environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+        assert subprocess.run(line, env=environ, timeout=20, check=False).returncode == 1
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_a_folder_that_is_there_is_no_new_one(tmp_path: Path) -> None:
