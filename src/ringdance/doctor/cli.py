@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--check", action="append", default=[], metavar="NAME", help="this check only; repeatable")
     add("--quick", action="store_true", help="import no framework, start no ranks, measure no links")
     add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
-    add("--format", choices=("text", "json"), default="text", help="default: text")
+    add("--json", action="store_true", help="as JSON")
     add("--verbose", action="store_true", help="show also what is in order")
     add("--save", default="", metavar="FILE", help="write facts and results to a file")
     add("--diff", default="", metavar="FILE", help="show what has changed since --save wrote the file")
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        report.print_checks(arguments.format)
+        report.print_checks(arguments.json)
         return 0
     unknown = [name for name in arguments.check if name not in CHECKS]
     if unknown:
@@ -95,7 +95,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.save:
         saved.save(arguments.save, facts, results)
     changed = saved.changes(old, facts, results) if old is not None else None
-    if arguments.format == "json":
+    if arguments.json:
         report.print_json(facts, results, changed)
     elif changed is not None:
         print("\n".join(changed) or f"nothing has changed since {arguments.diff} was written")

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
     where = made.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
+    where.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts and their slots (default: 1)")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
     _add_other_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
@@ -89,7 +89,8 @@ def parser() -> argparse.ArgumentParser:
     add("--timestamps", action="store_true", help="begin each output line with the time")
     add("--fold", action="store_true", help="show a line that several ranks write once: `[0-3] text`")
     add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
-    add("--colour", action="store_true", help="colours for the ranks, also where the output is no terminal")
+    text = "colours for the ranks, also where the output is no terminal"
+    add("--color", "--colour", action="store_true", dest="colour", help=text)
     add(
         "--start-timeout",
         type=float,
@@ -99,8 +100,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
-    add("--format", choices=("table", "json"), default="table", help="of the plan (default: table)")
-    add("--json", action="store_const", const="json", dest="format", help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="the plan as JSON")
     add("--verbose", action="store_true", help="show each step, and all messages of mpiexec")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return made
@@ -196,7 +196,7 @@ def run(
     if arguments.dry_run:
         prepared.close()
         plan = prepared.plan
-        print(plan.to_json(os.environ) if arguments.format == "json" else plan.describe(os.environ))
+        print(plan.to_json(os.environ) if arguments.json else plan.describe(os.environ))
         return 0
     if show_map:  # without the values of variables, which do not belong into a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)

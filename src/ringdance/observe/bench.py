@@ -231,7 +231,7 @@ def _input(arguments: argparse.Namespace) -> int:
         print(f"{number} of 3: {title}, about {1.3 * arguments.seconds:.0f} s ...", file=sys.stderr)
         speeds[part] = measure(part, [*options, *words], arguments.seconds)
     found = judge(speeds)
-    if arguments.format == "json":
+    if arguments.json:
         print(json.dumps({part: asdict(one) for part, one in speeds.items()} | asdict(found), indent=1))
     else:
         print(f"{table(speeds)}\n\n{textwrap.fill(found.sentence, 100)}")
@@ -243,12 +243,12 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "number of ranks (default: the slots of the hosts, or 1)"
     add("-np", "-n", type=rank_count, metavar="N", help=text)
-    add("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
+    add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts and their slots (default: 1)")
     add("--hostfile", metavar="FILE", help="the same from a file")
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     text = "that each run measures, after a warm-up (default 8)"
     add("--seconds", type=float, default=8.0, metavar="S", help=text)
-    add("--format", choices=("table", "json"), default="table", help="default: table")
+    add("--json", action="store_true", help="as JSON")
     add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
 
 

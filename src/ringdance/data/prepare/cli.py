@@ -177,7 +177,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     text = "number of processes (default: the slots of -H, else the cores of this machine)"
     group.add_argument("-np", "--num-proc", type=rank_count, metavar="N", help=text)
     names = group.add_mutually_exclusive_group()
-    names.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts, with their numbers of processes")
+    names.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts, with numbers of processes")
     names.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, as for `ringdance run`")
     add_ssh_options(group)
 
@@ -223,7 +223,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
@@ -303,7 +303,7 @@ _SUBCOMMANDS = {
         "check the files of a data set", _add_verify, _VERIFY,
     ),
     "info": Subcommand(
-        _reporting(lambda arguments: inspect.info(arguments.directory, arguments.format)),
+        _reporting(lambda arguments: inspect.info(arguments.directory, arguments.json)),
         "show splits, samples or rows, classes, bytes and sizes of images", _add_info, _INFO,
     ),
     "index": Subcommand(

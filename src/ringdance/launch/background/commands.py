@@ -26,10 +26,10 @@ _KILL_S = 10.0
 _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "status": (
         "Show the jobs that were started with `ringdance run --detach`.",
-        "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --format json\n\n"
+        "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --json\n\n"
         "exit code: 0; with JOB 0 if it runs or has completed, else its exit code",
-        "--format",
-        {"choices": ("table", "json"), "default": "table", "help": "default: table"},
+        "--json",
+        {"action": "store_true", "help": "as JSON"},
     ),
     "attach": (
         "Show the output of a job in the background until it ends. Ctrl-C leaves it running.",
@@ -65,7 +65,7 @@ def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence
 
 def _status(arguments: argparse.Namespace) -> int:
     found = [records.find(arguments.job)] if arguments.job else records.load_all()
-    if arguments.format == "json":
+    if arguments.json:
         entries = [{**asdict(record), "state": record.state, "ranks": record.ranks} for record in found]
         print(json.dumps(entries, indent=2))
     elif found:
