@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  ringdance run -np 2 python train.py --epochs 3     train on two processes of this machine
+  ringdance run -np 2 python train.py                train on two processes of this machine
   ringdance run --help                               all options of run
   ringdance settings --changed                       what the environment sets, and where
   RINGDANCE_CYCLE_TIME=2 ringdance settings          every setting with its value, origin and unit

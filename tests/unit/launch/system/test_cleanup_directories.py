@@ -70,7 +70,7 @@ def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 @pytest.mark.parametrize("links", [False, True])
 def test_a_rank_asks_no_other_users_socket(links: bool) -> None:
-    """The name of a job's directory is no secret: somebody may have made one where the job could not."""
+    """The name of a job's directory is no secret: another user may have made one where the job could not."""
     with (
         tempfile.TemporaryDirectory(prefix="rdt-") as place,  # a short path
         tempfile.TemporaryDirectory(prefix="rdt-") as other,
