@@ -67,7 +67,6 @@ class Monitoring:
         if metrics:
             client.metrics(
                 rank=engine.rank,
-                host=engine.identity.host,
                 interval=settings.metrics_interval,
                 directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
                 anew=anew,

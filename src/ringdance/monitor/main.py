@@ -28,7 +28,7 @@ from ringdance.launch.remote import tcp
 from ringdance.launch.system.machine import networks
 from ringdance.monitor.links import Follower, Sender
 from ringdance.monitor.metrics import Metrics
-from ringdance.monitor.processes import open_ring, pidfd, warn
+from ringdance.monitor.processes import open_ring, warn
 from ringdance.monitor.tracefile import TraceFile
 from ringdance.transport.eventcount import process_state
 
@@ -66,8 +66,8 @@ class Monitor:
         }  # fmt: skip
         self._watch(0, self._serve)
         for pid in self._alive:
-            if (descriptor := pidfd(pid)) is not None:
-                self._watch(descriptor, partial(self._selector.unregister, descriptor))
+            with contextlib.suppress(OSError, AttributeError):  # not every system has such descriptors
+                self._watch(descriptor := os.pidfd_open(pid), partial(self._selector.unregister, descriptor))
 
     def run(self) -> None:
         """Serve until all ranks have left, then complete the files."""

@@ -1,4 +1,4 @@
-"""Processes of this host: their rings, their stderr, and when they end."""
+"""Processes of this host: their rings and their stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 
 from ringdance.core.ring import RING_NAME, RingReader, Word, memories
 
-__all__ = ["open_ring", "pidfd", "warn"]
+__all__ = ["open_ring", "warn"]
 
 
 def open_ring(pid: int) -> RingReader | None:
@@ -23,14 +23,6 @@ def open_ring(pid: int) -> RingReader | None:
                 os.close(descriptor)
             found = reader if found is None or not reader.words[Word.CLOSED] else found
     return found
-
-
-def pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends, where the system has such."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return None
 
 
 def warn(pid: int, text: str) -> None:

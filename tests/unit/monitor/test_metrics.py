@@ -33,10 +33,14 @@ def rings(count: int) -> list[Ring]:
     return made
 
 
+def warn(text: str) -> None:
+    print(f"ringdance: node1: {text}", file=sys.stderr)
+
+
 def metrics_of(rings: list[Ring], **options: Any) -> Metrics:
     readers = [RingReader(ring.memory) for ring in rings]
     usual = {"path": [], "interval": 0.01, "directory": "", "anew": True, "tensorboard": False, "address": ""}
-    return Metrics(readers, **{**usual, "rank": 4, "host": "node1", "warn": print, **options})
+    return Metrics(readers, **{**usual, "rank": 4, "warn": warn, **options})
 
 
 def count(ring: Ring, steps: int) -> None:

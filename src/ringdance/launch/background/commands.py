@@ -53,11 +53,7 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
     description, epilog, option, details = _COMMANDS[name]
-    parser = Parser(
-        prog=f"ringdance {name}",
-        description=description,
-        epilog=epilog,
-    )
+    parser = Parser(prog=f"ringdance {name}", description=description, epilog=epilog)
     parser.add_argument("job", metavar="JOB", nargs="?", default="", help="the job, or its first digits")
     parser.add_argument(option, **details)
     return as_program(f"ringdance {name}", lambda: command(parser.parse_args(list(argv))))

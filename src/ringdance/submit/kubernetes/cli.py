@@ -87,7 +87,7 @@ def _yaml() -> Any:
         import yaml
     except ImportError:
         raise LaunchError(
-            "YAML needs the package PyYAML: pip install 'ringdance[k8s]' (or use --format json)"
+            "YAML needs the package PyYAML: pip install 'ringdance[k8s]' (or use --json)"
         ) from None
     return yaml
 
