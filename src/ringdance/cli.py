@@ -9,68 +9,68 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ringdance import __version__
-from ringdance.launch.parser import Parser
+from ringdance.launch.parser import Parser, as_program
 
 if TYPE_CHECKING:
     from ringdance.launch.prepare import PreparedJob
 
 _EXAMPLES = """\
 examples:
-  ringdance run -np 2 python train.py --epochs 3     train on two processes of this machine
+  ringdance run -np 2 python train.py                train on two processes of this machine
   ringdance run --help                               all options of run
   ringdance settings --changed                       what the environment sets, and where
   RINGDANCE_CYCLE_TIME=2 ringdance settings          every setting with its value, origin and unit
 """
 
-_PASSED_ON = {
-    "doctor": ("ringdance.doctor.cli", "find what makes training fail, hang or crawl on these machines"),
-    "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
-    "attach": ("ringdance.launch.background.commands:attach", "show the output of a job in the background"),
-    "stop": ("ringdance.launch.background.commands:stop", "end a job in the background"),
-    "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
-    "timeline": ("ringdance.observe.timeline", "show where the time of a step goes, by a timeline's file"),
-    "report": ("ringdance.observe.report", "write a page about runs: what limits them, and what to try next"),
-    "bench": ("ringdance.observe.bench", "measure whether the loader or the step limits a training"),
-    "data": ("ringdance.data.prepare.cli", "prepare images for training, check and describe data sets"),
-    "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
-    "k8s": ("ringdance.submit.kubernetes.cli", "write, submit and follow jobs on Kubernetes"),
-    "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
-    "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
-    "ec2": ("ringdance.submit.ec2", "write host files of EC2 instances"),
-    "recipes": ("ringdance.recipes.cli", "list and copy training jobs that come with Ringdance"),
+_COMMANDS = {
+    "train": {
+        "run": ("ringdance.launch.cli", "start a training script on several processes"),
+        "mpirun": ("ringdance.launch.mpirun_cli", "the same for command lines of Open MPI 4's mpirun"),
+        "status": ("ringdance.launch.background.commands:status", "show the jobs that run in the background"),
+        "attach": ("ringdance.launch.background.commands:attach", "show the output of such a job"),
+        "stop": ("ringdance.launch.background.commands:stop", "end such a job"),
+        "recipes": ("ringdance.recipes.cli", "list and copy training jobs that come with Ringdance"),
+        "settings": ("ringdance.cli:settings", "show all settings: value, origin, meaning, names"),
+    },
+    "diagnose": {
+        "doctor": ("ringdance.doctor.cli", "find what makes training fail, hang or crawl on these machines"),
+        "explain": ("ringdance.explain", "name the rank that holds up a job, or why it failed"),
+        "timeline": ("ringdance.observe.timeline", "show where the time of a step goes"),
+        "report": ("ringdance.observe.report", "write a page about what limits runs, and what to try next"),
+        "bench": ("ringdance.observe.bench", "measure whether the loader or the step limits a training"),
+    },
+    "data and hosts": {
+        "data": ("ringdance.data.prepare.cli", "prepare images for training, check and describe data sets"),
+        "hosts": ("ringdance.hosts.cli", "look at hosts, run commands on them, copy files to them"),
+    },
+    "submit": {
+        "slurm": ("ringdance.submit.slurm", "write batch files for Slurm"),
+        "k8s": ("ringdance.submit.kubernetes.cli", "write, submit and follow jobs on Kubernetes"),
+        "sagemaker": ("ringdance.submit.sagemaker.cli", "start training jobs on Amazon SageMaker"),
+        "ec2": ("ringdance.submit.ec2", "write host files of EC2 instances"),
+    },
 }
-"""Commands with command lines of their own: the module with their ``main`` or what is named, and the help."""
+"""Commands in groups: the module with their ``main`` or what is named and the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] == "run":
-        # Everything after `run` is the launcher's and the script's: not looked at here.
-        from ringdance.launch import cli as launch
-
-        return launch.main(words[1:], _look)
-    if words and words[0] == "mpirun":
-        from ringdance.launch import mpirun_cli
-
-        return mpirun_cli.main(words[1:], _look)
-    if words and words[0] in _PASSED_ON:
-        name, _, function = _PASSED_ON[words[0]][0].partition(":")
-        return int(getattr(importlib.import_module(name), function or "main")(words[1:]))
-    arguments = _parser().parse_args(words)
-    if arguments.command == "settings":
-        try:
-            return _settings(arguments.changed, arguments.format)
-        except BrokenPipeError:  # `ringdance settings | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-    _parser().print_help()
-    return 2
+    # What comes after such a word is the command's own: not looked at here.
+    known = {name: module for group in _COMMANDS.values() for name, (module, _) in group.items()}
+    if not words or words[0] not in known:
+        parser = _parser(known)
+        parser.parse_args(words)
+        parser.print_help()
+        return 2
+    module, _, function = known[words[0]].partition(":")
+    command = getattr(importlib.import_module(module), function or "main")
+    return int(command(words[1:], _look) if words[0] in ("run", "mpirun") else command(words[1:]))
 
 
 def open_standard_streams() -> None:
@@ -91,31 +91,39 @@ def _look(ready: PreparedJob, say: Callable[[str], None]) -> None:
     check_hosts(ready, say)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(known: Iterable[str]) -> argparse.ArgumentParser:
+    groups = [
+        f"{title}:\n" + "\n".join(f"  {name:10} {text}" for name, (_, text) in group.items())
+        for title, group in _COMMANDS.items()
+    ]
     parser = Parser(
         prog="ringdance",
-        description="Data-parallel training over many processes.",
+        description="\n\n".join(["Data-parallel training over many processes.", *groups]),
         epilog=_EXAMPLES,
-        allow_abbrev=True,
+        usage="ringdance [-h] [--version] COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=f"ringdance {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
-    commands.add_parser("run", help="start a training script on several processes", add_help=False)
-    commands.add_parser("mpirun", help="the same for command lines of Open MPI 4's mpirun", add_help=False)
-    for name, (_, text) in _PASSED_ON.items():
-        commands.add_parser(name, help=text, add_help=False)
-    settings = commands.add_parser(
-        "settings",
-        help="show every setting: value, origin, unit, meaning, names in the environment",
-        description="Show every setting as a script started from this shell would see it.",
-        allow_abbrev=True,
-    )
-    settings.add_argument("--changed", action="store_true", help="only those that differ from the default")
-    settings.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    parser.add_argument("command", metavar="COMMAND", choices=known, nargs="?", help=argparse.SUPPRESS)
     return parser
 
 
-def _settings(changed: bool, style: str) -> int:
+def settings(argv: Sequence[str]) -> int:
+    """Run ``ringdance settings`` with the words after it; returns the exit code."""
+    parser = Parser(
+        prog="ringdance settings",
+        description="Show every setting as a script started from this shell would see it.",
+    )
+    parser.add_argument("--changed", action="store_true", help="only those that differ from the default")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+    def action() -> int:
+        arguments = parser.parse_args(list(argv))
+        return _settings(arguments.changed, arguments.json)
+
+    return as_program("ringdance settings", action)
+
+
+def _settings(changed: bool, as_json: bool) -> int:
     from ringdance.errors import SettingError
     from ringdance.settings import SETTINGS, SettingWarning, load, show
 
@@ -127,7 +135,7 @@ def _settings(changed: bool, style: str) -> int:
             print(f"ringdance: {error}", file=sys.stderr)
             return 2
     chosen = [k for k in SETTINGS if not changed or getattr(settings, k.name) != k.default]
-    if style == "json":
+    if as_json:
         fields = ("name", "default", "unit", "doc", "no_effect")
         rows = [
             {field: getattr(k, field) for field in fields}

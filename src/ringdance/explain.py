@@ -26,7 +26,7 @@ from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
 from ringdance.launch.background import records
 from ringdance.launch.cause import CAUSE_FILE, OF_OTHERS, Cause
-from ringdance.launch.parser import Parser, as_program
+from ringdance.launch.parser import Parser, as_program, seconds
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
 from ringdance.observe.files import NO_FORMAT, read_regular
@@ -49,7 +49,6 @@ exit code: 0, also where damaged files are left out, which is said on stderr; 2 
 directory
 """
 _SAMPLE_S = 0.2
-_ANSWER_S = 20.0  # for the commands on other hosts
 _WAITS = re.compile(r"core/progress\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 _ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
 
@@ -100,6 +99,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="JOB|PID|DIR", nargs="?", default="", help=text)
     parser.add_argument("--stacks", action="store_true", help="show the stacks of all threads")
     parser.add_argument("--json", action="store_true", help="what is known of the ranks as JSON")
+    text = "seconds for the answers of other hosts (default 20)"
+    parser.add_argument("--timeout", type=seconds, default=20.0, metavar="S", help=text)
     add_arguments(parser)
 
     def action() -> int:
@@ -162,7 +163,7 @@ def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
         hosts.connect(arguments.connect_timeout)
         looking = Run(hosts)
         looking.start(words)
-        results = looking.wait(_ANSWER_S, lambda running: None)
+        results = looking.wait(arguments.timeout, lambda running: None)
     found: list[_Rank] = []
     for host, result in results.items():
         try:

@@ -43,45 +43,57 @@ class Monitoring:
 
     def start(self, engine: Engine) -> None:
         """Start the monitor of this host, if something is wanted that it does."""
-        settings, identities = engine.settings, engine.transport.identities
-        metrics = bool(settings.metrics_dir or settings.metrics_port)
+        settings = engine.settings
         again, self._started = self._started, True
         if settings.timeline_steps:
             first, end = settings.timeline_steps
             engine.recorder.window = first, end, _detail(settings)
-        if engine.local_rank or not (settings.timeline or metrics):
+        if engine.local_rank or not (settings.timeline or _wants_metrics(settings)):
             return
+        self._open(engine, anew=not again, timeline=bool(settings.timeline))
+        engine.on_check = lambda: self._check(engine)
+
+    def _open(self, engine: Engine, anew: bool, timeline: bool) -> None:
+        settings, identities = engine.settings, engine.transport.identities
+        metrics = _wants_metrics(settings)
         try:
             pids = [identities[rank].pid for rank in engine.transport.host_group]
             client = self._client = MonitorClient(pids, metrics)
         except OSError as error:
             _log.error("ringdance: no timeline and no metrics are written: %s", error)
             return
-        if settings.timeline:
+        if timeline:
             _start_timeline(engine, client)
         if metrics:
             client.metrics(
                 rank=engine.rank,
-                host=engine.identity.host,
                 interval=settings.metrics_interval,
                 directory=settings.metrics_dir and os.path.abspath(settings.metrics_dir),
-                anew=not again,
+                anew=anew,
                 tensorboard=settings.metrics_tensorboard,
                 address=settings.metrics_port,
             )
 
+    def _check(self, engine: Engine) -> None:
+        """Warn if the monitor was killed; another one goes on with the metrics, the first time."""
+        how = self._client.killed() if self._client else ""
+        if not how:
+            return
+        self._client, engine.on_check = None, lambda: None
+        lacks = ["the timeline lacks what its ranks do from now on"] * bool(engine.settings.timeline)
+        goes_on = ["another one goes on with the metrics"] * _wants_metrics(engine.settings)
+        _log.warning("ringdance: %s: %s; %s", engine.identity.host, how, ", ".join([*lacks, *goes_on]))
+        if goes_on:
+            self._open(engine, anew=False, timeline=False)
+
     def end(self, engine: Engine) -> None:
         """Close the ring; wait until the monitor has written everything."""
+        self._check(engine)
         engine.recorder.publish()
         engine.recorder.words[Word.CLOSED] = 1
         client, self._client = self._client, None
-        missing = client.close() if client is not None else 0
-        if missing:
-            _log.warning(
-                "ringdance: the timeline lacks the ranks of %d other host%s: no connection came to host %s. "
-                "They use TCP, to a port that the system chooses: does a firewall stop it?",
-                missing, "s" * (missing > 1), engine.identity.host,
-            )  # fmt: skip
+        if client is not None:
+            client.close()
 
     def start_timeline(self, engine: Engine, path: str, mark_cycles: bool) -> None:
         """Start a timeline; on ranks other than 0 nothing happens.
@@ -108,6 +120,10 @@ class Monitoring:
             except OSError as error:
                 _log.error("ringdance: the timeline is not written: %s", error)
             engine.recorder.read_detail()
+
+
+def _wants_metrics(settings: Settings) -> bool:
+    return bool(settings.metrics_dir or settings.metrics_port)
 
 
 def _detail(settings: Settings) -> int:

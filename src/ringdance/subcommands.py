@@ -42,12 +42,8 @@ def run(
         parser = Parser(prog=prog, description=description, epilog=epilog)
         group = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
         for name, known in subcommands.items():
-            one = group.add_parser(
-                name,
-                help=known.help,
-                description=f"{known.help[0].upper()}{known.help[1:]}.",
-                epilog=known.epilog,
-            )
+            text = f"{known.help[0].upper()}{known.help[1:]}."
+            one = group.add_parser(name, help=known.help, description=text, epilog=known.epilog)
             known.add_arguments(one)
             one.set_defaults(subcommand=known)
         arguments = parser.parse_args(list(argv))

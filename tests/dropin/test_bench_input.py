@@ -43,7 +43,7 @@ print("has trained")
 )
 def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    line = ["bench", "input", "-np", "2", "--seconds", "0.5", "--format", "json", "--"]
+    line = ["bench", "input", "-np", "2", "--seconds", "0.5", "--json", "--"]
     done = subprocess.run(
         [sys.executable, "-m", "ringdance", *line, "python", "train.py", str(load), str(step)],
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
@@ -71,7 +71,7 @@ def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path, framework:
         subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=100)
     shown = [block for block in blocks(page) if block.language == "console"]
     command = next(line for block in shown for line, _ in block.commands() if "bench input" in line)
-    command = command.replace("input -np 2", "input -np 2 --seconds 1 --format json")
+    command = command.replace("input -np 2", "input -np 2 --seconds 1 --json")
     if framework == "tensorflow":
         command = command.replace("train_torch.py", "train_keras.py").replace(" --width 8", "")
     done = subprocess.run(

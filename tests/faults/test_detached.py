@@ -88,7 +88,7 @@ def job(ringdance: Ringdance, tmp_path: Path) -> Callable[..., str]:
 
 
 def state(ringdance: Ringdance, name: str) -> dict[str, object]:
-    (found,) = json.loads(ringdance("status", name, "--format", "json").stdout)
+    (found,) = json.loads(ringdance("status", name, "--json").stdout)
     return found
 
 
@@ -186,7 +186,7 @@ def test_hosts_kill_ends_what_was_started_and_nothing_else(
     job: Callable[..., str], ringdance: Ringdance, tmp_path: Path
 ) -> None:
     name, other = job(), job()
-    rows = json.loads(ringdance("hosts", "list", "-H", "localhost", "--format", "json").stdout)
+    rows = json.loads(ringdance("hosts", "list", "-H", "localhost", "--json").stdout)
     jobs = {full[:8]: found["ranks"] for full, found in rows[0]["jobs"].items()}
     assert jobs[name] == jobs[other] == [0, 1]
     done = ringdance("hosts", "kill", "-H", "localhost", name)

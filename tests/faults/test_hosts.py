@@ -299,6 +299,17 @@ def test_tmpdir_holds_on_all_hosts(tmp_path: Path, program: Callable[[str], str]
     assert [line.split()[1] for line in done.stdout.splitlines()] == [place] * 4
 
 
+def test_a_blank_in_tmpdir_is_no_obstacle(tmp_path: Path, program: Callable[[str], str]) -> None:
+    """mpiexec splits the path of what it runs as ssh at blanks."""
+    with tempfile.TemporaryDirectory(prefix="rd t-") as place:
+        done = subprocess.run(
+            [*LINE, *THREE, "--no-check", "python", program("print('works')")],
+            env={**here_hosts.environment(tmp_path / "bin"), "TMPDIR": place},
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+    assert done.stdout.count("works") == 4, done.stderr
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_results_of_any_size_come_or_the_host_that_is_lost_is_named(tmp_path: Path, lost: bool) -> None:
     """More than a message may hold, with arguments as large; no process on the way holds them whole."""

@@ -42,7 +42,7 @@ def hosts(environ: dict[str, str]) -> Hosts:
 
 
 def test_list(hosts: Hosts) -> None:
-    done = hosts("list", "-H", "localhost:2,other1", "--format", "json")
+    done = hosts("list", "-H", "localhost:2,other1", "--json")
     assert done.returncode == 0, done.stderr
     here, other = json.loads(done.stdout)
     assert (here["host"], here["slots"], here["reachable"]) == ("localhost", 2, True)
@@ -69,7 +69,7 @@ def test_equal_outputs_are_shown_once(hosts: Hosts) -> None:
 def test_words_come_as_they_are(hosts: Hosts, tmp_path: Path) -> None:
     words = ["a b", "$HOME", "'", "*", ";exit 3", "{directory}", "-x", ""]
     program = "import sys; print(sys.argv[1:])"
-    done = hosts("run", *OTHERS, "--folder", str(tmp_path), "--", "python", "-c", program, *words)
+    done = hosts("run", *OTHERS, "--chdir", str(tmp_path), "--", "python", "-c", program, *words)
     assert done.stdout.splitlines()[1:] == [str(words)], done.stderr
 
 
@@ -79,7 +79,7 @@ def test_what_fails_on_a_host_is_said(hosts: Hosts) -> None:
     assert "host other1: exit code 137" in done.stderr
     assert "host nowhere: ssh cannot connect" in done.stderr
     assert done.returncode == 1
-    done = hosts("run", "-H", "nowhere", "--format", "json", "--", "true")
+    done = hosts("run", "-H", "nowhere", "--json", "--", "true")
     assert done.returncode == 255
     assert json.loads(done.stdout)[0]["problem"].startswith("ssh cannot connect")
 
@@ -158,7 +158,7 @@ def listing(top: Path) -> dict[str, object]:
 def test_a_folder_comes_as_it_is(
     hosts: Hosts, data: Path, apart: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    done = hosts("copy", "-H", "other1,localhost,other2,other3", str(data), "~/own/copy", "--format", "json")
+    done = hosts("copy", "-H", "other1,localhost,other2,other3", str(data), "~/own/copy", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == f"ringdance hosts: {data}/pipe is neither file, directory nor link: left out\n"
     (data / "pipe").unlink()
@@ -223,7 +223,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     with open(next(apart("other1").glob(".big.ringdance-*")), "r+b") as spoiled:
         spoiled.write(b"nonsense")
     next(apart("other2").glob(".big.ringdance-*")).unlink()
-    done = hosts("copy", *OTHERS, "--format", "json", str(source), "~/own/")
+    done = hosts("copy", *OTHERS, "--json", str(source), "~/own/")
     assert done.returncode == 0, done.stderr
     found = {row["host"]: row for row in json.loads(done.stdout)}
     assert found["other3"]["kept"] == kept["other3"]

@@ -29,10 +29,18 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run(tmp_path: Path, text: str, ranks: int, timeline: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ringdance", "run", "-np", str(ranks), "python", script(tmp_path, text)]
+def run(
+    tmp_path: Path, text: str, ranks: int, timeline: str, *options: str
+) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ringdance", "run", "-np", str(ranks), *options, "python"]
+    line.append(script(tmp_path, text))
     environ = {**os.environ, "RINGDANCE_TIMELINE": timeline}
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environ)
+
+
+def timeline(path: Path) -> str:
+    line = [sys.executable, "-m", "ringdance", "timeline", str(path)]
+    return subprocess.run(line, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("event", ["pass", "hvd.rank() == 1 and os.kill(os.getpid(), 9)"])
@@ -75,6 +83,7 @@ def test_a_timeline_of_some_steps(tmp_path: Path) -> None:
     assert ended.count("allreduce.large") == 6
     waits = [one["args"]["tensor"] for one in found if one["name"] == "WAIT"]
     assert waits.count("allreduce.large") == 6
+    assert "The file lacks" not in timeline(path)
 
 
 def test_a_timeline_is_started_and_stopped_by_the_script(tmp_path: Path) -> None:
@@ -101,3 +110,47 @@ def test_a_timeline_is_started_and_stopped_by_the_script(tmp_path: Path) -> None
         assert f"allreduce.inside{number}" in names
         assert "allreduce.outside" not in names
         assert any(one["name"] == "CYCLE_START" for one in found) == (number == 1)
+
+
+HARM = """
+import os, resource, signal, time
+import numpy as np, ringdance.numpy as hvd
+hvd.init()
+if hvd.local_rank() == 0:
+    monitor = int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0])
+def full():
+    resource.prlimit(monitor, resource.RLIMIT_FSIZE, (0, 0))
+for step in range(50):
+    time.sleep(0.02)
+    hvd.allreduce(np.ones(1000, np.float32), name="gradient")
+    if step == 15 and hvd.local_rank() == 0: HARM
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_file_that_has_no_room_is_said_once_and_by_who_reads_it(tmp_path: Path, ranks: int) -> None:
+    path, logs = tmp_path / "timeline.json", tmp_path / "logs"
+    text = HARM.replace("HARM", "full()")
+    options = ("--output-filename", str(logs), "-x", "RINGDANCE_METRICS_INTERVAL=0.02")
+    done = run(tmp_path, text, ranks, str(path), *options)
+    assert done.returncode == 0, done.stderr
+    said = [line.partition(": ")[2].partition(": ")[2] for line in done.stderr.splitlines()]
+    assert sorted(said) == [
+        f"{logs}/metrics-0.jsonl lacks samples: File too large",
+        f"{path}: File too large; the timeline ends there, and the job goes on",
+    ]
+    assert "The file lacks its end" in timeline(path)
+
+
+def test_a_monitor_that_is_killed_is_said_and_metrics_go_on(tmp_path: Path) -> None:
+    path, logs = tmp_path / "timeline.json", tmp_path / "logs"
+    text = HARM.replace("HARM", "os.kill(monitor, 9)").replace("range(50)", "range(60)")
+    options = ("--output-filename", str(logs), "-x", "RINGDANCE_METRICS_INTERVAL=0.02")
+    done = run(tmp_path, text, 2, str(path), *options)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "was killed by signal 9; the timeline lacks what its ranks do from now on, another one" in line
+    assert "The file lacks its end" in timeline(path)
+    rows = [json.loads(line) for line in (logs / "metrics-0.jsonl").read_text().splitlines()]
+    assert {row["rank"] for row in rows if row["batches"] >= 60} == {0, 1}
+    assert monitors_have_ended()

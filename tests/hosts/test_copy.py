@@ -67,7 +67,7 @@ def test_the_leaders_link_carries_it_once(four: Hosts, big: Path) -> None:
 
 
 def test_an_interrupted_copy_goes_on_where_it_was(four: Hosts, big: Path, tmp_path: Path) -> None:
-    words = (*LINE, "copy", "-H", "h2,h3,h4", str(big), "/run/", "--format", "json")
+    words = (*LINE, "copy", "-H", "h2,h3,h4", str(big), "/run/", "--json")
     outer = four.start("h1", *words, log=tmp_path / "log")
     assert wait_until(lambda: partial(four, "h4") > SIZE // 4, 60.0) is not None
     subprocess.run(["pkill", "-KILL", "-P", str(outer.pid)], check=False)
@@ -88,7 +88,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(four: Hosts, big: Path, tmp_pa
 
 
 def test_a_host_that_falls_out_does_not_stop_the_others(four: Hosts, big: Path, tmp_path: Path) -> None:
-    words = (*LINE, "copy", "-H", "h2,h3,h4", str(big), "/run/", "--format", "json", "--checksum")
+    words = (*LINE, "copy", "-H", "h2,h3,h4", str(big), "/run/", "--json", "--checksum")
     for name in ("h2", "h3", "h4"):
         four.run(name, "rm", "-f", "/run/big")
     outer = four.start("h1", *words, log=tmp_path / "log")
@@ -124,7 +124,7 @@ def test_list_knows_the_ranks_of_a_job(four: Hosts, tmp_path: Path) -> None:
         jobs: dict[str, dict[str, list[int]]] = {}
 
         def running() -> bool:
-            said = four.run("h1", *LINE, "list", "-H", "h1,h2,h3", "--format", "json").stdout
+            said = four.run("h1", *LINE, "list", "-H", "h1,h2,h3", "--json").stdout
             jobs.update(
                 {row["host"]: {j: f["ranks"] for j, f in row["jobs"].items()} for row in json.loads(said)}
             )

@@ -51,6 +51,19 @@ def test_a_host_without_shared_memory(run: Run, three_hosts: Hosts) -> None:
     assert MARK not in plan.stdout
 
 
+def test_a_new_key_is_refused_where_ssh_is_set_so(run: Run, three_hosts: Hosts, tmp_path: Path) -> None:
+    config = three_hosts.directory / "ssh" / "config"
+    config.write_text(f"UserKnownHostsFile {tmp_path}/known\nStrictHostKeyChecking yes\n")
+    try:
+        done = run("--no-check", "-H", "h1:1,h2:1", "true")
+        assert done.returncode == 2
+        assert "host h2: ssh cannot connect: Host key verification failed" in done.stderr
+        config.write_text(f"UserKnownHostsFile {tmp_path}/known\n")
+        assert run("--no-check", "-H", "h1:1,h2:1", "true").returncode == 0
+    finally:
+        config.unlink()
+
+
 def test_hosts_that_were_in_order_are_checked_once(run: Run, three_hosts: Hosts, tmp_path: Path) -> None:
     first = run()
     assert first.stdout.count(MARK) == 3, first.stderr

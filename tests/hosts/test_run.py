@@ -178,7 +178,7 @@ def test_a_folder_that_one_host_does_not_have(three_hosts: Hosts, places: str) -
 
 
 def test_the_plan_knows_the_hosts(three_hosts: Hosts, places: str) -> None:
-    done = three_hosts.run("h1", *RUN, "-H", "h1:2,h2:2", "--dry-run", "--format", "json", "python", places)
+    done = three_hosts.run("h1", *RUN, "-H", "h1:2,h2:2", "--dry-run", "--json", "python", places)
     plan = json.loads(done.stdout)
     assert [host["cores"] for host in plan["hosts"]] == [len(os.sched_getaffinity(0))] * 2
     assert plan["networks"]["include"] == ["10.83.7.0/24"]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hosts import Hosts
 
+from ringdance.monitor.chrome import END
+
 pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
 LOOP = """
 import time
@@ -23,9 +25,12 @@ if {fails} and hvd.rank() == 1:
 hvd.barrier()
 """
 KILL = """
-import os, subprocess
+import os, subprocess, time
 import ringdance.numpy as hvd
 hvd.init()
+for step in range(STEPS):
+    time.sleep(0.05)
+    hvd.barrier()
 if hvd.rank() == 1:
     subprocess.run(["pkill", "-9", "-f", "ringdance.monitor.main", "-P", str(os.getpid())], check=True)
 hvd.barrier()
@@ -80,11 +85,16 @@ def test_a_job_that_ends_at_once_has_all_its_ranks(three_hosts: Hosts, tmp_path:
         }
 
 
-def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Path) -> None:
-    """Mostly before it has connected to the other host's: a warning says that then."""
+@pytest.mark.parametrize("steps", [0, 20])
+def test_a_killed_monitor_does_not_end_the_job(three_hosts: Hosts, tmp_path: Path, steps: int) -> None:
+    """Also before it has connected to the other host's: a warning says that then."""
     path, script = tmp_path / "timeline.json", tmp_path / "kill.py"
-    script.write_text(KILL)
+    script.write_text(KILL.replace("STEPS", str(steps)))
     line = [sys.executable, "-m", "ringdance", "run", "-H", "h1:1,h2:1", "--timeline", str(path)]
     done = three_hosts.run("h1", *line, "python", str(script))
     assert done.returncode == 0, done.stderr
-    json.loads(path.read_text())
+    assert "was killed by signal 9; the timeline lacks what its ranks do from now on" in done.stderr
+    names = [one["name"] for one in json.loads(path.read_text())]
+    if steps:
+        assert names[-1] == f"{END}the end of rank 1 on h2, whose monitor was killed"
+    assert any(name.startswith(END) and "complete" not in name for name in names)

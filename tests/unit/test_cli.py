@@ -53,9 +53,9 @@ def test_what_cannot_be_understood_exits_with_2(words):
         ("run --num-porc 2 true", "--num-proc"),
         ("run -np 2 --timestamp true", "--timestamps"),
         ("doctor --slotz 3", "--slots"),
-        ("hosts list --formt=json", "--format"),
+        ("hosts list --jsn", "--json"),
         ("k8s sbmit", "submit"),
-        ("status --format jsn", "json"),
+        ("data generate crietoo x", "criteo"),
     ],
 )
 def test_what_was_meant_is_told(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_settings_changed():
 
 
 def test_settings_as_json():
-    done = ringdance_command("settings", "--format", "json", RINGDANCE_CYCLE_TIME="2")
+    done = ringdance_command("settings", "--json", RINGDANCE_CYCLE_TIME="2")
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert list(rows) == [setting.name for setting in SETTINGS]
     assert rows["cycle_time"]["value"] == 2.0

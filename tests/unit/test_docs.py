@@ -101,8 +101,9 @@ def commands_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """List the subcommands that the help of `ringdance WORDS` names, and theirs."""
     with contextlib.suppress(SystemExit):
         main([*words, "--help"])
-    listed = capsys.readouterr().out.partition("\ncommands:\n")[2].partition("\n\n")[0]
-    names = [name for name in re.findall(r"^    ([a-z]\w*)", listed, re.M) if name != "command"]
+    out = capsys.readouterr().out
+    listed = out.partition("\ncommands:\n")[2].partition("\n\n") if words else out.partition("\noptions:")
+    names = re.findall(r"^ {2,4}([a-z]\w*)", listed[0], re.M)
     return [one for name in names for one in (" ".join([*words, name]), *commands_of(capsys, *words, name))]
 
 

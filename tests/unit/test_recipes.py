@@ -63,11 +63,11 @@ def test_a_script_runs_without_a_copy_with_its_own_arguments():
 def test_a_recipe_without_presets_shows_its_manuals(capsys: pytest.CaptureFixture[str]):
     assert main(["recipes", "show", "deepfm"]) == 0
     assert "parameter_server" in capsys.readouterr().out
-    assert main(["recipes", "show", "deepfm", "--format", "json"]) == 2
+    assert main(["recipes", "show", "deepfm", "--json"]) == 2
 
 
 def test_presets_say_where_they_are_from_and_are_complete(capsys: pytest.CaptureFixture[str]):
-    assert main(["recipes", "show", "resnet50", "--format", "json"]) == 0
+    assert main(["recipes", "show", "resnet50", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert set(shown) == set(presets.PRESETS)
     for name, one in presets.PRESETS.items():
@@ -179,7 +179,7 @@ def test_an_image_is_changed_by_one_of_14_operations(monkeypatch: pytest.MonkeyP
 
 
 def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str]):
-    assert main(["recipes", "show", "resnet50", "--format", "json"]) == 0
+    assert main(["recipes", "show", "resnet50", "--json"]) == 0
     page = (Path(__file__).parents[2] / "docs" / "howto" / "recipes.md").read_text()
     rows = [
         f"| `{name}` | {one['batch_size'] * one['devices']:,} = {one['devices']} × {one['batch_size']} | "

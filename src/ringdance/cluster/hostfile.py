@@ -22,7 +22,7 @@ def merge(hosts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return list(found.items())
 
 
-def parse_hosts(text: str, slots: int | None = None) -> list[tuple[str, int]]:
+def parse_hosts(text: str, slots: int | None = 1) -> list[tuple[str, int]]:
     """Parse ``"h1:2,h2:4"`` as names and slots; an IPv6 address may stand in brackets.
 
     Args:
@@ -30,15 +30,15 @@ def parse_hosts(text: str, slots: int | None = None) -> list[tuple[str, int]]:
         slots: of a host for which none are given; None: that is an error.
 
     Raises:
-        LaunchError: an entry has no slot count or a bad one.
+        LaunchError: an entry is wrong.
     """
     hosts = []
     for entry in map(str.strip, text.split(",")):
-        bare = slots is not None and NAME.fullmatch(entry)
-        found = (entry, slots or 0) if bare else _host(entry, "")
+        bare = slots is not None and (NAME.fullmatch(entry) or entry.endswith("]"))
+        found = _host(entry, "1" if bare else "")
         if found is None:
             raise LaunchError(f"-H {text}: {entry!r} is not HOST:SLOTS, for example localhost:4")
-        hosts.append(found)
+        hosts.append((found[0], slots or 0) if bare else found)
     return merge(hosts)
 
 

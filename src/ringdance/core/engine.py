@@ -53,6 +53,7 @@ class Engine:
         sets: the process sets.
         end: whether and how it has ended.
         on_monitor: called with a note of kind "monitor".
+        on_check: called some times a second.
         profilers: get a span for each wait of a thread while they run.
 
     Args:
@@ -90,6 +91,7 @@ class Engine:
         self.callers = Callers()
         self.sets = ProcessSets(transport, settings, self.context, self.callers, self._lock, self.recorder)
         self.on_monitor: Callable[[Note], None] = lambda note: None
+        self.on_check: Callable[[], None] = lambda: None
         handlers = {
             "stop": lambda rank, note: self.end.on_stop(rank, note),
             "failed": lambda rank, note: self.end.on_failed(rank, note),
@@ -277,6 +279,7 @@ class Engine:
         try:
             self._peers.read_notes()
             self.recorder.publish()
+            self.on_check()
             if not self.end.closed and (lost := self._peers.lost()):
                 self._peers.read_notes()  # what it sent before says more
                 if not self.end.closed:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.doctor import report, saved
 from ringdance.doctor.check import SEVERITIES, Usage
 from ringdance.doctor.checks import CHECKS
@@ -18,7 +17,7 @@ from ringdance.doctor.examine import inspect
 from ringdance.doctor.probe import PROBES, QUICK
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
-from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
+from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 
 _EPILOG = """\
 examples:
@@ -40,10 +39,7 @@ def parser() -> argparse.ArgumentParser:
         description="Find what makes training fail, hang or crawl, and show the fix.",
         epilog=_EPILOG,
     )
-    where = made.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="these hosts, with their slots")
-    where.add_argument("--hostfile", metavar="FILE", help="the same from a file, as for `ringdance run`")
-    add_ssh_options(made)
+    add_host_options(made)
     add = made.add_argument
     add("--slots", type=int, default=0, metavar="N", help="ranks planned on each host")
     add(
@@ -53,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add("--check", action="append", default=[], metavar="NAME", help="this check only; repeatable")
     add("--quick", action="store_true", help="import no framework, start no ranks, measure no links")
     add("--seconds", type=float, default=120.0, metavar="S", help="limit for collecting facts (default 120)")
-    add("--format", choices=("text", "json"), default="text", help="default: text")
+    add("--json", action="store_true", help="as JSON")
     add("--verbose", action="store_true", help="show also what is in order")
     add("--save", default="", metavar="FILE", help="write facts and results to a file")
     add("--diff", default="", metavar="FILE", help="show what has changed since --save wrote the file")
@@ -68,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        report.print_checks(arguments.format)
+        report.print_checks(arguments.json)
         return 0
     unknown = [name for name in arguments.check if name not in CHECKS]
     if unknown:
@@ -95,7 +91,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.save:
         saved.save(arguments.save, facts, results)
     changed = saved.changes(old, facts, results) if old is not None else None
-    if arguments.format == "json":
+    if arguments.json:
         report.print_json(facts, results, changed)
     elif changed is not None:
         print("\n".join(changed) or f"nothing has changed since {arguments.diff} was written")
@@ -110,11 +106,7 @@ def _slots(arguments: argparse.Namespace) -> dict[str, int]:
     Raises:
         LaunchError: a name or a file is not valid.
     """
-    if arguments.hostfile:
-        return dict(parse_hostfile(arguments.hostfile))
-    if arguments.hosts:
-        return dict(parse_hosts(arguments.hosts, arguments.slots))
-    return {os.uname().nodename: arguments.slots}
+    return dict(hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)])
 
 
 def _probes(names: Sequence[str], quick: bool) -> tuple[list[str], bool]:

@@ -24,11 +24,11 @@ def _console() -> Console:
     return Console(width=_WIDTH, highlight=False)
 
 
-def print_checks(style: str) -> None:
-    """Print all checks, "text" or "json"."""
+def print_checks(as_json: bool) -> None:
+    """Print all checks."""
     fields = ("name", "area", "severity", "description")
     rows = [{field: getattr(check, field) for field in fields} for check in CHECKS.values()]
-    if style == "json":
+    if as_json:
         print(json.dumps(rows, indent=2))
         return
     table = Table(*fields, box=None, pad_edge=False)

@@ -9,6 +9,7 @@ from contextlib import closing
 from ringdance import subcommands
 from ringdance.hosts import commands
 from ringdance.hosts.host_set import HostSet, add_arguments, host_set
+from ringdance.launch.parser import seconds
 from ringdance.subcommands import Subcommand
 
 _DESCRIPTION = "Look at hosts, run commands on them, copy files to them, end jobs."
@@ -50,17 +51,17 @@ def _subcommand(
     return Subcommand(run, help, add, epilog)
 
 
-def _add_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "working directory of the command (default: the home directory)"
-    add("--folder", dest="directory", default="", metavar="DIR", help=text)
-    add("--timeout", type=float, metavar="S", help="end the command after so many seconds (default: never)")
+    add("--chdir", dest="directory", default="", metavar="DIR", help=text)
+    add("--timeout", type=seconds, metavar="S", help="end the command after so many seconds (default: never)")
     add("--live", action="store_true", help="show each line at once, as `<host> text`")
-    _add_format(parser)
+    _add_json(parser)
     add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
 
 
@@ -75,7 +76,7 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
     text = "compare contents; otherwise files of equal size and time are equal"
     add("--checksum", action="store_true", help=text)
     add("--direct", action="store_true", help="send to each host from here by ssh, nothing from host to host")
-    _add_format(parser)
+    _add_json(parser)
 
 
 def _add_kill(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,7 @@ _RUN = """\
 Several words are a program and its arguments; a single word is a line for the shell there:
   ringdance hosts run -H node1,node2 -- nvidia-smi -L
   ringdance hosts run -H node1,node2 -- 'dmesg | tail -3'
-  ringdance hosts run -H node1,node2 --folder /scratch --timeout 60 -- du -sh data
+  ringdance hosts run -H node1,node2 --chdir /scratch --timeout 60 -- du -sh data
 
 Programs of this Python environment are found first, so `pip` is this one's. stdin is empty.
 Ctrl-C ends the command on all hosts.
@@ -110,7 +111,7 @@ For jobs that their launcher cannot end any more; otherwise use Ctrl-C, or `ring
 Only processes started by `ringdance run`, with their files in /tmp and /dev/shm."""
 _SUBCOMMANDS = {
     "list": _subcommand(
-        commands.list_hosts, "show hosts, whether they answer, and your ranks there", _add_format, _LIST
+        commands.list_hosts, "show hosts, whether they answer, and your ranks there", _add_json, _LIST
     ),
     "run": _subcommand(
         commands.run, "run a command on every host, and show equal outputs once", _add_run, _RUN

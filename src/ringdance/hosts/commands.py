@@ -52,19 +52,15 @@ def list_hosts(arguments: argparse.Namespace, hosts: HostSet) -> int:
     rows = []
     for host, slots in hosts.slots.items():
         facts = hosts.agents[host].facts if host in hosts.agents else None
-        rows.append(
-            {
-                "host": host,
-                "slots": slots or None,
-                "reachable": host in jobs,
-                "problem": hosts.problems.get(host, ""),
-                "name": facts.name if facts else None,
-                "cores": facts.cores if facts else None,
-                "devices": list(facts.devices) if facts else [],
-                "jobs": jobs.get(host, {}),
-            }
-        )
-    if arguments.format == "json":
+        rows.append({
+            "host": host, "slots": slots or None, "reachable": host in jobs,
+            "problem": hosts.problems.get(host, ""),
+            "name": facts.name if facts else None,
+            "cores": facts.cores if facts else None,
+            "devices": list(facts.devices) if facts else [],
+            "jobs": jobs.get(host, {}),
+        })  # fmt: skip
+    if arguments.json:
         print(json.dumps(rows, indent=2))
         return int(bool(hosts.problems))
     head = ("host", "slots", "answers", "cores", "devices", "ranks of ours")
@@ -87,17 +83,15 @@ def run(arguments: argparse.Namespace, hosts: HostSet) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
         raise LaunchError("missing command, for example: ringdance hosts run -H node1,node2 -- uptime")
-    if arguments.timeout is not None and not arguments.timeout > 0:
-        raise LaunchError(f"--timeout {arguments.timeout:g}: must be more than 0 seconds")
     hosts.connect(arguments.connect_timeout)
-    live = arguments.live and arguments.format == "table"
+    live = arguments.live and not arguments.json
     command = Run(hosts, _print_line if live else None)
     command.start(words, arguments.directory)
     with Console(stderr=True, quiet=live).status("") as status:
         results = command.wait(
             arguments.timeout, lambda left: status.update(f"waiting for {', '.join(left[:5])}")
         )
-    if arguments.format == "json":
+    if arguments.json:
         rows = [
             {"host": host, **dataclasses.asdict(result), "output": result.output.decode(errors="replace")}
             for host, result in results.items()
@@ -150,7 +144,7 @@ def copy(arguments: argparse.Namespace, hosts: HostSet) -> int:
         raise
     finally:
         progress.stop()
-    if arguments.format == "json":
+    if arguments.json:
         print(json.dumps([{"host": host, **vars(one)} for host, one in outcomes.items()], indent=2))
     else:
         print(_summary(outcomes, time.monotonic() - start))

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringdance.cluster.detect import detect
-from ringdance.cluster.hostfile import HostList, merge, parse_hostfile, parse_hosts
+from ringdance.cluster.hostfile import merge
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import local_names
+from ringdance.launch.parser import seconds
 from ringdance.launch.remote.connect import Remote, attempt, close_all
-from ringdance.launch.remote.shell import RemoteShell, add_ssh_options, remote_shell_of
+from ringdance.launch.remote.shell import RemoteShell, add_host_options, hosts_of, remote_shell_of
 
 # ssh ends 20 s after its host stops answering.
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
@@ -142,12 +143,9 @@ def _print(text: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for the hosts and the way to reach them."""
     group = parser.add_argument_group("hosts")
-    names = group.add_mutually_exclusive_group()
-    names.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help="these hosts")
-    names.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, as for `ringdance run`")
-    add_ssh_options(group)
+    add_host_options(group)
     text = "seconds for a host to answer (default %(default)g)"
-    group.add_argument("--connect-timeout", type=float, default=15.0, metavar="S", help=text)
+    group.add_argument("--connect-timeout", type=seconds, default=15.0, metavar="S", help=text)
 
 
 def host_set(arguments: argparse.Namespace) -> HostSet:
@@ -156,19 +154,13 @@ def host_set(arguments: argparse.Namespace) -> HostSet:
     Raises:
         LaunchError: no hosts are named, or the names cannot be parsed.
     """
-    if not arguments.connect_timeout > 0:
-        raise LaunchError(f"--connect-timeout {arguments.connect_timeout:g}: must be more than 0 seconds")
     shell = remote_shell_of(arguments, _KEEP_ALIVE)
-    hosts: HostList
-    if arguments.hosts:
-        hosts = parse_hosts(arguments.hosts, slots=0)
-    elif arguments.hostfile:
-        hosts = parse_hostfile(arguments.hostfile)
-    elif given := detect(os.environ):
+    hosts = hosts_of(arguments, slots=0)
+    if not hosts and (given := detect(os.environ)):
         hosts = given.hosts
         ssh = (*shell.arguments, *given.ssh_arguments)
         shell = replace(shell, method=given.method, arguments=ssh, start_timeout=given.start_timeout)
-    else:
+    if not hosts:
         raise LaunchError("missing hosts: give -H node1,node2, or --hostfile FILE")
     local = local_names(name for name, _ in hosts)
     first = next((name for name, _ in hosts if name in local), "")

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 
 class CopyProgress:
@@ -24,10 +17,10 @@ class CopyProgress:
 
     def __init__(self, total: int) -> None:
         self._console = console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        text = TextColumn("{task.description}")
+        columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
+        text = progress.TimeRemainingColumn(), progress.TextColumn("{task.description}")
         hidden = not console.is_interactive
-        self._progress = Progress(*columns, text, console=console, transient=True, disable=hidden)
+        self._progress = progress.Progress(*columns, *text, console=console, transient=True, disable=hidden)
         self._task = self._progress.add_task("", total=total)
         self.stop = self._progress.stop
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.output.stream import Style
-from ringdance.launch.parser import Parser, as_program, rank_count
+from ringdance.launch.parser import Parser, as_program, rank_count, seconds
 from ringdance.launch.prepare import Check, Log, PreparedJob, prepare
 from ringdance.launch.remote.environment import forwarding
-from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
+from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import JobSpec, parse_exports, resolve_command
 from ringdance.launch.terminal import run_in_terminal
 from ringdance.settings import parse
@@ -56,82 +55,48 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks (default: the slots of -H)")
     add("-n", type=rank_count, dest="num_proc", help=argparse.SUPPRESS)
-    where = made.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
-    where.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
-    _add_other_hosts(made)
+    _add_hosts(made)
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.<r>/stdout and stderr, DIR/metrics-*")
     add("--timeline", default="", metavar="FILE", help="write what each rank does, for https://ui.perfetto.dev")
     text = "only of steps A to B-1, counted from 0"
     add("--timeline-steps", type=_of_setting(parse.STEPS), metavar="A:B", help=text)
-    add(
-        "--metrics-port",
-        metavar="[ADDRESS:]PORT",
-        type=_of_setting(parse.ADDRESS),
-        help="serve figures for Prometheus, at http://127.0.0.1:PORT/metrics of each host; also to "
-        "other hosts with ADDRESS 0.0.0.0",
-    )
+    text = "serve figures for Prometheus, at http://127.0.0.1:PORT/metrics of each host; also to other hosts "
+    text += "with ADDRESS 0.0.0.0"
+    add("--metrics-port", metavar="[ADDRESS:]PORT", type=_of_setting(parse.ADDRESS), help=text)
     add("--tensorboard", action="store_true", help="with --output-filename: also event files for TensorBoard")
     add("--quiet", action="store_true", help="no summary at the end of a run of more than a minute")
-    add(
-        "--prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="begin each output line with [rank] (default)",
-    )
+    text = "begin each output line with [rank] (default)"
+    add("--prefix", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--timestamps", action="store_true", help="begin each output line with the time")
     add("--fold", action="store_true", help="show a line that several ranks write once: `[0-3] text`")
     add("--output-json", action="store_true", help="each output line as JSON: rank, host, stream, time, text")
-    add("--colour", action="store_true", help="colours for the ranks, also where the output is no terminal")
-    add(
-        "--start-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds until all ranks must have started (default 60)",
-    )
+    text = "colours for the ranks, also where the output is no terminal"
+    add("--color", "--colour", action="store_true", dest="colour", help=text)
+    text = "seconds until all ranks must have started (default 60)"
+    add("--start-timeout", type=seconds, default=60.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
-    add("--format", choices=("table", "json"), default="table", help="of the plan (default: table)")
-    add("--json", action="store_const", const="json", dest="format", help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="the plan as JSON")
     add("--verbose", action="store_true", help="show each step, and all messages of mpiexec")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     return made
 
 
-def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("other hosts")
-    add_ssh_options(group)
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("hosts")
+    add_host_options(group, "hosts and their slots (default: 1)")
     add = group.add_argument
-    add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="all|none|NAME,...",
-        help="variables of this shell that ranks on other hosts get too (default: all but those of a machine "
-        "or login; * stands for any text); NAME=VALUE is as of -x",
-    )
+    text = "variables of this shell that ranks on other hosts get too (default: all but those of a machine "
+    text += "or login; * stands for any text); NAME=VALUE is as of -x"
+    add("--env", action="append", default=[], metavar="all|none|NAME,...", help=text)
     add("--chdir", default="", metavar="DIR", help="directory of the ranks there (default: as here)")
-    add(
-        "--network-interface",
-        action="append",
-        default=[],
-        metavar="A,B",
-        help="network interfaces to use (default: those by which all hosts reach one another)",
-    )
-    add(
-        "--host-timeout",
-        type=float,
-        default=6.0,
-        metavar="S",
-        help="seconds without a heartbeat after which a host is lost (default 6)",
-    )
-    add(
-        "--no-check",
-        action="store_true",
-        help="do not check the hosts before the start; with --dry-run: do not connect to any",
-    )
+    text = "network interfaces to use (default: those by which all hosts reach one another)"
+    add("--network-interface", action="append", default=[], metavar="A,B", help=text)
+    text = "seconds without a heartbeat after which a host is lost (default 6)"
+    add("--host-timeout", type=seconds, default=6.0, metavar="S", help=text)
+    text = "do not check the hosts before the start; with --dry-run: do not connect to any"
+    add("--no-check", action="store_true", help=text)
 
 
 def _of_setting(setting: parse.Parser[Any]) -> Callable[[str], str]:
@@ -163,11 +128,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 
 
 def run(
-    spec: JobSpec,
-    arguments: argparse.Namespace,
-    log: Log,
-    check: Check | None = None,
-    show_map: bool = False,
+    spec: JobSpec, arguments: argparse.Namespace, log: Log, check: Check | None = None, show_map: bool = False
 ) -> int:
     """Run a job as the options of ``ringdance run`` define, and return the exit code.
 
@@ -190,7 +151,7 @@ def run(
     if arguments.dry_run:
         prepared.close()
         plan = prepared.plan
-        print(plan.to_json(os.environ) if arguments.format == "json" else plan.describe(os.environ))
+        print(plan.to_json(os.environ) if arguments.json else plan.describe(os.environ))
         return 0
     if show_map:  # without the values of variables, which do not belong into a log
         print(prepared.plan.describe().partition("\nenvironment:")[0], file=sys.stderr)
@@ -228,19 +189,12 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
     Raises:
         LaunchError: a value is wrong, or the command cannot be run.
     """
-    hosts, source = None, ""
-    if arguments.hosts:
-        hosts, source = parse_hosts(arguments.hosts), "-H"
-    elif arguments.hostfile:
-        hosts, source = parse_hostfile(arguments.hostfile), f"--hostfile {arguments.hostfile}"
-    if not arguments.host_timeout > 0:
-        raise LaunchError(f"--host-timeout {arguments.host_timeout:g}: it must be more than 0 seconds")
     exports = parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ)
     return JobSpec(
         resolve_command(arguments.command),
         ranks=arguments.num_proc,
-        hosts=hosts,
-        source=source,
+        hosts=hosts_of(arguments),
+        source=f"--hostfile {arguments.hostfile}" if arguments.hostfile else "",
         shell=remote_shell_of(arguments),
         chdir=arguments.chdir,
         interfaces=[name for text in arguments.network_interface for name in text.split(",") if name],

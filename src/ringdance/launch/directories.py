@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 
@@ -25,8 +26,8 @@ def usable(bases: Iterable[str]) -> tuple[list[str], str]:
 
 
 def _unusable(base: str) -> str:
-    if not os.path.isabs(base) or os.pathsep in base:
-        return f"it is relative, or has a {os.pathsep!r} in it"
+    if not os.path.isabs(base) or os.pathsep in base or base.split() != [base]:
+        return f"it is relative, or has a {os.pathsep!r} or blank in it"
     if len(base.encode()) > _LONGEST:
         return f"its path is longer than {_LONGEST} bytes"
     if not os.path.isdir(base):
@@ -36,6 +37,15 @@ def _unusable(base: str) -> str:
     room = os.statvfs(base)
     full = room.f_bavail * room.f_frsize < _ROOM or (room.f_files and room.f_favail < _FILES)
     return f"it has no room for {_ROOM >> 20} MiB in {_FILES} files" if full else ""
+
+
+def is_own(directory: str) -> bool:
+    """Return whether it is a directory of this user's, and no link."""
+    try:
+        status = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def free_port() -> tuple[socket.socket | None, int]:

@@ -55,6 +55,13 @@ def rank_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks") from None
 
 
+def seconds(text: str) -> float:
+    """Return a time in seconds, more than 0."""
+    if not (found := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 seconds")
+    return found
+
+
 def as_program(name: str, action: Callable[[], int]) -> int:
     """Return the exit code of a command line's `action`; print what it raises in one line."""
     try:

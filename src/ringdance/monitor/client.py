@@ -93,19 +93,18 @@ class MonitorClient:
             raise OSError(answer["error"])
         return answer
 
-    def close(self) -> int:
-        """Wait until the monitor has written everything: this rank's ring is closed.
+    def killed(self) -> str:
+        """Return in words how the monitor has ended, before :meth:`close`; "" while it runs."""
+        if (code := self._process.poll()) is None:
+            return ""
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"the monitor (pid {self._process.pid}) {how}"
 
-        Returns:
-            How many other hosts' monitors have never connected.
-        """
-        pipe, answers = self._process.stdin, self._process.stdout
-        assert pipe
-        assert answers
-        pipe.close()
-        with answers:
-            try:
-                self._process.wait(self._limit)
-            except subprocess.TimeoutExpired:
-                return 0  # it waits for other ranks
-            return int(json.loads(answers.readline() or b"{}").get("missing", 0))
+    def close(self) -> None:
+        """Wait until the monitor has written everything: this rank's ring is closed."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for other ranks
+            self._process.wait(self._limit)
+        self._process.stdout.close()

@@ -105,6 +105,7 @@ class Follower:
 
     Attributes:
         stopped: no more records will come, for now or, with the link, for ever.
+        ended: all records have come.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -112,7 +113,7 @@ class Follower:
         self.frames = Frames(sock.fileno(), sock.fileno())
         self.clock = Clock()
         self.rings: dict[int, RemoteRing] = {}
-        self.stopped = self._ended = False
+        self.stopped = self.ended = False
 
     def receive(self) -> bool:
         """Take in what has come; close the link at the end, and return False."""
@@ -130,12 +131,18 @@ class Follower:
             elif "stopped" in message:
                 self.stopped = True
             elif "ended" in message:
-                self._ended = True  # it still answers for the clock, and closes after this side
-        if alive and not (self._ended and self.clock.known):
+                self.ended = True  # it still answers for the clock, and closes after this side
+        if alive and not (self.ended and self.clock.known):
             return True
         self.stopped, self.frames.open = True, False
         self.sock.close()
         return False
+
+    def names(self) -> str:
+        """Return the ranks of that host, and its name, as far as they are known."""
+        ranks = ", ".join(map(str, sorted(self.rings)))
+        host = next((ring.who.host for ring in self.rings.values()), "another host")
+        return f"rank {ranks} on {host}" if ranks else host
 
     def check_clock(self) -> None:
         """Send a question about the clock if one is due."""

@@ -28,7 +28,7 @@ from ringdance.launch.system import tcp
 from ringdance.launch.system.machine import networks
 from ringdance.monitor.links import Follower, Sender
 from ringdance.monitor.metrics import Metrics
-from ringdance.monitor.processes import open_ring, pidfd
+from ringdance.monitor.processes import open_ring, warn
 from ringdance.monitor.tracefile import TraceFile
 from ringdance.transport.eventcount import process_state
 
@@ -50,6 +50,7 @@ class Monitor:
         self._readers = [reader for pid in pids if (reader := open_ring(pid)) is not None]
         self._alive = {reader.who.pid: reader for reader in self._readers}
         self._selector = selectors.DefaultSelector()
+        self._starter = os.getppid()
         self._trace: TraceFile | None = None
         self._sender: Sender | None = None
         self._followers: list[Follower] = []
@@ -65,8 +66,8 @@ class Monitor:
         }  # fmt: skip
         self._watch(0, self._serve)
         for pid in self._alive:
-            if (descriptor := pidfd(pid)) is not None:
-                self._watch(descriptor, partial(self._selector.unregister, descriptor))
+            with contextlib.suppress(OSError, AttributeError):  # not every system has such descriptors
+                self._watch(descriptor := os.pidfd_open(pid), partial(self._selector.unregister, descriptor))
 
     def run(self) -> None:
         """Serve until all ranks have left, then complete the files."""
@@ -94,12 +95,25 @@ class Monitor:
                 self._alive[pid].ended = True
             self._take()
             if self._trace is not None:
-                self._trace.convert()
+                self._write(self._trace.convert)
             if self._metrics is not None:
                 self._metrics.write_if_due()
                 self._metrics.leave(gone)
             for pid in gone:
                 del self._alive[pid]
+
+    def _write(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Write to the timeline's file; where that fails, warn and write no more."""
+        try:
+            write(*arguments)
+        except OSError as error:
+            assert self._trace
+            self._warn(f"{self._trace.path}: {error.strerror}; the timeline ends there, and the job goes on")
+            self._trace = None
+            self._set_detail_everywhere(0)
+
+    def _warn(self, text: str) -> None:
+        warn(self._starter, f"{self._readers[0].who.host}: {text}")
 
     def _watch(self, descriptor: int, act: Callable[[], Any]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, act)
@@ -135,7 +149,7 @@ class Monitor:
         self._set_detail_everywhere(detail, anew)
 
     def _metrics_to(self, interval: float, **options: Any) -> None:
-        self._metrics = Metrics(self._readers, interval=interval, **options)
+        self._metrics = Metrics(self._readers, warn=self._warn, interval=interval, **options)
         self._interval = interval
         # Else the end of the rank's output is that of this process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -170,12 +184,16 @@ class Monitor:
         expected = self._others if last else len(self._followers)
         while sum(f.stopped for f in self._followers) < expected and time.monotonic() < until:
             self._step(_POLL_S)
+        lost = [one.names() for one in self._followers if last and not one.ended]
+        lacks = [f"the end of {names}, whose monitor was killed" for names in lost]
         if last and (missing := self._others - len(self._followers)) > 0:
-            with contextlib.suppress(OSError):
-                os.write(1, json.dumps({"missing": missing}).encode() + b"\n")
+            others = "1 other host" if missing == 1 else f"{missing} other hosts"
+            lacks.append(f"the ranks of {others}: no connection came from there")
+            advice = "They use TCP, to a port that the system chooses: does a firewall stop it?"
+            self._warn(f"the timeline lacks {lacks[-1]}. {advice}")
         self._take()
         if self._trace is not None:
-            self._trace.close()
+            self._write(self._trace.close, lacks)
             self._trace = None
 
     # --- other hosts ---------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,13 @@ class Metrics:
         anew: overwrite the file.
         tensorboard: write event files too.
         address: ``[ADDRESS:]PORT`` to serve them at, or "".
-        rank, host: the lowest rank of this host, and its name. What cannot be done is said on stderr.
+        rank: the lowest rank of this host.
+        warn: takes what cannot be done, in words.
     """
 
     def __init__(
         self, readers: Sequence[RingReader], path: Sequence[str], interval: float, directory: str, anew: bool,
-        tensorboard: bool, address: str, rank: int, host: str,
+        tensorboard: bool, address: str, rank: int, warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         sys.path += [one for one in path if one not in sys.path]
         from ringdance.monitor.sampler import Sampler
@@ -47,7 +49,7 @@ class Metrics:
         self._board: TensorBoard | None = None
         self._interval, self._began = interval, time.monotonic()
         self._next = self._began + min(1.0, interval)
-        self._host = host
+        self._warn, self._said = warn, set[str]()
         if directory:
             with self._problem("no figures are written"):
                 os.makedirs(directory, exist_ok=True)
@@ -81,8 +83,9 @@ class Metrics:
             self._say(f"{what}: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, f"ringdance: {self._host}: {text}\n".encode())
+        if text not in self._said:
+            self._said.add(text)
+            self._warn(text)
 
     def write_if_due(self) -> None:
         """Write a sample if it is time for one."""
@@ -102,12 +105,13 @@ class Metrics:
         rows = self._sampler.rows()
         if self._file is not None:
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            with contextlib.suppress(OSError):
+            with self._problem(f"{self._file.name} lacks samples"):
                 if (written := self._file.write(data)) < len(data):
                     self._file.seek(-written, os.SEEK_CUR)
                     self._file.truncate()
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._board is not None:
-            with contextlib.suppress(OSError):
+            with self._problem("TensorBoard's files lack samples"):
                 self._board.write(rows)
 
     def close(self) -> None:

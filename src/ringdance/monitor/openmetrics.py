@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 __all__ = ["FIGURES", "Figure", "RankCollector", "serve"]
+
+_SILENT_S = 10.0  # that a client may be, in its request or while it reads the answer
+_THREADS = 64
 
 
 class Figure(NamedTuple):
@@ -108,6 +112,10 @@ def serve(text: str, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> str:
         registry = CollectorRegistry()
         registry.register(RankCollector(rows))
         server, _ = start_http_server(int(port), address, registry)
+        # Each client has a thread: none for ever, and not any number of them.
+        handler: Any = server.RequestHandlerClass
+        server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_S})
+        server.verify_request = lambda *_: threading.active_count() < _THREADS  # type: ignore[method-assign]
     except OSError as error:
         taken = " (by another job?). Give another one with --metrics-port; 0 takes any that is free"
         advice = taken if error.errno == errno.EADDRINUSE else ""

@@ -1,4 +1,4 @@
-"""Processes of this host: their rings, and when they end."""
+"""Processes of this host: their rings and their stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 
 from ringdance.core.ring import RING_NAME, RingReader, Word, memories
 
-__all__ = ["open_ring", "pidfd"]
+__all__ = ["open_ring", "warn"]
 
 
 def open_ring(pid: int) -> RingReader | None:
@@ -25,9 +25,11 @@ def open_ring(pid: int) -> RingReader | None:
     return found
 
 
-def pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends, where the system has such."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return None
+def warn(pid: int, text: str) -> None:
+    """Write a line to a process's stderr, without keeping that open or waiting for its reader."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            os.write(descriptor, f"ringdance: {text}\n".encode())
+        finally:
+            os.close(descriptor)

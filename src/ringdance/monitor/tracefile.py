@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from ringdance.core.ring import RECORD, RingReader, records
-from ringdance.monitor.chrome import ChromeWriter
+from ringdance.monitor.chrome import END, ChromeWriter
 from ringdance.monitor.links import Clock, RemoteRing
 from ringdance.monitor.timeline import Timeline
 
@@ -32,6 +33,7 @@ class TraceFile:
         anew: whether the file begins later than the job.
 
     Attributes:
+        path: as given.
         full: whether it has its largest size; what comes later is left out.
 
     Raises:
@@ -39,6 +41,7 @@ class TraceFile:
     """
 
     def __init__(self, path: str, anew: bool = False) -> None:
+        self.path = path
         start = time.monotonic_ns() - int(_BEFORE_S * 1e9)
         self._timeline = Timeline(ChromeWriter(path, start, time.time() - _BEFORE_S))
         self._taken: deque[tuple[Source, int, bytes, int, int, int]] = deque()
@@ -80,9 +83,9 @@ class TraceFile:
         self._timeline.writer.flush()
         self._spent += time.monotonic() - began
 
-    def close(self) -> None:
-        """Write everything, and close the file."""
+    def close(self, lacks: Sequence[str] = ()) -> None:
+        """Write everything, and close the file, which says what it lacks."""
         self.convert(everything=True)
-        if self.full:
-            self._timeline.writer.instant(0, 0, "the trace has reached its largest size", time.monotonic_ns())
+        for text in [*lacks, *["what came after its largest size"] * self.full] or ["complete"]:
+            self._timeline.writer.instant(0, 0, f"{END}{text}", time.monotonic_ns())
         self._timeline.writer.close()

@@ -17,7 +17,7 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.cluster.detect import detect
-from ringdance.launch.parser import rank_count
+from ringdance.launch.parser import rank_count, seconds
 from ringdance.launch.spec import CommandError
 from ringdance.observe.limits import Limit
 from ringdance.subcommands import Subcommand
@@ -49,7 +49,7 @@ script a directory for checkpoints in which nothing matters.
 examples:
   ringdance bench input -np 2 -- python train.py --data /scratch/imagenet
   ringdance bench input -H node1:4,node2:4 --seconds 20 -- python train.py
-  ringdance bench input -np 4 --format json -- python train.py
+  ringdance bench input -np 4 --json -- python train.py
 
 exit code: 0 if all three runs have measured; else that of the run that failed, or 2"""
 
@@ -214,11 +214,8 @@ def measure(part: str, words: Sequence[str], seconds: float) -> Speed:
 
 
 def _input(arguments: argparse.Namespace) -> int:
-    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    if not words:
+    if not arguments.words:
         raise CommandError("give the command, as in: ringdance bench input -np 2 -- python train.py")
-    if not arguments.seconds > 0:
-        raise CommandError(f"--seconds {arguments.seconds:g}: it must be more than 0")
     options = []
     for option, value in (("-H", arguments.hosts), ("--hostfile", arguments.hostfile), ("-np", arguments.np)):
         options += [option, str(value)] if value else []
@@ -229,9 +226,9 @@ def _input(arguments: argparse.Namespace) -> int:
     speeds = {}
     for number, (part, title) in enumerate(PARTS.items(), 1):
         print(f"{number} of 3: {title}, about {1.3 * arguments.seconds:.0f} s ...", file=sys.stderr)
-        speeds[part] = measure(part, [*options, *words], arguments.seconds)
+        speeds[part] = measure(part, [*options, *arguments.words], arguments.seconds)
     found = judge(speeds)
-    if arguments.format == "json":
+    if arguments.json:
         print(json.dumps({part: asdict(one) for part, one in speeds.items()} | asdict(found), indent=1))
     else:
         print(f"{table(speeds)}\n\n{textwrap.fill(found.sentence, 100)}")
@@ -243,12 +240,12 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "number of ranks (default: the slots of the hosts, or 1)"
     add("-np", "-n", type=rank_count, metavar="N", help=text)
-    add("-H", "--hosts", metavar="H1:N,H2:M", help="hosts and their slots")
+    add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="hosts and their slots (default: 1)")
     add("--hostfile", metavar="FILE", help="the same from a file")
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for the ranks")
     text = "that each run measures, after a warm-up (default 8)"
-    add("--seconds", type=float, default=8.0, metavar="S", help=text)
-    add("--format", choices=("table", "json"), default="table", help="default: table")
+    add("--seconds", type=seconds, default=8.0, metavar="S", help=text)
+    add("--json", action="store_true", help="as JSON")
     add("words", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
 
 

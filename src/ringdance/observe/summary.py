@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ringdance.monitor.chrome import END
 from ringdance.observe.intervals import Array, Cover
 from ringdance.observe.trace import Key, Span, Trace
 
@@ -125,7 +126,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
     keys = [key for key in (rows[0] if rows else ()) if key.endswith("_seconds")]
     return {
         "steps_marked": marked,
-        "notes": notes(ranks),
+        "notes": [*notes(ranks), *_incomplete(trace)],
         "ranks": sorted(rows, key=lambda row: -row["compute_seconds"]),
         "mean": {key: fmean([row[key] for row in rows]) for key in keys},
         "steps": _steps(ranks) if marked else [],
@@ -152,6 +153,12 @@ def notes(ranks: Sequence[RankTimes]) -> list[str]:
     gaps = f"Records were lost, overwritten before they were read: {lost}. What they tell of is left out."
     clocks = f"Clocks are known: {', '.join(known.values())}. Ranks are not said to be late by less."
     return [gaps] * bool(lost) + [clocks] * bool(known)
+
+
+def _incomplete(trace: Trace) -> list[str]:
+    ends = [text.removeprefix(END) for text, _ in trace.instants.get((0, 0), ()) if text.startswith(END)]
+    ends = ends or ["its end (does the job run, was its monitor killed, or had the disk no room?)"]
+    return [f"The file lacks {text}." for text in ends if text != "complete"]
 
 
 def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.summary import PARTS, summarize
 from ringdance.observe.trace import load
@@ -52,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
+        if min(arguments.steps, arguments.tensors) < 0:
+            raise LaunchError(f"--steps {arguments.steps} --tensors {arguments.tensors}: 0 or more are shown")
         summary = summarize(load(arguments.file))
         if arguments.json:
             print(json.dumps(summary, indent=1))

@@ -72,11 +72,11 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     if arguments.recipe != "resnet50":
-        if arguments.format != "text":
-            raise CommandError(f"{arguments.recipe} has no presets: only --format text shows it.")
+        if arguments.json:
+            raise CommandError(f"{arguments.recipe} has no presets, which --json would show.")
         manuals = ((one, ast.get_docstring(ast.parse(one.read_text()))) for one in _files(arguments.recipe))
         print("\n\n".join(f"{one.name}\n\n{textwrap.indent(text or '', '  ')}" for one, text in manuals))
-    elif arguments.format == "json":
+    elif arguments.json:
         print(json.dumps({name: asdict(preset) for name, preset in PRESETS.items()}, indent=1))
     else:
         print("\n\n".join(_described(name, preset) for name, preset in PRESETS.items()))
@@ -146,7 +146,7 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from ringdance.errors import LaunchError
         ("a.b:1, c:2", [("a.b", 1), ("c", 2)]),
         ("[fe80::1]:2,10.0.0.1:3", [("fe80::1", 2), ("10.0.0.1", 3)]),
         ("a:1,b:2,a:3", [("a", 4), ("b", 2)]),
+        ("a,[fe80::1],b:2,a,2001:db8::5", [("a", 2), ("fe80::1", 1), ("b", 2), ("2001:db8::5", 1)]),
     ],
 )
 def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
@@ -25,12 +26,17 @@ def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["localhost", "localhost:", "localhost:0", "localhost:x", ":3", "-oProxy:2", "", "a b:2", "a:1,", "a;b:1"]
-    + ["$(id):1", "[a]:2", "a:٣", "a@b:1", "a:1:2", "[::1:2"],
+    ["localhost:", "localhost:0", "localhost:x", ":3", "-oProxy:2", "", "a b:2", "a:1,", "a;b:1"]
+    + ["$(id):1", "[a]:2", "a:٣", "a@b:1", "n:1:2", "[::1:2"],
 )
 def test_bad_hosts(text: str) -> None:
     with pytest.raises(LaunchError, match="HOST:SLOTS"):
         parse_hosts(text)
+
+
+def test_slots_may_be_required() -> None:
+    with pytest.raises(LaunchError, match="HOST:SLOTS"):
+        parse_hosts("localhost:1,h2", slots=None)
 
 
 def hostfile(directory: Path, text: str) -> str:

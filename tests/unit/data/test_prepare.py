@@ -91,7 +91,7 @@ def test_class_directories_keep_every_byte(tmp_path, capfd, format):
     assert list(found.rows["label"]) != sorted(found.rows["label"])  # shuffled
     assert run("verify", tmp_path / "dst", "--decode") == 0
     capfd.readouterr()
-    assert run("info", tmp_path / "dst", "--format", "json") == 0
+    assert run("info", tmp_path / "dst", "--json") == 0
     [row] = json.loads(capfd.readouterr().out)
     assert (row["samples"], row["classes"], row["width"], row["height"]) == (12, 3, [48] * 3, [40] * 3)
 

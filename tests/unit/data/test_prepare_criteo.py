@@ -214,7 +214,7 @@ def test_info_and_verify(source, tmp_path, capsys):
     assert prepare(source, tmp_path, "--shards", 2, "--format", "libsvm") == 0
     assert main(["info", str(tmp_path)]) == 0
     assert "9000" in capsys.readouterr().out
-    assert main(["info", str(tmp_path), "--format", "json"]) == 0
+    assert main(["info", str(tmp_path), "--json"]) == 0
     (about,) = json.loads(capsys.readouterr().out)
     assert (about["rows"], about["fields"], about["files"]) == (ROWS, 39, 2)
     assert 0.2 < about["clicks"] < 0.3

@@ -52,7 +52,7 @@ def test_what_is_wrong_is_said_with_its_fix(
 
 
 def test_json_has_results_and_facts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--check", "limit-stack", "--format", "json"]) == 0
+    assert cli.main(["doctor", "--check", "limit-stack", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [result["check"] for result in found["results"]] == ["limit-stack"]
     assert found["facts"][os.uname().nodename]["limits"]["stack"]

@@ -29,6 +29,11 @@ def test_what_other_hosts_get(text: str, names: set[str]) -> None:
     assert forwarded(OWN, forwarding(text)).keys() == names
 
 
+def test_what_names_files_of_this_machine_stays_here() -> None:
+    names = ("KRB5CCNAME", "XAUTHORITY", "ICEAUTHORITY", "TMP", "TEMP", "TEMPDIR", "TMPDIR", "GPG_TTY")
+    assert not forwarded(dict.fromkeys(names, "/tmp/x"))
+
+
 def test_what_is_no_name_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"--env A,B-C: 'B-C' is no name of a variable; give all, none, or"):
         forwarding("A,B-C")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,19 +91,36 @@ def test_the_end_and_rubbish_are_seen() -> None:
     assert not theirs.send({"a": 1})
 
 
-def test_ssh_never_asks_and_never_trusts_a_changed_key() -> None:
+@pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
+@pytest.mark.parametrize(
+    ("own", "found"), [("", "accept-new"), ("yes", "true"), ("ask", "ask"), ("no", "false")]
+)
+def test_keys_of_new_hosts_are_accepted_unless_ssh_is_set_otherwise(
+    tmp_path: Path, own: str, found: str
+) -> None:
+    line = RemoteShell().command("node1", ["true"])
+    at = line.index("-F") + 1
+    (tmp_path / "own").write_text(f"Host node*\n    StrictHostKeyChecking {own}\n" if own else "")
+    text = Path(line[at]).read_text().replace("/etc/ssh/ssh_config", f"{tmp_path}/none")
+    (tmp_path / "config").write_text(text.replace("~/.ssh/config", f"{tmp_path}/own"))
+    line[at : at + 1] = [str(tmp_path / "config"), "-G"]
+    shown = subprocess.run(line, check=True, capture_output=True, text=True).stdout
+    assert f"stricthostkeychecking {found}\n" in shown
+
+
+def test_ssh_never_asks() -> None:
     line = RemoteShell().command("node1", ["true"])
     assert line[-3:] == ["--", "node1", "true"]
     text = " ".join(line)
     assert "-o BatchMode=yes" in text
-    assert "-o StrictHostKeyChecking=accept-new" in text
 
 
 def test_the_users_own_options_of_ssh_come_first() -> None:
-    line = RemoteShell(port=2222, identity="/k y", arguments=["-o", "StrictHostKeyChecking=yes"]).command(
+    line = RemoteShell(port=2222, identity="/k y", arguments=["-o", "LogLevel=INFO", "-F", "own"]).command(
         "n", ["true"]
     )
-    assert line.index("StrictHostKeyChecking=yes") < line.index("StrictHostKeyChecking=accept-new")
+    assert line.index("LogLevel=INFO") < line.index("LogLevel=ERROR")
+    assert "own" in line[line.index("-F") + 2 :]
     assert line[line.index("-p") + 1] == "2222"
     assert line[line.index("-i") + 1] == "/k y"
 

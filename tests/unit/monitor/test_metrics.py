@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 import urllib.request
@@ -32,10 +33,14 @@ def rings(count: int) -> list[Ring]:
     return made
 
 
+def warn(text: str) -> None:
+    print(f"ringdance: node1: {text}", file=sys.stderr)
+
+
 def metrics_of(rings: list[Ring], **options: Any) -> Metrics:
     readers = [RingReader(ring.memory) for ring in rings]
     usual = {"path": [], "interval": 0.01, "directory": "", "anew": True, "tensorboard": False, "address": ""}
-    return Metrics(readers, **{**usual, "rank": 4, "host": "node1", **options})
+    return Metrics(readers, **{**usual, "rank": 4, "warn": warn, **options})
 
 
 def count(ring: Ring, steps: int) -> None:
@@ -129,6 +134,29 @@ def test_the_endpoint_speaks_openmetrics() -> None:
     assert kind.startswith("text/plain")
     if promtool := shutil.which("promtool"):
         subprocess.run([promtool, "check", "metrics"], input=text, text=True, check=True)
+
+
+def test_silent_clients_keep_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringdance.monitor import openmetrics
+
+    before = threading.active_count()
+    monkeypatch.setattr(openmetrics, "_SILENT_S", 0.5)
+    monkeypatch.setattr(openmetrics, "_THREADS", before + 10)
+    address = f"127.0.0.1:{free_port()}"
+    metrics_of(rings(1), address=address)
+    clients = []
+    for _ in range(30):
+        clients.append(socket.create_connection(address.split(":")))
+        time.sleep(0.01)  # the queue of connections to accept is short
+    most, until = 0, time.monotonic() + 30
+    while (count := threading.active_count()) > before + 1 or not most:
+        most = max(most, count)
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert most <= before + 10
+    assert "ringdance_steps_total" in exposition(address)[1]
+    for client in clients:
+        client.close()
 
 
 def test_a_port_that_is_taken_is_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -51,3 +51,8 @@ def test_files_that_cannot_be_read_are_left_out_with_the_reason(
         f"ringdance explain: {loop}: Too many levels of symbolic links; it is left out",
     ]
     assert "pending 'a'" in said.out
+
+
+def test_how_long_other_hosts_may_take_is_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["-H", "localhost", "--timeout", "0.01"]) == 2
+    assert "localhost: ended after 0.01 s (--timeout)" in capsys.readouterr().err

@@ -173,3 +173,11 @@ def test_files_without_an_end_are_refused(tmp_path: Path, capsys: pytest.Capture
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         assert timeline.main([str(path)]) == 2
         assert f"{path} is no regular file: copy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--steps", "--tensors"])
+def test_fewer_than_no_rows_are_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert timeline.main([str(write(tmp_path / "t.json")), option, "-1"]) == 2
+    assert f"{option} -1" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def ended(code: int) -> dict[str, Any]:
 def test_manifest_as_yaml_and_json() -> None:
     text = k8s("manifest", *WANTED)
     assert text.returncode == 0, text.stderr
-    assert yaml.safe_load(text.stdout) == json.loads(k8s("manifest", "--format", "json", *WANTED).stdout)
+    assert yaml.safe_load(text.stdout) == json.loads(k8s("manifest", "--json", *WANTED).stdout)
     both = list(yaml.safe_load_all(k8s("manifest", "--kind", "TrainJob", *WANTED).stdout))
     assert [document["kind"] for document in both] == ["TrainingRuntime", "TrainJob"]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ringdance import subcommands
-from ringdance.cluster.hostfile import parse_hostfile, parse_hosts
 from ringdance.data.prepare import criteo, inspect
 from ringdance.data.prepare.foreign import index
 from ringdance.data.prepare.generate import generate
@@ -19,7 +18,7 @@ from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import rank_count
-from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
+from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
 from ringdance.launch.spec import CommandError, JobSpec
 from ringdance.launch.system.linux import usable_cores
 from ringdance.subcommands import Subcommand
@@ -95,7 +94,7 @@ Sizes of images are those of a thousand of them: the range, and the median in br
 is that of the first 16,384 rows.
 
 example:
-  ringdance data info /fast/imagenet --format json"""
+  ringdance data info /fast/imagenet --json"""
 _INDEX = """\
 Writes DIR/SPLIT.json and DIR/SPLIT.npy; files are only read. From then on DIR is read like any data set.
 TFRecords need an image in image/encoded (or image) and a label in image/class/label (or label), as written
@@ -176,16 +175,11 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("processes")
     text = "number of processes (default: the slots of -H, else the cores of this machine)"
     group.add_argument("-np", "--num-proc", type=rank_count, metavar="N", help=text)
-    names = group.add_mutually_exclusive_group()
-    names.add_argument("-H", "--hosts", metavar="H1:N,H2:M", help="hosts, with their numbers of processes")
-    names.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, as for `ringdance run`")
-    add_ssh_options(group)
+    add_host_options(group, "hosts, with their numbers of processes (default: 1)")
 
 
 def _job(arguments: argparse.Namespace) -> JobSpec:
-    hosts = parse_hosts(arguments.hosts) if arguments.hosts else None
-    if arguments.hostfile:
-        hosts = parse_hostfile(arguments.hostfile)
+    hosts = hosts_of(arguments)
     ranks = arguments.num_proc or (None if hosts else usable_cores())
     shell = remote_shell_of(arguments)
     return JobSpec((), ranks=ranks, hosts=hosts, source="-H or --hostfile", shell=shell)
@@ -223,7 +217,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
@@ -303,7 +297,7 @@ _SUBCOMMANDS = {
         "check the files of a data set", _add_verify, _VERIFY,
     ),
     "info": Subcommand(
-        _reporting(lambda arguments: inspect.info(arguments.directory, arguments.format)),
+        _reporting(lambda arguments: inspect.info(arguments.directory, arguments.json)),
         "show splits, samples or rows, classes, bytes and sizes of images", _add_info, _INFO,
     ),
     "index": Subcommand(

@@ -130,14 +130,14 @@ def _differences(data: Dataset, number: int, samples: Array) -> list[str]:
     ]  # fmt: skip
 
 
-def info(directory: Path, style: str) -> int:
+def info(directory: Path, as_json: bool) -> int:
     """Print a table of a data set's splits, or JSON; return the exit code."""
     rows = []
     for data in _splits(directory):
         if isinstance(data, ArgumentError):
             raise data
         rows.append(_about(data))
-    if style == "json":
+    if as_json:
         print(json.dumps(rows, indent=2))
         return 0
     columns: dict[str, Callable[[Any], str]] = {

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from ..directories import SHARED, bases, host_directory, host_shared
+from ..directories import SHARED, bases, host_directory, host_shared, is_own
 from ..messages import Channel
 from ..system import linux
 from . import paths
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"ringdance: {error.filename} on {os.uname().nodename}: {error.strerror}")
     # Its path may differ between hosts: it is where this host's agent has made it.
     directories = [host_directory(base, job) for base in (*named.split(os.pathsep), *bases(os.environ))]
-    os.environ[DIRECTORY] = next(filter(os.path.isdir, directories), directories[0])
+    os.environ[DIRECTORY] = next(filter(is_own, directories), os.devnull)
     # Open MPI hands its variables on from host to host, and this paths_differ.
     for name in [name for name, value in os.environ.items() if value == SHARED]:
         os.environ[name] = host_shared(job)

@@ -26,10 +26,10 @@ _KILL_S = 10.0
 _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "status": (
         "Show the jobs that were started with `ringdance run --detach`.",
-        "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --format json\n\n"
+        "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --json\n\n"
         "exit code: 0; with JOB 0 if it runs or has completed, else its exit code",
-        "--format",
-        {"choices": ("table", "json"), "default": "table", "help": "default: table"},
+        "--json",
+        {"action": "store_true", "help": "as JSON"},
     ),
     "attach": (
         "Show the output of a job in the background until it ends. Ctrl-C leaves it running.",
@@ -53,11 +53,7 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence[str]) -> int:
     description, epilog, option, details = _COMMANDS[name]
-    parser = Parser(
-        prog=f"ringdance {name}",
-        description=description,
-        epilog=epilog,
-    )
+    parser = Parser(prog=f"ringdance {name}", description=description, epilog=epilog)
     parser.add_argument("job", metavar="JOB", nargs="?", default="", help="the job, or its first digits")
     parser.add_argument(option, **details)
     return as_program(f"ringdance {name}", lambda: command(parser.parse_args(list(argv))))
@@ -65,7 +61,7 @@ def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence
 
 def _status(arguments: argparse.Namespace) -> int:
     found = [records.find(arguments.job)] if arguments.job else records.load_all()
-    if arguments.format == "json":
+    if arguments.json:
         entries = [{**asdict(record), "state": record.state, "ranks": record.ranks} for record in found]
         print(json.dumps(entries, indent=2))
     elif found:
@@ -90,6 +86,9 @@ def _row(record: records.Record) -> tuple[str, ...]:
 
 def _attach(arguments: argparse.Namespace) -> int:
     record = records.find(arguments.job)
+    if record.state == "elsewhere":
+        text = f"job {record.short} runs on {record.launcher_host}: only there it shows if it was killed"
+        print(f"ringdance attach: {text}", file=sys.stderr)
     try:
         reader = records.LogReader(record, arguments.begin == "start")
         sinks = {1: write_all(1), 2: write_all(2)}
@@ -106,7 +105,8 @@ def _attach(arguments: argparse.Namespace) -> int:
         return 130
     code = record.reload().code
     if code is None:
-        raise LaunchError(f"the launcher of job {record.short} (pid {record.pid}) was killed")
+        launcher = f"the launcher of job {record.short} (pid {record.pid} on {record.launcher_host})"
+        raise LaunchError(f"{launcher} was killed, or the machine was restarted")
     return code
 
 

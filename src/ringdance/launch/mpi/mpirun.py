@@ -136,7 +136,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> MpirunLine:
     if ":" in rest:
         raise LaunchError("several programs in one job (`:` between them) are not supported")
     if named:  # chosen among those of a host file, if there is one
-        chosen, known = [_entry(text) for text in named], dict(line.hosts or ())
+        chosen, known = [parse_hosts(text)[0] for text in named], dict(line.hosts or ())
         line.hosts = merge((host, known.get(host, slots)) for host, slots in chosen)
         line.source = f"-H {','.join(named)}"
     return line
@@ -216,12 +216,6 @@ def _number(option: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise LaunchError(f"{option} {text}: must be a number, 1 or more")
     return int(text)
-
-
-def _entry(text: str) -> tuple[str, int]:
-    """Read ``NAME:SLOTS``; a name alone is one slot, given twice it is two."""
-    bare = ":" not in text or text.endswith("]")
-    return parse_hosts(f"{text}:1" if bare else text)[0]
 
 
 def slots_of(hosts: HostList, line: MpirunLine) -> tuple[HostList, int]:

@@ -137,14 +137,9 @@ class Stream:
     """
 
     def __init__(
-        self,
-        sink: Sink,
-        style: Style,
-        file: BinaryIO | None = None,
-        holds: bool = False,
-        bare: bool = False,
+        self, sink: Sink, style: Style, file: BinaryIO | None = None, holds: bool = False, bare: bool = False,
         warn: Sink | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._sink, self._style, self._file, self._holds, self._bare = sink, style, file, holds, bare
         self._copy = guarded(str(file.name), write_all(file.fileno()), warn or sink) if file else None
         self._prefix = style.prefix.encode()
@@ -227,14 +222,9 @@ class Stream:
 
 
 def make_streams(
-    rank: int,
-    ranks: int,
-    host: str,
-    sinks: tuple[Sink, Sink],
-    style: Style,
-    directory: str,
+    rank: int, ranks: int, host: str, sinks: tuple[Sink, Sink], style: Style, directory: str,
     bare: bool = False,
-) -> list[Stream]:
+) -> list[Stream]:  # fmt: skip
     """Return the stdout and stderr of a rank.
 
     Raises:

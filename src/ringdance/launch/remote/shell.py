@@ -8,20 +8,25 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ringdance.cluster.hostfile import NAME
+from ringdance.cluster.hostfile import NAME, HostList, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 
-# No prompts, no changed keys; the first -o of a name holds, so the user's come before.
-_SSH = ("BatchMode=yes", "StrictHostKeyChecking=accept-new", "ConnectTimeout=10", "LogLevel=ERROR")
+# No prompts; the first -o of a name holds, so the user's come before.
+_SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
+# Keys of new hosts are accepted unless the user's or the machine's settings say otherwise. Of two -F the last
+# one holds, so this comes before the user's.
+_DEFAULTS = str(Path(__file__).with_name("ssh_config"))
 
 
 SSH_ADVICE = (
     ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE"),
     (
-        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED", "its key is not the known one",
-        "if the host was installed anew: ssh-keygen -R HOST",
+        "Host key verification failed|HOST IDENTIFICATION HAS CHANGED",
+        "its key is not the known one, or not known and ssh is set to refuse it",
+        "if the host was installed anew: ssh-keygen -R HOST; if it is new, compare and add: ssh-keyscan HOST",
     ),
     (
         "Could not resolve|Name or service not known", "its name does not resolve",
@@ -78,7 +83,7 @@ class RemoteShell:
                 "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none",
                 "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--quiet", *program,
             ]  # fmt: skip
-        line = ["ssh", "-x", "-T", *self.arguments]
+        line = ["ssh", "-F", _DEFAULTS, "-x", "-T", *self.arguments]
         line += ["-p", str(self.port)] if self.port else []
         line += ["-i", self.identity] if self.identity else []
         for option in _SSH:
@@ -87,21 +92,39 @@ class RemoteShell:
 
 
 # A parser, or a group in one: argparse has no public name for what they have in common.
-def add_ssh_options(parser: Any) -> None:
-    """Add the options of ssh; `remote_shell_of` reads them.
+def add_host_options(parser: Any, text: str = "these hosts, with their slots") -> None:
+    """Add -H, --hostfile and the options of ssh, which `remote_shell_of` reads.
 
     Args:
         parser: an ``argparse.ArgumentParser``, or one of its groups.
+        text: help of -H.
     """
-    add = parser.add_argument
+    names, add = parser.add_mutually_exclusive_group(), parser.add_argument
+    names.add_argument("-H", "--hosts", metavar="H1[:N],H2[:M]", help=text)
+    names.add_argument("--hostfile", metavar="FILE", help="the same from a file: `HOST slots=N` or `HOST:N`")
     add("-p", "--ssh-port", type=int, default=0, metavar="N", help="port of ssh (default: as ssh is set)")
     add("-i", "--ssh-identity-file", default="", metavar="FILE", help="key for ssh")
     add("--python", default="", metavar="PATH", help="interpreter with ringdance there (default: as here)")
     add("--ssh-args", default="", metavar="TEXT", help='more options of ssh, as in --ssh-args="-o User=me"')
 
 
+def hosts_of(arguments: argparse.Namespace, slots: int = 1) -> HostList | None:
+    """Return the hosts that the options of `add_host_options` name, None without them.
+
+    Args:
+        arguments: what argparse found.
+        slots: of hosts that are given to -H without any.
+
+    Raises:
+        LaunchError: a name or a file is wrong.
+    """
+    if arguments.hosts:
+        return parse_hosts(arguments.hosts, slots)
+    return parse_hostfile(arguments.hostfile) if arguments.hostfile else None
+
+
 def remote_shell_of(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RemoteShell:
-    """Return what the options of `add_ssh_options` define.
+    """Return what the options of `add_host_options` define.
 
     Args:
         arguments: what argparse found.

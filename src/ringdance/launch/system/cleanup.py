@@ -20,12 +20,11 @@ import re
 import shutil
 import signal
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
 
-from ..directories import host_directory
+from ..directories import host_directory, is_own
 from . import linux
 
 _SHM = "/dev/shm"
@@ -69,11 +68,9 @@ def job_of(directory: str) -> str:
     """Return the job that made a directory on this host, by the marker in it; "" if none did."""
     try:
         job = os.readlink(os.path.join(directory, linux.MARKER))
-        status = os.lstat(directory)
     except OSError:
         return ""
-    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return job if own and directory == host_directory(os.path.dirname(directory), job) else ""
+    return job if is_own(directory) and directory == host_directory(os.path.dirname(directory), job) else ""
 
 
 def abandoned(base: str) -> list[str]:

@@ -72,7 +72,7 @@ def options() -> argparse.Namespace:
     add("--strategies", default=",".join(ALL), metavar="A,B", help="default: all")
     add("--framework", default=",".join(FRAMEWORKS), metavar="A,B", help="default: tensorflow,torch")
     add("-np", "--num-proc", type=int, metavar="N", help="processes, or devices of one; default: the cores")
-    add("-H", "--hosts", metavar="H1:N,H2:M", help="where; one process alone runs on the first")
+    add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="where; one process alone runs on the first")
     add("--rows", type=int, metavar="N", help="to train on; default: all, once")
     add("--seconds", type=float, default=40, metavar="S", help="of training, at most; default: 40")
     add("--batch-size", type=int, default=4096, metavar="N", help="of all processes together; default: 4096")

@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
 # --- arguments -------------------------------------------------------------------------------------
 
 
-def _add_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="default: yaml")
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON (default: YAML)")
 
 
 def _add_kubectl(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
     add_options(parser, JobRequest)
-    _add_format(parser)
+    _add_json(parser)
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="- for standard input")
-    _add_format(parser)
+    _add_json(parser)
 
 
 def _add_logs(parser: argparse.ArgumentParser) -> None:
@@ -87,13 +87,13 @@ def _yaml() -> Any:
         import yaml
     except ImportError:
         raise LaunchError(
-            "YAML needs the package PyYAML: pip install 'ringdance[k8s]' (or use --format json)"
+            "YAML needs the package PyYAML: pip install 'ringdance[k8s]' (or use --json)"
         ) from None
     return yaml
 
 
-def _print(documents: Sequence[Document], style: str) -> None:
-    if style == "json":
+def _print(documents: Sequence[Document], as_json: bool) -> None:
+    if as_json:
         # Several documents as the list that kubectl takes.
         several = {"apiVersion": "v1", "kind": "List", "items": documents}
         print(json.dumps(documents[0] if len(documents) == 1 else several, indent=2))
@@ -130,7 +130,7 @@ def _read(file: str) -> list[Document]:
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
-    _print(manifest(from_arguments(JobRequest, arguments)), arguments.format)
+    _print(manifest(from_arguments(JobRequest, arguments)), arguments.json)
     return 0
 
 
@@ -162,7 +162,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             for note in notes:
                 print(f"{name}: {note}", file=sys.stderr)
         documents.append(document)
-    _print(documents, arguments.format)
+    _print(documents, arguments.json)
     return 0
 
 

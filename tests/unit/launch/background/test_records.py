@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch.background import records
+from ringdance.launch.background import commands, records
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +48,37 @@ def test_the_state_of_a_job() -> None:
     ended.wait()
     assert made("1111", pid=ended.pid).state == "lost"
     assert made("2222", pid_start="another process of that number").state == "lost"
-    assert made("3333", machine="other boot").state == "elsewhere"
+    assert made("3333", machine="other boot", launcher_host="other").state == "elsewhere"
+    assert made("6666", machine=f"{os.uname().nodename} before a restart").state == "lost"
     assert made("4444", ended=5.0, code=3).state == "ended"
-    # It ended between a look at its file and a look at its process.
+    # It ended between a look at its file and a look at its process, here or on another machine.
     assert replace(made("5555", ended=5.0, code=3), ended=None, pid=ended.pid).state == "ended"
+    other = made("7777", ended=5.0, code=3, machine="other boot", launcher_host="other")
+    assert replace(other, ended=None).state == "ended"
+
+
+def test_a_job_of_another_machine_is_followed_to_its_end() -> None:
+    other = made("8888", machine="other boot", launcher_host="other")
+    ending = threading.Timer(0.3, replace(other, ended=5.0, code=7).write)
+    ending.start()
+    assert commands.attach(["8888"]) == 7
+    ending.join()
+
+
+def test_a_job_older_than_a_restart_is_lost() -> None:
+    made("9999", machine=f"{os.uname().nodename} before a restart")
+    assert commands.attach(["9999"]) == 2
+    assert commands.stop(["9999"]) == 0
+
+
+def test_records_of_jobs_that_no_longer_run_go_after_months() -> None:
+    for number in range(60):
+        days = 3 if number == 3 else 91 + 60 - number
+        began = time.time() - days * 86400
+        made(f"{number:04x}", began=began, machine="other boot", launcher_host="other")
+    kept = [record.job[:4] for record in records.load_all()]
+    assert len(kept) == 1 + 50 + 1
+    assert kept[-1] == "0003", "it may run"
 
 
 def test_jobs_are_found_by_the_first_digits_of_their_names() -> None:

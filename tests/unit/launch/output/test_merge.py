@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from ringdance.launch.output.merge import WAIT_S, LineMerger, spans
+from ringdance.launch.output.merge import MOST, WAIT_S, LineMerger, spans
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,19 @@ def test_each_ranks_lines_keep_their_order() -> None:
     screen.merger.sink_of(0)(b"no end")
     screen.merger.flush(everything=True)
     assert screen.shown.endswith(b"[0] no end\n")
+
+
+@pytest.mark.parametrize("text", ["{}\n", "same\n"], ids=["different", "equal"])
+def test_the_work_for_a_line_does_not_grow_with_the_lines_held(text: str) -> None:
+    screen, lines = Screen(3), [text.format(number).encode() for number in range(20_000)]
+    began = time.process_time()
+    for rank in (0, 1):
+        for at in range(0, len(lines), 500):
+            screen.merger.sink_of(rank)(b"".join(lines[at : at + 500]))
+    assert time.process_time() - began < 3
+    held = 2 * len(lines) - screen.shown.count(b"\n")
+    assert held <= 2 * MOST, "lines that wait for others are bounded, in memory too"
+    screen.merger.flush(everything=True)
+    shown = screen.shown.splitlines()
+    assert shown[0].startswith(b"[0] ")
+    assert shown[-1].startswith(b"[1] ") or shown[-1].startswith(b"[0-1] ")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -63,6 +65,32 @@ def test_what_is_not_ours_or_young_stays(tmp_path: Path) -> None:
     young.mkdir()
     make(tmp_path, "e" * 32)
     assert all(directory.exists() for directory in [*others, young])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.parametrize("links", [False, True])
+def test_a_rank_asks_no_other_users_socket(links: bool) -> None:
+    """The name of a job's directory is no secret: another user may have made one where the job could not."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rdt-") as place,  # a short path
+        tempfile.TemporaryDirectory(prefix="rdt-") as other,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        foreign = Path(host_directory(place, "a" * 32))
+        made = Path(other) if links else foreign
+        made.mkdir(exist_ok=True)
+        os.chown(made, 65534, 65534)
+        if links:
+            foreign.symlink_to(made)
+        listener.bind(str(made / "s"))
+        listener.listen()
+        listener.settimeout(0.0)
+        text = "import sys; from ringdance.launch.agent.rank import main; main(sys.argv[1:])"
+        line = [sys.executable, "-c", text, place, "a" * 32, "true"]
+        environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+        assert subprocess.run(line, env=environ, timeout=20, check=False).returncode == 1
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_a_folder_that_is_there_is_no_new_one(tmp_path: Path) -> None:

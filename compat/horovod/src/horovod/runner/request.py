@@ -93,7 +93,7 @@ def _size(args: argparse.Namespace) -> tuple[int | None, HostList | None]:
     if args.host_discovery_script:
         hosts = _discover(args.host_discovery_script, args.slots, args.start_timeout)
     elif args.hosts:
-        hosts = parse_hosts(args.hosts)
+        hosts = parse_hosts(args.hosts, slots=None)
     elif args.hostfile:
         hosts = parse_hostfile(args.hostfile)
     least = args.num_proc or args.min_num_proc
@@ -124,7 +124,7 @@ def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str,
                 f"--host-discovery-script {script} prints {line!r} without a number of slots: "
                 "print HOST:SLOTS, or give --slots-per-host"
             )
-        for host, count in parse_hosts(line if counted else f"{line}:{slots}"):
+        for host, count in parse_hosts(line if counted else f"{line}:{slots}", slots=None):
             found[host] = count
     if not found:
         raise LaunchError(f"--host-discovery-script {script} prints no host")

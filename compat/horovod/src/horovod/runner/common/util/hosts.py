@@ -50,7 +50,7 @@ def parse_hosts(hosts_string: str) -> list[HostInfo]:
         ValueError: an entry is not ``name:slots``.
     """
     try:
-        return [HostInfo(name, slots) for name, slots in hostfile.parse_hosts(hosts_string)]
+        return [HostInfo(name, slots) for name, slots in hostfile.parse_hosts(hosts_string, slots=None)]
     except LaunchError as error:
         raise ValueError(str(error)) from None
 
