@@ -24,6 +24,8 @@ job is over unless it is initialized again.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import TYPE_CHECKING
 
 # Advice for a rank that may have had fewer batches than the others, the usual reason to end early.
@@ -31,6 +33,16 @@ OUT_OF_DATA = (
     "If it ran out of data before the others: share the data out evenly with hvd.shard(..., ends='pad') or "
     "ends='drop', or call hvd.join() after the last batch."
 )
+
+
+def pip_install(*words: str) -> str:
+    """Return the command that installs packages beside this copy of Ringdance.
+
+    Args:
+        words: packages, by the names of an index, and options of ``pip install``. Never "ringdance" itself:
+            this copy may come from a clone, and a package of that name in an index from anybody.
+    """
+    return shlex.join([sys.executable or "python3", "-m", "pip", "install", *words])
 
 
 class RingdanceError(Exception):

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.errors import ArgumentError
+from ringdance.errors import ArgumentError, pip_install
 
 
 @cache
-def needed(module: str, extra: str = "data") -> ModuleType:
-    """Import a module of an extra.
+def needed(module: str) -> ModuleType:
+    """Import a module of a package that not all need.
 
     Raises:
         ArgumentError: it is not installed.
@@ -26,7 +26,8 @@ def needed(module: str, extra: str = "data") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ArgumentError(f"{error}: pip install 'ringdance[{extra}]'") from None
+        package = module.partition(".")[0]
+        raise ArgumentError(f"{error}: {pip_install('pillow' if package == 'PIL' else package)}") from None
 
 
 def crc32c(data: bytes) -> int:

@@ -34,7 +34,7 @@ _ADVICE = (
     *SSH_ADVICE,
     (
         "No module named '?ringdance", f"{sys.executable} has no ringdance there",
-        f"ssh HOST {sys.executable} -m pip install ringdance",
+        "install it there as it is installed here, or give an interpreter that has it: --python PATH",
     ),
     (
         "No such file or directory|not found", f"there is no {sys.executable}",

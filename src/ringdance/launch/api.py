@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringdance.cluster.hostfile import parse_hosts
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, pip_install
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.output.results import Results
@@ -102,7 +102,7 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     try:
         import cloudpickle
     except ImportError:
-        raise LaunchError("ringdance.run needs cloudpickle: pip install cloudpickle") from None
+        raise LaunchError(f"ringdance.run needs cloudpickle: {pip_install('cloudpickle')}") from None
     return pickle.dumps((sys.path, cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import ringdance.numpy as hvd
+from ringdance.errors import pip_install
 
 TRAINED_ON = "train (the data has no other split: these are not validation figures)"
 """What an evaluation is of where there is nothing but what is trained on."""
@@ -47,7 +48,7 @@ class TrainingLog:
             try:
                 from tensorboardX import SummaryWriter
             except ImportError as error:
-                raise SystemExit(f"--tensorboard: {error}: pip install 'ringdance[metrics]'") from None
+                raise SystemExit(f"--tensorboard: {error}: {pip_install('tensorboardX')}") from None
             self.board = SummaryWriter(given.tensorboard)
         self.titles: tuple[str, ...] = ()
         self.clear()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringdance.errors import ArgumentError, LaunchError
+from ringdance.errors import ArgumentError, LaunchError, pip_install
 
 __all__ = ["RayExecutor", "RaySettings"]
 
@@ -284,7 +284,7 @@ def _ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError:
-        raise LaunchError("RayExecutor needs Ray: pip install 'ringdance[ray]'") from None
+        raise LaunchError(f"RayExecutor needs Ray: {pip_install('ray')}") from None
     return ray
 
 

@@ -304,5 +304,5 @@ def test_the_command_line_reports_mistakes() -> None:
 
 def test_without_boto3_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(LaunchError, match=r"pip install 'ringdance\[sagemaker\]'"):
+    with pytest.raises(LaunchError, match="-m pip install boto3"):
         estimator().fit(wait=False)

@@ -37,7 +37,7 @@ examples:
   ringdance data index /data/tfrecords                for TFRecords or tars made by others
   ringdance data generate criteo /fast/planted        click logs to try a training with
 
-Needs pip install 'ringdance[data]', for click logs 'ringdance[ctr]'.
+Needs the packages google-crc32c and, for images, pillow and simplejpeg, for click logs pyarrow.
 `ringdance data COMMAND --help` shows all options.
 """
 _PREPARE = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance import subcommands
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, pip_install
 from ringdance.subcommands import Subcommand
 from ringdance.submit.kubernetes.convert import convert
 from ringdance.submit.kubernetes.job import Document, JobRequest
@@ -87,7 +87,7 @@ def _yaml() -> Any:
         import yaml
     except ImportError:
         raise LaunchError(
-            "YAML needs the package PyYAML: pip install 'ringdance[k8s]' (or use --format json)"
+            f"YAML needs the package PyYAML: {pip_install('pyyaml')} (or use --format json)"
         ) from None
     return yaml
 

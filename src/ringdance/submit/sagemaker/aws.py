@@ -8,7 +8,7 @@ import tarfile
 import time
 from typing import Any
 
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, pip_install
 from ringdance.submit.sagemaker.request import account_of
 
 NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
@@ -41,7 +41,7 @@ def boto3() -> Any:
     try:
         import boto3
     except ImportError:
-        raise LaunchError("AWS needs boto3: pip install 'ringdance[sagemaker]'") from None
+        raise LaunchError(f"AWS needs boto3: {pip_install('boto3')}") from None
     return boto3
 
 
