@@ -68,7 +68,7 @@ class Remote:
             line = line if local else shell.command(host, line)
             self._process = subprocess.Popen(
                 line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                errors="replace", start_new_session=True,
+                errors="replace", start_new_session=True, env=shell.environ,
             )  # fmt: skip
         except LaunchError as error:
             self.problem = str(error), "correct the name"
