@@ -64,8 +64,8 @@ def test_a_step_is_not_confined_to_one_task(tmp_path: Path, monkeypatch: pytest.
     """What srun reads of its environment, by the man pages of Slurm 22.05 and later ones."""
     names = (
         "CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "CPUS_PER_GPU", "GPUS",
-        "NTASKS_PER_GPU", "MEM_PER_CPU", "NTASKS_PER_CORE", "THREADS_PER_CORE", "GPU_BIND", "TRES_BIND", "HINT",
-        "EXACT", "LABELIO", "STDOUTMODE",
+        "NTASKS_PER_GPU", "MEM_PER_CPU", "NTASKS_PER_CORE", "THREADS_PER_CORE", "GPU_BIND", "TRES_BIND",
+        "HINT", "EXACT", "LABELIO", "STDOUTMODE",
     )  # fmt: skip
     sizes = {f"SLURM_{name}": "1" for name in names}
     kept = {**SLURM, "SLURM_CONF": "/c", "SLURM_GPUS_PER_NODE": "2", "SLURM_JOB_CPUS_PER_NODE": "8"}
