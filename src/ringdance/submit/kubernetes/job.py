@@ -96,7 +96,7 @@ class JobRequest:
     gpus: int = option("GPUs of each worker", 0, minimum=0)
     cpus: str = option("cores of each worker", "", **{**_SIZE, "metavar": "N"})
     memory: str = option("of each worker, such as 32Gi", "", **_SIZE)
-    launcher_memory: str = option("of the launcher, which computes nothing", "1Gi", **_SIZE)
+    launcher_memory: str = option("of the launcher (default: 1Gi, and 16Mi for each worker)", "", **_SIZE)
     shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
     volumes: Sequence[Volume] = option(
         "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, configmap:NAME:/x, secret:NAME:/x, "
