@@ -16,7 +16,7 @@ from ringdance import __version__
 from ringdance.launch.parser import Parser
 
 if TYPE_CHECKING:
-    from ringdance.launch.spec import PreparedJob
+    from ringdance.launch.prepare import PreparedJob
 
 _EXAMPLES = """\
 examples:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return launch.main(words[1:], _look)
     if words and words[0] == "mpirun":
-        from ringdance.launch.mpi import mpirun_cli
+        from ringdance.launch import mpirun_cli
 
         return mpirun_cli.main(words[1:], _look)
     if words and words[0] in _PASSED_ON:

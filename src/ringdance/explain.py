@@ -25,7 +25,7 @@ from ringdance.errors import LaunchError
 from ringdance.hosts.host_set import add_arguments, host_set
 from ringdance.hosts.run import Run
 from ringdance.launch.background import records
-from ringdance.launch.cause import CAUSE_FILE, Cause
+from ringdance.launch.cause import CAUSE_FILE, OF_OTHERS, Cause
 from ringdance.launch.parser import Parser, as_program
 from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
@@ -52,7 +52,6 @@ _SAMPLE_S = 0.2
 _ANSWER_S = 20.0  # for the commands on other hosts
 _WAITS = re.compile(r"core/progress\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 _ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
-_OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 
 
 @dataclass
@@ -247,7 +246,7 @@ def _explain_files(directory: Path) -> Iterator[str]:
     failure = _failure(directory, flights)
     if failure:
         yield failure
-    if stall and not (failure and not any(error in failure for error in _OF_OTHERS)):
+    if stall and not (failure and not any(error in failure for error in OF_OTHERS)):
         yield _stalled(stall)
     elif not failure:
         yield f"There is no sign of a failure or stall in {directory}."
@@ -310,7 +309,7 @@ def _failure(directory: Path, flights: list[dict[str, Any]]) -> str:
         return _failed(cause)
     for path in sorted(directory.glob("rank.*/stderr")):
         errors = _ERROR.findall(path.read_text(errors="replace"))
-        if errors and not any(error in errors[-1] for error in _OF_OTHERS):
+        if errors and not any(error in errors[-1] for error in OF_OTHERS):
             return f"{path.parent.name.replace('.', ' ')} failed: {errors[-1]}"
     reasons = sorted((not one["reason"].startswith(_who(one)), one["reason"]) for one in flights)
     return str(reasons[0][1]) if reasons else ""  # of a rank about itself, if there is one

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ringdance.errors import LaunchError
-from ringdance.launch.remote import ray_nodes
+from ringdance.submit import ray_nodes
 from ringdance.submit.ray import RayExecutor, _fitting
 
 SETTINGS = RayExecutor.create_settings(timeout_s=60, ssh_str="", nics=None)

@@ -179,14 +179,16 @@ def test_exit_codes(program: Callable[[str], str], ending: str, code: int, words
 
 
 def test_what_mpiexec_refuses_is_shown_once(tmp_path: Path) -> None:
-    from ringdance.launch.spec import JobSpec, run_in_terminal
+    from ringdance.launch.prepare import prepare
+    from ringdance.launch.spec import JobSpec
+    from ringdance.launch.terminal import run_in_terminal
 
     order = JobSpec([sys.executable, "-c", "1"], ranks=2, mpi_args=["--no-such-option"])
     with open(tmp_path / "said", "wb") as file:
         former = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
-            code = run_in_terminal(order.prepare())
+            code = run_in_terminal(prepare(order))
         finally:
             os.dup2(former, 2)
             os.close(former)

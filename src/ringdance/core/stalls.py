@@ -42,7 +42,7 @@ _LOOK_TIMEOUT = 4.0  # py-spy may take seconds
 _SAME_ANSWER = 0.1  # seconds: to find out what all threads do takes some 20 ms
 _RECHECK = 1.0  # seconds after an inquiry that found nothing wrong
 _MOST_PATIENCE = 120.0
-_Verdict = tuple[str | None, type[StallError] | None]
+_Report = tuple[str | None, type[StallError] | None]
 
 
 @dataclass
@@ -137,7 +137,7 @@ class StallWatch:
         if self._inquiry is not None:
             self._inquiry.answers[sender] = note
 
-    def check(self) -> _Verdict:
+    def check(self) -> _Report:
         """Return a warning or None, and the error to fail with or None."""
         now, sets = time.monotonic(), self._sets.states()
         oldest = self._oldest(sets, now)
@@ -232,7 +232,7 @@ class StallWatch:
         here = self._transport.state(rank) == "running" and pid != os.getpid()
         return sample_cpu(pid) if here else None
 
-    def _conclude(self, inquiry: _Inquiry, now: float) -> _Verdict:
+    def _conclude(self, inquiry: _Inquiry, now: float) -> _Report:
         state, work = inquiry.state, inquiry.work
         if work.done() or state not in self._sets.states():
             self._inquiry = None

@@ -1,6 +1,6 @@
 """Measure the connection between two hosts: one listens, the other sends.
 
-Only a peer that proves to know the token is answered (see launch/remote/tcp.py).
+Only a peer that proves to know the token is answered (see launch/system/tcp.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from ringdance.launch.remote import tcp
+from ringdance.launch.system import tcp
 
 _PINGS = 40
 _CHUNK = 1 << 16

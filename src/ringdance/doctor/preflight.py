@@ -22,7 +22,7 @@ from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system.machine import in_home
 
 if TYPE_CHECKING:
-    from ringdance.launch.spec import PreparedJob
+    from ringdance.launch.prepare import PreparedJob
 
 MINUTES = 10.0
 _PROBES_S = 30.0

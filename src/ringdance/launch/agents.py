@@ -6,14 +6,11 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ringdance.launch.cause import signal_name
 from ringdance.launch.messages import watch
 from ringdance.launch.remote.connect import Remote
-
-if TYPE_CHECKING:
-    from ringdance.launch.job import Job
 
 _PING_S = 0.5
 _LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
@@ -39,6 +36,43 @@ class RankLink:
         return self.remote.frames.send({"to": self.number, "message": message})
 
 
+class Listener(Protocol):
+    """What a job does with the reports of its agents; all calls come from its own loop."""
+
+    def on_ready(self) -> None:
+        """All agents have prepared themselves, or have named a problem."""
+
+    def on_note(self, text: str) -> None:
+        """A detail for --verbose."""
+
+    def on_progress(self) -> None:
+        """An agent has sent something."""
+
+    def on_output(self, data: bytes) -> None:
+        """mpiexec or a daemon of it has written something."""
+
+    def on_file(self, name: str, data: bytes, last: bool) -> None:
+        """A part of a file that a rank has left in the job's directory on its host, or its end."""
+
+    def on_rank_message(self, link: RankLink, message: dict[str, Any]) -> None:
+        """A wrapper has reported."""
+
+    def on_rank_output(self, link: RankLink, which: int, data: bytes) -> None:
+        """A rank has written to stdout (0) or stderr (1); no data: it has closed it."""
+
+    def on_rank_closed(self, link: RankLink) -> None:
+        """A wrapper's connection has ended."""
+
+    def on_host_failed(self, host: str, message: str, lost: bool) -> None:
+        """A host is lost, or a program of the job that is no rank was killed there."""
+
+    def on_clean(self, local: bool) -> None:
+        """The agent on this host has cleaned up, or those on other hosts have, or are lost."""
+
+    def on_local_lost(self, why: str) -> None:
+        """The agent on this host has ended."""
+
+
 class Agents:
     """All agents of a job.
 
@@ -46,7 +80,7 @@ class Agents:
         local: this host; owned from now on.
         remotes: the other hosts; likewise.
         selector: the job's loop.
-        job: the job, whose methods ``on_...`` are called.
+        listener: is told what they report.
         heartbeat_timeout: seconds without a message after which another host is lost.
     """
 
@@ -55,13 +89,13 @@ class Agents:
         local: Remote,
         remotes: Sequence[Remote],
         selector: selectors.BaseSelector,
-        job: Job,
+        listener: Listener,
         heartbeat_timeout: float,
     ) -> None:
         self._local = local
         self._remotes = list(remotes)
         self._all = {agent.host: agent for agent in (*self._remotes, self._local)}
-        self._selector, self._job, self._heartbeat_timeout = selector, job, heartbeat_timeout
+        self._selector, self._listener, self._heartbeat_timeout = selector, listener, heartbeat_timeout
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
         self._input: tuple[RankLink, int] | None = None
@@ -148,15 +182,15 @@ class Agents:
     # --- the end -------------------------------------------------------------------------------
 
     def clean_remotes(self, failed: bool) -> None:
-        """End the job on the other hosts; `on_remote_clean` follows."""
+        """End the job on the other hosts; `on_clean` follows."""
         for agent in self._remotes:
             if agent.there and not agent.frames.send({"clean": True, "failed": failed}):
                 agent.lost = True
         if self.remotes_gone:
-            self._job.on_remote_clean()
+            self._listener.on_clean(local=False)
 
     def clean_local(self, failed: bool) -> None:
-        """End the job on this host; `on_local_clean` or `on_local_lost` follows."""
+        """End the job on this host; `on_clean` or `on_local_lost` follows."""
         self._local.frames.send({"clean": True, "failed": failed, "results": False})
 
     def give_up_remotes(self) -> None:
@@ -211,11 +245,11 @@ class Agents:
         self._send_on(agent)
         code = agent.kill()
         if agent.local:
-            self._job.on_local_lost(f"exit code {code}: {why}")
+            self._listener.on_local_lost(f"exit code {code}: {why}")
             return
-        self._job.on_host_failed(agent.host, why, lost=True)
+        self._listener.on_host_failed(agent.host, why, lost=True)
         for link in [link for link in self._links.values() if link.remote is agent]:
-            self._job.on_rank_closed(link)
+            self._listener.on_rank_closed(link)
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -226,7 +260,7 @@ class Agents:
             self._lose(agent, f"protocol error: {error}")
             return
         agent.heard = time.monotonic()
-        self._job.on_progress()
+        self._listener.on_progress()
         for message, payload in messages:
             self._take(agent, message, payload)
         if not alive and agent.there:
@@ -236,44 +270,42 @@ class Agents:
             watch(self._selector, agent.frames.read_fd, 0, None)
 
     def _take(self, agent: Remote, message: dict[str, Any], payload: bytes) -> None:
-        job, host = self._job, agent.host
+        listener, host = self._listener, agent.host
         if "from" in message:
             self._from_rank(agent, message, payload)
         elif "ready" in message:
             agent.ready, agent.problem, agent.port = True, message["problem"], message["port"]
             if self.ready:
-                job.on_ready()
+                listener.on_ready()
         elif "output" in message:
-            job.on_output(payload)
+            listener.on_output(payload)
         elif "note" in message:
-            job.on_note(message["note"])
+            listener.on_note(message["note"])
         elif "exited" in message:
             self._programs[message["exited"]](message["pid"], message["code"], message["time"])
         elif "died" in message:
             name = signal_name(message["signal"])
             why = f"{message['name']} (pid {message['died']}), which is no rank, was killed by {name}"
-            job.on_host_failed(host, why, lost=False)
+            listener.on_host_failed(host, why, lost=False)
         elif "took" in message:
             self._await_input()
         elif "file" in message:
-            job.on_file(message["file"], payload, message["last"])
+            listener.on_file(message["file"], payload, message["last"])
         elif "cleaned" in message:
             agent.clean = True
-            if agent.local:
-                job.on_local_clean()
-            elif self.remotes_gone:
-                job.on_remote_clean()
+            if agent.local or self.remotes_gone:
+                listener.on_clean(agent.local)
 
     def _from_rank(self, remote: Remote, message: dict[str, Any], payload: bytes) -> None:
         number = message["from"]
         link = self._links.setdefault((remote.host, number), RankLink(remote, number))
         if "message" in message:
-            self._job.on_rank_message(link, message["message"])
+            self._listener.on_rank_message(link, message["message"])
         elif "stream" in message:
-            self._job.on_rank_output(link, message["stream"], payload)
+            self._listener.on_rank_output(link, message["stream"], payload)
         else:
             del self._links[remote.host, number]
-            self._job.on_rank_closed(link)
+            self._listener.on_rank_closed(link)
 
     # --- what rank 0 reads ---------------------------------------------------------------------
 

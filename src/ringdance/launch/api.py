@@ -15,6 +15,7 @@ from ringdance.launch.job import Job
 from ringdance.launch.output.results import Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Sink, Style
+from ringdance.launch.prepare import prepare
 from ringdance.launch.spec import JobSpec
 
 
@@ -78,7 +79,7 @@ def call(
     Raises:
         LaunchError: as of :func:`run`.
     """
-    prepared = spec.prepare()
+    prepared = prepare(spec)
     plan = prepared.plan
     try:
         files = {"call.pkl": _pack(fn, args, kwargs)}

@@ -15,7 +15,7 @@ CAUSE_FILE = "ringdance-cause.json"
 """File in the output directory of a failed job: the :class:`Cause`."""
 
 # Errors by which a rank reports another's end; never the first failure if there is another.
-_OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
+OF_OTHERS = ("RankLostError", "ShutDownError", "StallError", "DeadlockError")
 # Of all threads that Python's faulthandler lists, the one in which the signal arose.
 _CRASHED_THREAD = re.compile(r"^Current thread .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _LONGEST_LINE = 300
@@ -57,7 +57,7 @@ class Cause:
     def follows(self) -> bool:
         """Whether it reports another rank's failure."""
         error = self.message.partition(":")[0].rpartition(".")[2]
-        return self.kind in ("lost", "stall") or error in _OF_OTHERS or _LOST_PEER in self.message
+        return self.kind in ("lost", "stall") or error in OF_OTHERS or _LOST_PEER in self.message
 
     @property
     def of_an_end(self) -> bool:

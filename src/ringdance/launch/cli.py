@@ -14,17 +14,11 @@ from ringdance.errors import LaunchError
 from ringdance.launch.background.detach import start as start_detached
 from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import Parser, as_program, rank_count
+from ringdance.launch.prepare import Check, Log, PreparedJob, prepare
 from ringdance.launch.remote.environment import forwarding
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
-from ringdance.launch.spec import (
-    Check,
-    JobSpec,
-    Log,
-    PreparedJob,
-    parse_exports,
-    resolve_command,
-    run_in_terminal,
-)
+from ringdance.launch.spec import JobSpec, parse_exports, resolve_command
+from ringdance.launch.terminal import run_in_terminal
 from ringdance.settings import parse
 
 _EPILOG = """\
@@ -192,7 +186,7 @@ def run(
     if arguments.detach and not arguments.dry_run:
         # What is kept is not for this terminal.
         return start_detached(replace(spec, colour=arguments.colour), checked, log)
-    prepared = spec.prepare(log)
+    prepared = prepare(spec, log)
     if arguments.dry_run:
         prepared.close()
         plan = prepared.plan

@@ -9,7 +9,7 @@ import signal
 import time
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
@@ -24,20 +24,18 @@ from ringdance.launch.directories import (
     usable,
 )
 from ringdance.launch.hosts import Host
+from ringdance.launch.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.mpi.options import MACHINE_FILE, RSH_SHIM, machine_file
 from ringdance.launch.output.merge import spans
 from ringdance.launch.output.results import CollectedFile, Results
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
+from ringdance.launch.prepare import PreparedJob
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, start_local, together
-from ringdance.launch.remote.job_messages import job_messages, local_environment, rsh_script
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals
-
-if TYPE_CHECKING:
-    from ringdance.launch.spec import PreparedJob
 
 _SEE_S = 1.0  # after the first failure the other ranks may report what they see
 # (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's)
@@ -349,7 +347,7 @@ class Job:
             if lost and self._results_wanted:
                 self._fail(f"{named}: {message}, before all that its ranks returned had come")
             if lost and self._agents.remotes_gone:
-                self.on_remote_clean()
+                self.on_clean(local=False)
         elif self._state is not State.STOPPING or lost:
             self._fail(f"{named}: {message}")
 
@@ -361,14 +359,10 @@ class Job:
 
     # --- the end -------------------------------------------------------------------------------
 
-    def on_remote_clean(self) -> None:
-        """The agents on other hosts have cleaned up and ended, or are lost."""
-        if self._state is State.CLEANING_REMOTE:
+    def on_clean(self, local: bool) -> None:
+        """The agent on this host has cleaned up, or those on other hosts have, or are lost."""
+        if local or self._state is State.CLEANING_REMOTE:
             self._handle(Event.CLEAN)
-
-    def on_local_clean(self) -> None:
-        """The agent on this host has cleaned up."""
-        self._handle(Event.CLEAN)
 
     def on_local_lost(self, why: str) -> None:
         """The agent on this host has ended."""

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError, pip_install
@@ -28,10 +27,8 @@ from ringdance.launch.mpi import Mpi
 from ringdance.launch.mpi.options import RSH_SHIM, MpiexecRequest, host_label, mpiexec_options
 from ringdance.launch.output.merge import spans
 from ringdance.launch.remote.environment import ALL, forwarded, shown
+from ringdance.launch.spec import JobSpec
 from ringdance.launch.system.linux import MARKER
-
-if TYPE_CHECKING:
-    from ringdance.launch.spec import JobSpec
 
 _OF_A_RANK = (
     "OMPI_COMM_WORLD_",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
@@ -14,9 +14,7 @@ from ringdance.launch.hosts import rank_numbers
 from ringdance.launch.output.merge import LineMerger
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Stream, make_streams
-
-if TYPE_CHECKING:
-    from ringdance.launch.spec import PreparedJob
+from ringdance.launch.prepare import PreparedJob
 
 
 @dataclass

@@ -1,33 +1,21 @@
-"""What a user asks for, and how it is prepared: by ``ringdance run`` or ``ringdance.run``."""
+"""What a user asks for: a job's hosts, options and command."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ringdance.cluster.detect import detect
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
-from ringdance.launch.cause import CAUSE_FILE, Verdict, render
-from ringdance.launch.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
-from ringdance.launch.hosts import assign_ranks, facts_from, local_names
-from ringdance.launch.job import Job
-from ringdance.launch.mpi import find_mpi
-from ringdance.launch.output.screen import Screen
-from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style, write_all
-from ringdance.launch.plan import Plan, build_plan
-from ringdance.launch.remote.connect import Remote, close_all, connect
+from ringdance.launch.hosts import local_names
+from ringdance.launch.output.stream import Style
 from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
-from ringdance.launch.system.linux import usable_cores
-
-_RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
 
 class CommandError(LaunchError):
@@ -117,133 +105,6 @@ class JobSpec:
             spec = replace(spec, ranks=sum(slots for _, slots in spec.hosts))
         return spec
 
-    def prepare(
-        self,
-        log: Callable[[str], None] = lambda text: None,
-        connect: Callable[..., list[Remote]] = connect,
-        local: Collection[str] | None = None,
-    ) -> PreparedJob:
-        """Plan the job and start an agent on each other host; the command must have been resolved.
-
-        Args:
-            log: is called with what is waited for.
-            connect: starts the agents, as :func:`remote.connect.connect`.
-            local: which names are this machine; by default found out by their addresses.
-
-        Raises:
-            LaunchError: it cannot be done; nothing has been started.
-        """
-        check_machine()
-        spec = self.resolved()
-        assert spec.ranks is not None
-        hosts = spec.hosts or [("localhost", spec.ranks)]
-        local = local_names(name for name, _ in hosts) if local is None else local
-        # What is wrong here is reported before other hosts are asked.
-        assign_ranks(spec.ranks, hosts)
-        mpi = find_mpi()
-        others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
-        remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
-        facts = dict.fromkeys(local, facts_from(machine.facts()))
-        facts |= {remote.host: remote.facts for remote in remotes}
-        exports = dict(spec.exports)
-        if spec.output_directory:  # records of a failing rank and figures over time are output too
-            for name in (_RECORDS, METRICS_DIR):
-                if name not in os.environ:
-                    exports.setdefault(name, os.path.abspath(spec.output_directory))
-        if spec.timeline:  # rank 0's host writes it; the agent there sends it if that is another one
-            ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
-            there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
-            exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if hosts[0][0] in local else there
-            if spec.timeline_steps:
-                exports["RINGDANCE_TIMELINE_STEPS"] = spec.timeline_steps
-        try:
-            plan = build_plan(
-                replace(spec, exports=exports),
-                mpi=mpi,
-                cores=usable_cores(),
-                environ=os.environ,
-                facts=facts,
-                local=local,
-                root=os.getuid() == 0,
-            )
-        except BaseException:
-            close_all(remotes)
-            raise
-        used = {host.name for host in plan.hosts}  # not all, if there are more slots than ranks
-        close_all(remote for remote in remotes if remote.host not in used)
-        return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])
-
-
-Log = Callable[[str], None]
-"""Shows a line to the user."""
-
-
-@dataclass
-class PreparedJob:
-    """A job with its plan, and with its agents waiting on the other hosts.
-
-    Attributes:
-        spec: with hosts and ranks.
-        plan: what will be started.
-        remotes: the agents.
-    """
-
-    spec: JobSpec
-    plan: Plan
-    remotes: list[Remote]
-
-    def close(self) -> None:
-        """End the agents; nothing is started."""
-        close_all(self.remotes)
-
-    @property
-    def style(self) -> Style:
-        """How lines of ranks are shown."""
-        style = WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK
-        return self.spec.style or replace(style, clock=self.spec.clock, colour=int(self.spec.colour))
-
-    @property
-    def needed(self) -> list[str]:
-        """Files that every host must have."""
-        program, *arguments = self.plan.command
-        script = _script(arguments) if os.path.basename(program).startswith("python") else None
-        own = [] if self.plan.python and program == sys.executable else [program]
-        return [*own, *([script] if script else [])]
-
-
-Check = Callable[[PreparedJob, Log], None]
-"""Checks a prepared job; raises a LaunchError if it must not start."""
-
-
-def run_in_terminal(prepared: PreparedJob) -> int:
-    """Run it with the output on this process's stdout and stderr; return the exit code.
-
-    Raises:
-        LaunchError: nothing was started.
-    """
-    if prepared.spec.verbose:
-        print(prepared.plan.describe(os.environ), file=sys.stderr)
-    sys.stdout.flush()
-    # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
-    stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
-    smart = os.environ.get("TERM", "dumb") != "dumb"
-    terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
-    screen = Screen((write_all(1), write_all(2)), terminals)
-    return show_outcome(Job(prepared, screen, stdin=stdin).run(), prepared, screen)
-
-
-def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) -> int:
-    """Show the verdict on a failed job; return the exit code."""
-    if isinstance(outcome, int):
-        return outcome
-    directory = prepared.spec.output_directory
-    text = render(outcome, prepared.plan.ranks, directory)
-    if directory:
-        with contextlib.suppress(OSError), open(os.path.join(directory, CAUSE_FILE), "w") as file:
-            json.dump(asdict(outcome.cause), file)
-    screen.of(1)(text.encode(errors="surrogateescape") + b"\n")
-    return outcome.code
-
 
 def check_machine() -> None:
     """Raise a CommandError if no job can start on this machine."""
@@ -290,13 +151,13 @@ def resolve_command(command: Sequence[str]) -> list[str]:
             raise CommandError(f"{program} is not an executable program{hint}")
         raise CommandError(f"command not found: {program}", 127)
     if os.path.basename(path).startswith("python"):
-        script = _script(command[1:])
+        script = script_of(command[1:])
         if script and not os.path.exists(script):
             raise CommandError(f"no such script: {script} (in {os.getcwd()})")
     return [os.path.abspath(path), *command[1:]]
 
 
-def _script(arguments: Sequence[str]) -> str | None:
+def script_of(arguments: Sequence[str]) -> str | None:
     """Return the script among a Python interpreter's arguments; None for -m, -c and standard input."""
     rest = iter(arguments)
     for word in rest:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ringdance.core.ring import Label, RingReader, Who
 from ringdance.launch.messages import Frames
-from ringdance.launch.remote import tcp
+from ringdance.launch.system import tcp
 
 __all__ = ["Clock", "Follower", "RemoteRing", "Sender"]
 

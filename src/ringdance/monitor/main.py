@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from ringdance.core.ring import Word
-from ringdance.launch.remote import tcp
+from ringdance.launch.system import tcp
 from ringdance.launch.system.machine import networks
 from ringdance.monitor.links import Follower, Sender
 from ringdance.monitor.metrics import Metrics

@@ -19,7 +19,7 @@ from ringdance import subcommands
 from ringdance.cluster.detect import detect
 from ringdance.launch.parser import rank_count
 from ringdance.launch.spec import CommandError
-from ringdance.observe.verdict import Limit
+from ringdance.observe.limits import Limit
 from ringdance.subcommands import Subcommand
 
 __all__ = ["main"]

@@ -11,9 +11,9 @@ from statistics import fmean
 
 from ringdance.observe import svg
 from ringdance.observe.figures import Run
+from ringdance.observe.limits import RunLimit
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
-from ringdance.observe.verdict import RunLimit
 
 __all__ = ["page"]
 
@@ -22,24 +22,24 @@ _EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16
 _KINDS = ("computes", "waits for results", "exchanges")
 
 
-def page(runs: Sequence[Run], verdict: RunLimit, trace: Sequence[RankTimes], batch: int) -> str:
+def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch: int) -> str:
     """Return the page.
 
     Args:
         runs: the one that is described last; all of them are compared.
-        verdict: of that one.
+        limit: of that one.
         trace: its timeline, if there is one.
         batch: samples of a rank and step; 0 if not known.
     """
     run = runs[-1]
-    evidence = "".join(f"<li>{_code(text)}</li>" for text in verdict.evidence)
+    evidence = "".join(f"<li>{_code(text)}</li>" for text in limit.evidence)
     parts = [
-        f"<h1>{escape(run.directory.resolve().name)}: bound by {verdict.bound}</h1>",
+        f"<h1>{escape(run.directory.resolve().name)}: bound by {limit.bound}</h1>",
         f"<p>{run.size} ranks on {len(run.hosts)} host{'s' * (len(run.hosts) != 1)}, {run.seconds:.0f} s, "
         f"{run.ranks[0].rows[-1]['steps']} steps, {run.steps_per_second:.4g} steps/s"
         + (f", {run.steps_per_second * run.size * batch:.4g} samples/s" if batch else "") + "</p>",
-        f'<section class="verdict"><p><strong>{escape(verdict.sentence)}</strong></p><ul>{evidence}</ul>'
-        f"<p><b>Try next:</b> {_code(verdict.next_step)}</p></section>",
+        f'<section class="verdict"><p><strong>{escape(limit.sentence)}</strong></p><ul>{evidence}</ul>'
+        f"<p><b>Try next:</b> {_code(limit.next_step)}</p></section>",
         f'<h2>The run</h2><div class="plots">{"".join(_plots(run))}</div>',
         "<h2>Ranks</h2>" + _ranks_table(run),
     ]  # fmt: skip
@@ -53,7 +53,7 @@ def page(runs: Sequence[Run], verdict: RunLimit, trace: Sequence[RankTimes], bat
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.directory.resolve().name)}: bound by {verdict.bound}</title>"
+        f"<title>{escape(run.directory.resolve().name)}: bound by {limit.bound}</title>"
         f'<link rel="icon" href="data:,"><style>{_STYLE.read_text()}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
     )

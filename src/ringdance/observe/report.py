@@ -11,10 +11,10 @@ from pathlib import Path
 from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.figures import Run, read_run
+from ringdance.observe.limits import RunLimit, judge
 from ringdance.observe.page import page
 from ringdance.observe.summary import RankTimes, notes, ranks_of
 from ringdance.observe.trace import load
-from ringdance.observe.verdict import RunLimit, judge
 
 __all__ = ["main"]
 
@@ -46,24 +46,24 @@ def main(argv: Sequence[str]) -> int:
     add("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the last RUN_DIR")
     add("--timeline", type=Path, metavar="FILE", help="of the last run (default: one in RUN_DIR)")
     add("--batch-size", type=int, default=0, metavar="N", help="samples of a rank and step: shows samples/s")
-    add("--json", action="store_true", help="print the verdict as JSON")
+    add("--json", action="store_true", help="print the result as JSON")
 
     def action() -> int:
         arguments = parser.parse_args(list(argv))
         runs = [read_run(directory) for directory in arguments.directories]
         trace = _trace(runs[-1], arguments.timeline)
         uneven = min((float(one.parts["negotiate"].sum() / one.steps.sum()) for one in trace), default=0.0)
-        verdict = judge(runs[-1], uneven)
-        verdict.evidence.extend(notes(trace))
+        limit = judge(runs[-1], uneven)
+        limit.evidence.extend(notes(trace))
         target = arguments.output or runs[-1].directory / "report.html"
         try:
-            target.write_text(page(runs, verdict, trace, arguments.batch_size), encoding="utf-8")
+            target.write_text(page(runs, limit, trace, arguments.batch_size), encoding="utf-8")
         except OSError as error:
             raise LaunchError(f"{target}: {error.strerror}") from None
         if arguments.json:
-            print(json.dumps({**asdict(verdict), "page": str(target)}, indent=1))
+            print(json.dumps({**asdict(limit), "page": str(target)}, indent=1))
         else:
-            print(f"{_words(verdict)}\nThe page is {target}")
+            print(f"{_words(limit)}\nThe page is {target}")
         return 0
 
     return as_program("ringdance report", action)
@@ -75,9 +75,9 @@ def _trace(run: Run, file: Path | None) -> list[RankTimes]:
     return [one for one in ranks_of(load(found[0])) if one.steps.sum() > 0] if found else []
 
 
-def _words(verdict: RunLimit) -> str:
-    lines = [f"Bound by {verdict.bound}. {verdict.sentence}"]
-    for text in verdict.evidence:
+def _words(limit: RunLimit) -> str:
+    lines = [f"Bound by {limit.bound}. {limit.sentence}"]
+    for text in limit.evidence:
         lines.append(textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    "))
-    lines.append(textwrap.fill(f"Try next: {verdict.next_step}", 100))
+    lines.append(textwrap.fill(f"Try next: {limit.next_step}", 100))
     return "\n".join(lines)

@@ -146,7 +146,7 @@ class RayExecutor:
 
     def _start(self, environ: dict[str, str]) -> None:
         ray = _ray()
-        from ringdance.launch.remote.ray_nodes import Node
+        from ringdance.submit.ray_nodes import Node
 
         group, indices = self._place(ray)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy

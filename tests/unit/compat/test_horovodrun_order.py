@@ -15,6 +15,7 @@ from horovod.runner.common.util.hosts import HostInfo, SlotInfo
 from horovod.runner.launch import parse_args
 from horovod.runner.request import order_of, tell
 from ringdance.errors import LaunchError
+from ringdance.launch.prepare import prepare
 from ringdance.launch.spec import JobSpec
 from ringdance.settings import NO_EFFECT, SETTINGS, WARNED, load, without_effect
 
@@ -44,7 +45,7 @@ def said(*words: str) -> list[str]:
     ],
 )
 def test_number_of_processes(words, ranks):
-    assert order(*words).prepare().plan.ranks == ranks
+    assert prepare(order(*words)).plan.ranks == ranks
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_number_of_processes(words, ranks):
 )
 def test_sizes_and_hosts_that_cannot_be(words, message):
     with pytest.raises(LaunchError, match=message):
-        order(*words).prepare()
+        prepare(order(*words))
 
 
 def script(directory: Path, text: str) -> str:
@@ -80,7 +81,7 @@ def script(directory: Path, text: str) -> str:
 def test_hosts_of_a_discovery_script(tmp_path, text, more, found):
     made = order("-np", "2", "--host-discovery-script", script(tmp_path, text), *more)
     assert made.hosts == found
-    assert made.prepare().plan.ranks == sum(slots for _, slots in found)
+    assert prepare(made).plan.ranks == sum(slots for _, slots in found)
 
 
 @pytest.mark.parametrize(

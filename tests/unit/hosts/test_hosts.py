@@ -22,8 +22,8 @@ from ringdance.hosts.progress import CopyProgress
 from ringdance.hosts.run import Result, exit_code, grouped, shell_line
 from ringdance.launch.copy.received_file import DONE, ReceivedFile, partials_in
 from ringdance.launch.hosts import HostFacts
-from ringdance.launch.remote import tcp
 from ringdance.launch.remote.shell import RemoteShell
+from ringdance.launch.system import tcp
 
 # --- what is copied ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from ringdance.core.ring import Kind, Ring, RingReader, Who, records
-from ringdance.launch.remote import tcp
+from ringdance.launch.system import tcp
 from ringdance.monitor.links import Clock, Follower, Sender
 
 TOKEN = bytes(range(32))

@@ -12,7 +12,7 @@ import pytest
 from ringdance.monitor.chrome import ChromeWriter
 from ringdance.observe import report
 from ringdance.observe.figures import read_run
-from ringdance.observe.verdict import judge
+from ringdance.observe.limits import judge
 
 STEP_S = 0.1
 

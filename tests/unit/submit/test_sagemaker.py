@@ -20,8 +20,9 @@ from sagemaker_cases import BUCKET, CASES, COMMON, NAME, RECORDED, S3
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.submit.sagemaker import Estimator, Input, worker_channel
 from ringdance.submit.sagemaker.cli import hyperparameters
+from ringdance.submit.sagemaker.job import job_name
 from ringdance.submit.sagemaker.local import mpirun_script
-from ringdance.submit.sagemaker.request import job_name, mpi_options
+from ringdance.submit.sagemaker.request import mpi_options
 
 EXPECTED = json.loads(RECORDED.read_text())
 

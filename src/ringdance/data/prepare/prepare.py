@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Style
+from ringdance.launch.prepare import prepare as prepare_job
 from ringdance.launch.spec import CommandError, JobSpec
 
 _FILE_SIZE = 128 << 20
@@ -255,7 +256,7 @@ def run_work(destination: Path, work: Work, part: str, job: JobSpec, progress: P
 def _run_job(words: Sequence[str], job: JobSpec, progress: PrepareProgress) -> None:
     """Start the processes of a module through the launcher; they need no MPI themselves."""
     command = [sys.executable, "-m", *words]
-    prepared = JobSpec(**(vars(job) | {"command": command, "style": Style("")})).prepare(say)
+    prepared = prepare_job(replace(job, command=command, style=Style("")), say)
     screen = Screen((progress.feed, lambda data: progress.feed(data)))
     outcome = Job(prepared, screen).run()
     if isinstance(outcome, Verdict):

@@ -12,9 +12,8 @@ import psutil
 
 from ringdance.doctor.check import Usage
 from ringdance.launch.system import linux
-from ringdance.launch.system.cleanup import OF_MPI
+from ringdance.launch.system.cleanup import OF_RANKS
 
-_SHARED = re.compile(rf"{OF_MPI}|torch_")
 _NEW_S = 60.0
 
 
@@ -56,7 +55,7 @@ def _unused_shared(table: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         except OSError:
             continue
         own = status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode)
-        if _SHARED.match(entry.name) and own and time.time() - status.st_mtime > _NEW_S:
+        if re.match(OF_RANKS, entry.name) and own and time.time() - status.st_mtime > _NEW_S:
             candidates[status.st_ino] = {"name": entry.name, "bytes": status.st_blocks * 512}
     if candidates:
         for pid in table:

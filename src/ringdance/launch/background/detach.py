@@ -16,7 +16,9 @@ from ringdance.launch.background import records
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.parser import as_program
-from ringdance.launch.spec import Check, JobSpec, Log, show_outcome
+from ringdance.launch.prepare import Check, Log, prepare
+from ringdance.launch.spec import JobSpec
+from ringdance.launch.terminal import show_outcome
 
 GRACE_S = 3600.0
 """How long ranks may take to end after SIGTERM; ``ringdance stop`` ends them earlier."""
@@ -53,7 +55,7 @@ def start(spec: JobSpec, check: Check, log: Log) -> int:
 
 def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
     """Run the job in the child, write its name to the pipe, and return its exit code."""
-    prepared = spec.prepare(log)
+    prepared = prepare(spec, log)
     try:
         check(prepared, log)
         screen = Screen((records.log_sink(1), records.log_sink(2)))

@@ -27,8 +27,8 @@ import time
 from typing import Any
 
 from ..messages import Frames, watch
-from ..remote.tcp import accept, connect, listen
 from ..system.machine import in_home
+from ..system.tcp import accept, connect, listen
 from .received_file import ReceivedFile, partials_in
 
 _REPORT_S = 0.2

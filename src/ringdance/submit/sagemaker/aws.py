@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 from ringdance.errors import LaunchError, pip_install
-from ringdance.submit.sagemaker.request import account_of
+from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
-NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
 _LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _ENDED = ("Completed", "Failed", "Stopped")
 

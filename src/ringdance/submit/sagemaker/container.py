@@ -19,7 +19,7 @@ def train() -> None:
 
 def mpirun(words: Sequence[str]) -> int:
     """Run the toolkit's mpirun with this package's launcher; returns the exit code."""
-    from ringdance.launch.mpi import mpirun_cli
+    from ringdance.launch import mpirun_cli
 
     # The library that it preloads into each rank reads the host's name from files of /opt/ml, missing here.
     at = next((n for n, word in enumerate(words) if word.startswith("LD_PRELOAD=")), 0)

@@ -20,14 +20,14 @@ import json
 import os
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError
-from ringdance.submit.options import option
 from ringdance.submit.sagemaker import aws, local
-from ringdance.submit.sagemaker.request import Inputs, account_of, job_name, mpi_options, training_job
+from ringdance.submit.sagemaker.job import TrainingJob, account_of, job_name
+from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_options
 
 OUTPUT_DIRECTORY = "/opt/ml/output/data"
 """The service uploads what a job leaves here as ``output.tar.gz``."""
@@ -64,7 +64,7 @@ def _line_of_caller() -> str:
 
 def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by their current names, without those that have no effect here."""
-    known = {item.name for item in fields(Estimator) if item.init}
+    known = {item.name for item in fields(TrainingJob) if item.init}
     found: dict[str, Any] = {}
     for name, value in given.items():
         new = _RENAMED.get(name, name.removeprefix("train_"))
@@ -82,13 +82,7 @@ def _current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _sent(key: str, default: Any = None) -> Any:
-    """Declare a field that is sent, if it is given, as `key` of the request."""
-    return field(default=default, metadata={"key": key})
-
-
-@dataclass
-class Estimator:
+class Estimator(TrainingJob):
     """A training script, the machines it runs on, and the jobs made of both.
 
     The arguments are those of the SDK's version 2, and of the service's ``CreateTrainingJob``; the ones with
@@ -111,63 +105,11 @@ class Estimator:
         ArgumentError: an argument is missing, unknown or contradicts another one.
     """
 
-    entry_point: str
-    source_dir: str | None = option("directory to upload (default: the script alone)", metavar="DIR")
-    role: str = option("ARN of the role that the job has", "", key="RoleArn")
-    instance_type: str = option(
-        "such as ml.p3.16xlarge; local for this machine", "", key="ResourceConfig.InstanceType"
-    )
-    instance_count: int = option("machines", 1, key="ResourceConfig.InstanceCount")
-    processes_per_host: int | None = option("ranks on each (default: %(default)s)", type=int)
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    distribution: Mapping[str, Any] | None = None
-    image_uri: str = option(
-        "container image, with sagemaker-training and an MPI", "", "--image", metavar="URI"
-    )
-    _: KW_ONLY
-    custom_mpi_options: str = option(
-        "more options of mpirun, as one word", "", "--mpi-options", metavar="TEXT"
-    )
-    base_job_name: str | None = None
-    region: str | None = option("default: AWS_REGION, or boto3's configuration")
-    boto_session: Any = None
-    timeline: bool = option("write a timeline into the job's output", False)
-    autotune_log: bool = option("write the tuner's log into the job's output", False)
-    output_path: str | None = option("where model and output go", None, "--output", metavar="S3URI")
-    code_location: str | None = None
-    volume_size: int = option("size of each disk", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
-    volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
-    output_kms_key: str | None = _sent("OutputDataConfig.KmsKeyId")
-    max_run: int = option("limit in seconds", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
-    input_mode: str = option("of the channels", "File", choices=("File", "Pipe", "FastFile"))
-    use_spot_instances: bool = option(
-        "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
-    )
-    max_wait: int | None = option(
-        "seconds it may wait and run", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
-    )
-    checkpoint_s3_uri: str | None = option(
-        "where /opt/ml/checkpoints is kept", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
-    )
-    checkpoint_local_path: str | None = _sent("CheckpointConfig.LocalPath")
-    metric_definitions: Sequence[Mapping[str, str]] = _sent("AlgorithmSpecification.MetricDefinitions", ())
-    environment: Mapping[str, str] | None = _sent("Environment")
-    tags: Sequence[Mapping[str, str]] = _sent("Tags", ())
-    subnets: Sequence[str] = _sent("VpcConfig.Subnets", ())
-    security_group_ids: Sequence[str] = _sent("VpcConfig.SecurityGroupIds", ())
-    encrypt_inter_container_traffic: bool = _sent("EnableInterContainerTrafficEncryption", False)
-    enable_network_isolation: bool = _sent("EnableNetworkIsolation", False)
-    keep_alive_period_in_seconds: int | None = _sent("ResourceConfig.KeepAlivePeriodInSeconds")
-    max_retry_attempts: int | None = _sent("RetryStrategy.MaximumRetryAttempts")
-    container_log_level: int = 20
-    model_dir: str | None = None
-    enable_sagemaker_metrics: bool = True
-    debugger_hook: bool = True
-    disable_profiler: bool = False
-    mpi: bool | None = field(init=False, default=None)
-    latest_job: str | None = field(init=False, default=None)
+    latest_job: str | None = None
 
-    def __post_init__(self) -> None:
+    @functools.wraps(TrainingJob.__init__)  # type: ignore[misc]
+    def __init__(self, *arguments: Any, **given: Any) -> None:
+        super().__init__(*arguments, **_current_names(given))
         self._read_distribution()
         self._check_options()
         logs = {"RINGDANCE_TIMELINE": f"{OUTPUT_DIRECTORY}/timeline.json"} if self.timeline else {}
@@ -200,7 +142,7 @@ class Estimator:
             self.mpi = mpi.get("enabled", given is not None)
         self.custom_mpi_options, notes = mpi_options(mpi.get("custom_mpi_options") or self.custom_mpi_options)
         for note in notes:
-            warnings.warn(f"custom_mpi_options: {note}", stacklevel=5)
+            warnings.warn(f"custom_mpi_options: {note}", stacklevel=3)
 
     def _check_options(self) -> None:
         uploaded = not self.files.startswith("s3://")
@@ -223,7 +165,7 @@ class Estimator:
                 warnings.warn(
                     "spot instances without checkpoint_s3_uri: an interrupted job starts over; give it, "
                     "and let the script resume from /opt/ml/checkpoints",
-                    stacklevel=5,
+                    stacklevel=3,
                 )
         elif self.max_wait is not None:
             raise ArgumentError(
@@ -231,16 +173,6 @@ class Estimator:
             )
         if bool(self.subnets) != bool(self.security_group_ids):
             raise ArgumentError("subnets and security_group_ids belong together: give both or neither")
-
-    @property
-    def local(self) -> bool:
-        """Whether jobs run on this machine."""
-        return self.instance_type in ("local", "local_gpu")
-
-    @property
-    def files(self) -> str:
-        """The script, or the directory that holds it."""
-        return self.source_dir or self.entry_point
 
     def _new_name(self) -> str:
         return job_name(self.base_job_name or os.path.splitext(os.path.basename(self.entry_point))[0])
@@ -258,7 +190,7 @@ class Estimator:
             raise LaunchError(f"role {self.role!r}: give its ARN, arn:aws:iam::ACCOUNT:role/NAME")
         if self.code_location:
             bucket = self.code_location.removeprefix("s3://").partition("/")[0]
-        return training_job(self, name or self._new_name(), inputs, region, bucket)
+        return create_request(self, name or self._new_name(), inputs, region, bucket)
 
     def _find_region(self) -> str:
         given = self.region or getattr(self.boto_session, "region_name", None)
@@ -329,17 +261,6 @@ class Estimator:
         client = self._session().client("sagemaker", region_name=self._find_region())
         found = aws.call(client.describe_training_job, TrainingJobName=self.latest_job)
         return str(found["ModelArtifacts"]["S3ModelArtifacts"])
-
-
-_init = Estimator.__init__
-
-
-@functools.wraps(_init)
-def _init_by_any_name(self: Estimator, *arguments: Any, **given: Any) -> None:
-    _init(self, *arguments, **_current_names(given))
-
-
-Estimator.__init__ = _init_by_any_name  # type: ignore[method-assign]
 
 
 def worker_channel(name: str) -> str:

@@ -16,14 +16,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError, pip_install
-from ringdance.submit.sagemaker.aws import NOT_UPLOADED
+from ringdance.submit.sagemaker.job import NOT_UPLOADED, TrainingJob
 from ringdance.submit.sagemaker.request import Input, Inputs, as_channels, hyperparameters
-
-if TYPE_CHECKING:
-    from ringdance.submit.sagemaker.estimator import Estimator
 
 _HOST = "localhost"  # the toolkit waits until the name resolves
 
@@ -32,11 +29,11 @@ def _container() -> list[str]:
     return [sys.executable, "-m", "ringdance.submit.sagemaker.container"]
 
 
-def run(estimator: Estimator, name: str, inputs: Inputs, region: str) -> None:
+def run(job: TrainingJob, name: str, inputs: Inputs, region: str) -> None:
     """Run the job `name` to its end.
 
     Args:
-        estimator: what to run; its `instance_type` is "local".
+        job: what to run; its `instance_type` is "local".
         name: of the job.
         inputs: channels; ``file://`` and a directory, or a plain path.
         region: for the script's variables.
@@ -45,9 +42,9 @@ def run(estimator: Estimator, name: str, inputs: Inputs, region: str) -> None:
         ArgumentError: a channel does not exist, or the job wants several hosts.
         LaunchError: the toolkit is not installed, or the job failed: with what it reported.
     """
-    if estimator.instance_count != 1:
+    if job.instance_count != 1:
         raise ArgumentError(
-            f"instance_count {estimator.instance_count}: local mode has one host; give processes_per_host "
+            f"instance_count {job.instance_count}: local mode has one host; give processes_per_host "
             "instead"
         )
     if importlib.util.find_spec("sagemaker_training") is None:
@@ -56,11 +53,11 @@ def run(estimator: Estimator, name: str, inputs: Inputs, region: str) -> None:
             "(it needs a C compiler)"
         )
     root = Path(tempfile.mkdtemp(prefix="ringdance-sagemaker-"))
-    _lay_out(root, estimator, name, inputs, region)
+    _lay_out(root, job, name, inputs, region)
     print(f"ringdance: {name} runs on this machine, with {root} as /opt/ml", flush=True)
     environ = {
         **os.environ,
-        **{k: _moved(v, root) for k, v in (estimator.environment or {}).items()},
+        **{k: _moved(v, root) for k, v in (job.environment or {}).items()},
         "SAGEMAKER_BASE_DIR": str(root),
         "PATH": f"{root / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
@@ -69,8 +66,8 @@ def run(estimator: Estimator, name: str, inputs: Inputs, region: str) -> None:
     if code or failure.exists():
         reason = failure.read_text(errors="replace").strip() if failure.exists() else f"exit code {code}"
         raise LaunchError(f"training job {name} failed: {reason}\n(see {root})")
-    if estimator.output_path and not estimator.output_path.startswith("s3://"):
-        target = Path(estimator.output_path.removeprefix("file://"))
+    if job.output_path and not job.output_path.startswith("s3://"):
+        target = Path(job.output_path.removeprefix("file://"))
         for part, title in (("model", "model"), ("output/data", "output")):
             shutil.copytree(root / part, target / title, dirs_exist_ok=True)
 
@@ -80,21 +77,21 @@ def _moved(value: str, root: Path) -> str:
     return value.replace("/opt/ml", str(root)) if value.startswith("/opt/ml") else value
 
 
-def _lay_out(root: Path, estimator: Estimator, name: str, inputs: Inputs, region: str) -> None:
+def _lay_out(root: Path, job: TrainingJob, name: str, inputs: Inputs, region: str) -> None:
     for part in ("input/config", "input/data", "model", "output/data", "checkpoints", "bin"):
         (root / part).mkdir(parents=True)
     code = root / "code"
-    if os.path.isdir(estimator.files):
-        shutil.copytree(estimator.files, code, ignore=shutil.ignore_patterns(*NOT_UPLOADED))
+    if os.path.isdir(job.files):
+        shutil.copytree(job.files, code, ignore=shutil.ignore_patterns(*NOT_UPLOADED))
     else:
         code.mkdir()
-        shutil.copy(estimator.files, code)
+        shutil.copy(job.files, code)
     channels = as_channels(inputs)
     for channel, given in channels.items():
         (root / "input" / "data" / channel).symlink_to(_directory(channel, given))
-    parameters = hyperparameters(estimator, name, str(code), region)
-    if estimator.model_dir:
-        parameters["model_dir"] = estimator.model_dir.replace("/opt/ml", str(root))
+    parameters = hyperparameters(job, name, str(code), region)
+    if job.model_dir:
+        parameters["model_dir"] = job.model_dir.replace("/opt/ml", str(root))
     config: dict[str, Any] = {
         "hyperparameters": {k: json.dumps(v) for k, v in parameters.items()},
         "inputdataconfig": {

@@ -13,14 +13,11 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringdance.errors import ArgumentError
 from ringdance.launch.remote.environment import shown_text
-
-if TYPE_CHECKING:
-    from ringdance.submit.sagemaker.estimator import Estimator
+from ringdance.submit.sagemaker.job import TrainingJob
 
 _MAX_CHANNELS = 20
 _SETTING = re.compile(r"(?<!\S)(?<!-x )-{0,2}([A-Z][A-Z0-9_]*)=\S*")
@@ -88,45 +85,45 @@ class Input:
 Inputs = str | Input | Mapping[str, "str | Input"] | None
 
 
-def training_job(estimator: Estimator, name: str, inputs: Inputs, region: str, bucket: str) -> dict[str, Any]:
+def create_request(job: TrainingJob, name: str, inputs: Inputs, region: str, bucket: str) -> dict[str, Any]:
     """Return the arguments of ``create_training_job``.
 
     Args:
-        estimator: what to run, and where.
+        job: what to run, and where.
         name: of the job.
         inputs: its channels.
         region: where it runs.
-        bucket: for the code and the output, where the estimator names no others.
+        bucket: for the code and the output, where the job names no others.
 
     Raises:
         ArgumentError: the inputs cannot be used.
     """
-    output = estimator.output_path or f"s3://{bucket}/"
-    source = estimator.source_dir or ""
+    output = job.output_path or f"s3://{bucket}/"
+    source = job.source_dir or ""
     if not source.startswith("s3://"):
-        location = (estimator.code_location or f"s3://{bucket}").rstrip("/")
+        location = (job.code_location or f"s3://{bucket}").rstrip("/")
         source = f"{location}/{name}/source/sourcedir.tar.gz"
-    profiler: dict[str, Any] = {} if estimator.disable_profiler else {"S3OutputPath": output}
-    parameters = hyperparameters(estimator, name, source, region)
+    profiler: dict[str, Any] = {} if job.disable_profiler else {"S3OutputPath": output}
+    parameters = hyperparameters(job, name, source, region)
     request: dict[str, Any] = {
         "TrainingJobName": name,
         "AlgorithmSpecification": {
-            "TrainingInputMode": estimator.input_mode,
-            "TrainingImage": estimator.image_uri,
-            "EnableSageMakerMetricsTimeSeries": estimator.enable_sagemaker_metrics,
+            "TrainingInputMode": job.input_mode,
+            "TrainingImage": job.image_uri,
+            "EnableSageMakerMetricsTimeSeries": job.enable_sagemaker_metrics,
         },
         "OutputDataConfig": {"S3OutputPath": output},
-        "ProfilerConfig": {**profiler, "DisableProfiler": estimator.disable_profiler},
+        "ProfilerConfig": {**profiler, "DisableProfiler": job.disable_profiler},
         "HyperParameters": {key: json.dumps(value) for key, value in parameters.items()},
     }
     # The service refuses the debugger together with checkpoints of several machines.
-    checkpoints = estimator.checkpoint_s3_uri and estimator.checkpoint_local_path
-    if estimator.debugger_hook and not (checkpoints and estimator.instance_count > 1):
+    checkpoints = job.checkpoint_s3_uri and job.checkpoint_local_path
+    if job.debugger_hook and not (checkpoints and job.instance_count > 1):
         request["DebugHookConfig"] = {"S3OutputPath": output, "CollectionConfigurations": []}
-    if found := channels(inputs, estimator.input_mode, estimator.processes_per_host or 1):
+    if found := channels(inputs, job.input_mode, job.processes_per_host or 1):
         request["InputDataConfig"] = found
-    for item in fields(estimator):
-        value = getattr(estimator, item.name)
+    for item in fields(job):
+        value = getattr(job, item.name)
         empty = value is False or value in (None, "", (), [], {})
         if "key" in item.metadata and not empty:
             *path, last = item.metadata["key"].split(".")
@@ -134,26 +131,26 @@ def training_job(estimator: Estimator, name: str, inputs: Inputs, region: str, b
             for step in path:
                 part = part.setdefault(step, {})
             part[last] = value
-    if not estimator.checkpoint_s3_uri:
+    if not job.checkpoint_s3_uri:
         request.pop("CheckpointConfig", None)
     return request
 
 
-def hyperparameters(estimator: Estimator, name: str, source: str, region: str) -> dict[str, Any]:
+def hyperparameters(job: TrainingJob, name: str, source: str, region: str) -> dict[str, Any]:
     """Return the script's hyperparameters, and those from which the container knows what to run."""
-    found = dict(estimator.hyperparameters)
-    if estimator.mpi is not None:
-        found["sagemaker_mpi_enabled"] = estimator.mpi
-    if estimator.processes_per_host:
-        found["sagemaker_mpi_num_of_processes_per_host"] = estimator.processes_per_host
-        found["sagemaker_mpi_custom_mpi_options"] = estimator.custom_mpi_options
-    if estimator.model_dir is not None:
-        found["model_dir"] = estimator.model_dir
-    uploaded = estimator.source_dir is None
+    found = dict(job.hyperparameters)
+    if job.mpi is not None:
+        found["sagemaker_mpi_enabled"] = job.mpi
+    if job.processes_per_host:
+        found["sagemaker_mpi_num_of_processes_per_host"] = job.processes_per_host
+        found["sagemaker_mpi_custom_mpi_options"] = job.custom_mpi_options
+    if job.model_dir is not None:
+        found["model_dir"] = job.model_dir
+    uploaded = job.source_dir is None
     return found | {
         "sagemaker_submit_directory": source,
-        "sagemaker_program": os.path.basename(estimator.entry_point) if uploaded else estimator.entry_point,
-        "sagemaker_container_log_level": estimator.container_log_level,
+        "sagemaker_program": os.path.basename(job.entry_point) if uploaded else job.entry_point,
+        "sagemaker_container_log_level": job.container_log_level,
         "sagemaker_job_name": name,
         "sagemaker_region": region,
     }
@@ -232,17 +229,3 @@ def mpi_options(text: str) -> tuple[str, list[str]]:
         return new
 
     return _SETTING.sub(as_variable, " ".join(text.split())), notes
-
-
-def job_name(base: str, now: datetime | None = None) -> str:
-    """Make a job's name: letters, digits and '-', at most 63 characters, the time at its end."""
-    moment = now or datetime.now(UTC)
-    stamp = moment.strftime("%Y-%m-%d-%H-%M-%S-") + f"{moment.microsecond // 1000:03d}"
-    cleaned = re.sub(r"[^A-Za-z0-9]+", "-", base).strip("-") or "job"
-    return f"{cleaned[: 62 - len(stamp)]}-{stamp}"
-
-
-def account_of(role: str) -> str:
-    """Return the account's number in a role's ARN, "" if it is no ARN."""
-    parts = role.split(":")
-    return parts[4] if len(parts) >= 6 and parts[0] == "arn" else ""

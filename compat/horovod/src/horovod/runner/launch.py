@@ -10,7 +10,9 @@ from horovod.runner.options import parse_args
 from horovod.runner.request import order_of, tell
 from ringdance.cli import open_standard_streams
 from ringdance.launch.parser import as_program
-from ringdance.launch.spec import CommandError, resolve_command, run_in_terminal
+from ringdance.launch.prepare import prepare
+from ringdance.launch.spec import CommandError, resolve_command
+from ringdance.launch.terminal import run_in_terminal
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
 
@@ -34,7 +36,7 @@ def _main() -> int:
 
 def _run(args: argparse.Namespace) -> int:
     order = order_of(args, resolve_command(args.command))
-    ready = order.prepare(_say)
+    ready = prepare(order, _say)
     tell(args, ready.spec, _say)
     if ready.plan.multi_host:
         from ringdance.doctor.preflight import MINUTES, check_hosts

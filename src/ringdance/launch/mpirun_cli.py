@@ -19,7 +19,8 @@ from ringdance.launch.mpi.library import find_mpi
 from ringdance.launch.mpi.mpirun import MpirunLine, parse, slots_of
 from ringdance.launch.output.stream import Style
 from ringdance.launch.parser import as_program
-from ringdance.launch.spec import Check, CommandError
+from ringdance.launch.prepare import Check
+from ringdance.launch.spec import CommandError
 from ringdance.launch.system.linux import usable_cores
 
 _NAME = "ringdance mpirun"

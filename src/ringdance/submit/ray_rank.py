@@ -1,6 +1,6 @@
 """A rank of a job on Ray: take calls from its node's actor, one after the other, and answer.
 
-``python -m ringdance.launch.remote.ray_rank`` listens in the job's directory. The actor's first message is
+``python -m ringdance.submit.ray_rank`` listens in the job's directory. The actor's first message is
 ``{"environ", "path", "directory"}``; each other one is ``{"kind", "call"}`` with a pickled function and its
 arguments, answered by a pickle of ``{"value"}`` or ``{"error", "traceback"}``. It ends with the connection.
 """

@@ -24,12 +24,13 @@ from ringdance.launch.directories import bases, host_directory
 from ringdance.launch.job import Job
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import write_all
-from ringdance.launch.remote import tcp
+from ringdance.launch.prepare import prepare
 from ringdance.launch.remote.connect import Remote, adopt
-from ringdance.launch.remote.ray_rank import address
 from ringdance.launch.spec import JobSpec
+from ringdance.launch.system import tcp
+from ringdance.submit.ray_rank import address
 
-_COMMAND = [sys.executable, "-m", "ringdance.launch.remote.ray_rank"]
+_COMMAND = [sys.executable, "-m", "ringdance.submit.ray_rank"]
 _VERDICT_S = 6.0  # within which a job ends that has lost a rank
 
 
@@ -66,7 +67,7 @@ class Node:
         spec = JobSpec(_COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout)
         try:
             local = frozenset([os.uname().nodename])
-            ready = spec.prepare(connect=lambda names, *_: _connect(names, peers, ip), local=local)
+            ready = prepare(spec, connect=lambda names, *_: _connect(names, peers, ip), local=local)
             self._outcome = Job(ready, Screen((write_all(1), write_all(2))), id=job).run()
         finally:
             self._over.set()

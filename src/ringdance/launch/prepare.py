@@ -1,0 +1,118 @@
+"""Prepare a job: a plan, and an agent waiting on each other host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from ringdance.launch.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
+from ringdance.launch.hosts import assign_ranks, facts_from, local_names
+from ringdance.launch.mpi import find_mpi
+from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style
+from ringdance.launch.plan import Plan, build_plan
+from ringdance.launch.remote.connect import Remote, close_all, connect
+from ringdance.launch.spec import JobSpec, check_machine, script_of
+from ringdance.launch.system import machine
+from ringdance.launch.system.linux import usable_cores
+
+_RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
+
+Log = Callable[[str], None]
+"""Shows a line to the user."""
+
+
+@dataclass
+class PreparedJob:
+    """A job with its plan, and with its agents waiting on the other hosts.
+
+    Attributes:
+        spec: with hosts and ranks.
+        plan: what will be started.
+        remotes: the agents.
+    """
+
+    spec: JobSpec
+    plan: Plan
+    remotes: list[Remote]
+
+    def close(self) -> None:
+        """End the agents; nothing is started."""
+        close_all(self.remotes)
+
+    @property
+    def style(self) -> Style:
+        """How lines of ranks are shown."""
+        style = WITH_HOST if len(self.plan.hosts) > 1 else WITH_RANK
+        return self.spec.style or replace(style, clock=self.spec.clock, colour=int(self.spec.colour))
+
+    @property
+    def needed(self) -> list[str]:
+        """Files that every host must have."""
+        program, *arguments = self.plan.command
+        script = script_of(arguments) if os.path.basename(program).startswith("python") else None
+        own = [] if self.plan.python and program == sys.executable else [program]
+        return [*own, *([script] if script else [])]
+
+
+Check = Callable[[PreparedJob, Log], None]
+"""Checks a prepared job; raises a LaunchError if it must not start."""
+
+
+def prepare(
+    spec: JobSpec,
+    log: Log = lambda text: None,
+    connect: Callable[..., list[Remote]] = connect,
+    local: Collection[str] | None = None,
+) -> PreparedJob:
+    """Plan the job and start an agent on each other host; the command must have been resolved.
+
+    Args:
+        spec: the job.
+        log: is called with what is waited for.
+        connect: starts the agents, as :func:`remote.connect.connect`.
+        local: which names are this machine; by default found out by their addresses.
+
+    Raises:
+        LaunchError: it cannot be done; nothing has been started.
+    """
+    check_machine()
+    spec = spec.resolved()
+    assert spec.ranks is not None
+    hosts = spec.hosts or [("localhost", spec.ranks)]
+    local = local_names(name for name, _ in hosts) if local is None else local
+    # What is wrong here is reported before other hosts are asked.
+    assign_ranks(spec.ranks, hosts)
+    mpi = find_mpi()
+    others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
+    remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
+    facts = dict.fromkeys(local, facts_from(machine.facts()))
+    facts |= {remote.host: remote.facts for remote in remotes}
+    exports = dict(spec.exports)
+    if spec.output_directory:  # records of a failing rank and figures over time are output too
+        for name in (_RECORDS, METRICS_DIR):
+            if name not in os.environ:
+                exports.setdefault(name, os.path.abspath(spec.output_directory))
+    if spec.timeline:  # rank 0's host writes it; the agent there sends it if that is another one
+        ending = os.path.splitext(spec.timeline)[1].lstrip(".") or "json"
+        there = f"{OWN_DIRECTORY}/{TIMELINE}{ending}"
+        exports["RINGDANCE_TIMELINE"] = os.path.abspath(spec.timeline) if hosts[0][0] in local else there
+        if spec.timeline_steps:
+            exports["RINGDANCE_TIMELINE_STEPS"] = spec.timeline_steps
+    try:
+        plan = build_plan(
+            replace(spec, exports=exports),
+            mpi=mpi,
+            cores=usable_cores(),
+            environ=os.environ,
+            facts=facts,
+            local=local,
+            root=os.getuid() == 0,
+        )
+    except BaseException:
+        close_all(remotes)
+        raise
+    used = {host.name for host in plan.hosts}  # not all, if there are more slots than ranks
+    close_all(remote for remote in remotes if remote.host not in used)
+    return PreparedJob(spec, plan, [remote for remote in remotes if remote.host in used])

@@ -1,0 +1,45 @@
+"""Run a prepared job in this terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from ringdance.launch.cause import CAUSE_FILE, Verdict, render
+from ringdance.launch.job import Job
+from ringdance.launch.output.screen import Screen
+from ringdance.launch.output.stream import write_all
+from ringdance.launch.prepare import PreparedJob
+
+
+def run_in_terminal(prepared: PreparedJob) -> int:
+    """Run it with the output on this process's stdout and stderr; return the exit code.
+
+    Raises:
+        LaunchError: nothing was started.
+    """
+    if prepared.spec.verbose:
+        print(prepared.plan.describe(os.environ), file=sys.stderr)
+    sys.stdout.flush()
+    # Not a terminal: a prompt would wait for its line's end, a job in the background take its input.
+    stdin = -1 if sys.stdin is None or sys.stdin.isatty() else 0
+    smart = os.environ.get("TERM", "dumb") != "dumb"
+    terminals = [smart and os.isatty(descriptor) for descriptor in (1, 2)]
+    screen = Screen((write_all(1), write_all(2)), terminals)
+    return show_outcome(Job(prepared, screen, stdin=stdin).run(), prepared, screen)
+
+
+def show_outcome(outcome: Verdict | int, prepared: PreparedJob, screen: Screen) -> int:
+    """Show the verdict on a failed job; return the exit code."""
+    if isinstance(outcome, int):
+        return outcome
+    directory = prepared.spec.output_directory
+    text = render(outcome, prepared.plan.ranks, directory)
+    if directory:
+        with contextlib.suppress(OSError), open(os.path.join(directory, CAUSE_FILE), "w") as file:
+            json.dump(asdict(outcome.cause), file)
+    screen.of(1)(text.encode(errors="surrogateescape") + b"\n")
+    return outcome.code

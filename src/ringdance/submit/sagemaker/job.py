@@ -1,0 +1,102 @@
+"""What a training job is made of, as plain data, and the names that go with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from ringdance.submit.options import option
+
+NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
+
+
+def _sent(key: str, default: Any = None) -> Any:
+    """Declare a field that is sent, if it is given, as `key` of the request."""
+    return field(default=default, metadata={"key": key})
+
+
+@dataclass
+class TrainingJob:
+    """A script, the machines it runs on, and what the service is told of both; fields as of `Estimator`."""
+
+    entry_point: str
+    source_dir: str | None = option("directory to upload (default: the script alone)", metavar="DIR")
+    role: str = option("ARN of the role that the job has", "", key="RoleArn")
+    instance_type: str = option(
+        "such as ml.p3.16xlarge; local for this machine", "", key="ResourceConfig.InstanceType"
+    )
+    instance_count: int = option("machines", 1, key="ResourceConfig.InstanceCount")
+    processes_per_host: int | None = option("ranks on each (default: %(default)s)", type=int)
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    distribution: Mapping[str, Any] | None = None
+    image_uri: str = option(
+        "container image, with sagemaker-training and an MPI", "", "--image", metavar="URI"
+    )
+    _: KW_ONLY
+    custom_mpi_options: str = option(
+        "more options of mpirun, as one word", "", "--mpi-options", metavar="TEXT"
+    )
+    base_job_name: str | None = None
+    boto_session: Any = None
+    region: str | None = option("default: AWS_REGION, or boto3's configuration")
+    timeline: bool = option("write a timeline into the job's output", False)
+    autotune_log: bool = option("write the tuner's log into the job's output", False)
+    output_path: str | None = option("where model and output go", None, "--output", metavar="S3URI")
+    code_location: str | None = None
+    volume_size: int = option("size of each disk", 30, metavar="GB", key="ResourceConfig.VolumeSizeInGB")
+    volume_kms_key: str | None = _sent("ResourceConfig.VolumeKmsKeyId")
+    output_kms_key: str | None = _sent("OutputDataConfig.KmsKeyId")
+    max_run: int = option("limit in seconds", 86400, metavar="S", key="StoppingCondition.MaxRuntimeInSeconds")
+    input_mode: str = option("of the channels", "File", choices=("File", "Pipe", "FastFile"))
+    use_spot_instances: bool = option(
+        "use spot instances; needs --max-wait", False, "--spot", key="EnableManagedSpotTraining"
+    )
+    max_wait: int | None = option(
+        "seconds it may wait and run", type=int, metavar="S", key="StoppingCondition.MaxWaitTimeInSeconds"
+    )
+    checkpoint_s3_uri: str | None = option(
+        "where /opt/ml/checkpoints is kept", None, "--checkpoint", metavar="URI", key="CheckpointConfig.S3Uri"
+    )
+    checkpoint_local_path: str | None = _sent("CheckpointConfig.LocalPath")
+    metric_definitions: Sequence[Mapping[str, str]] = _sent("AlgorithmSpecification.MetricDefinitions", ())
+    environment: Mapping[str, str] | None = _sent("Environment")
+    tags: Sequence[Mapping[str, str]] = _sent("Tags", ())
+    subnets: Sequence[str] = _sent("VpcConfig.Subnets", ())
+    security_group_ids: Sequence[str] = _sent("VpcConfig.SecurityGroupIds", ())
+    encrypt_inter_container_traffic: bool = _sent("EnableInterContainerTrafficEncryption", False)
+    enable_network_isolation: bool = _sent("EnableNetworkIsolation", False)
+    keep_alive_period_in_seconds: int | None = _sent("ResourceConfig.KeepAlivePeriodInSeconds")
+    max_retry_attempts: int | None = _sent("RetryStrategy.MaximumRetryAttempts")
+    container_log_level: int = 20
+    model_dir: str | None = None
+    enable_sagemaker_metrics: bool = True
+    debugger_hook: bool = True
+    disable_profiler: bool = False
+    mpi: bool | None = field(init=False, default=None)
+
+    @property
+    def local(self) -> bool:
+        """Whether jobs run on this machine."""
+        return self.instance_type in ("local", "local_gpu")
+
+    @property
+    def files(self) -> str:
+        """The script, or the directory that holds it."""
+        return self.source_dir or self.entry_point
+
+
+def job_name(base: str, now: datetime | None = None) -> str:
+    """Make a job's name: letters, digits and '-', at most 63 characters, the time at its end."""
+    moment = now or datetime.now(UTC)
+    stamp = moment.strftime("%Y-%m-%d-%H-%M-%S-") + f"{moment.microsecond // 1000:03d}"
+    cleaned = re.sub(r"[^A-Za-z0-9]+", "-", base).strip("-") or "job"
+    return f"{cleaned[: 62 - len(stamp)]}-{stamp}"
+
+
+def account_of(role: str) -> str:
+    """Return the account's number in a role's ARN, "" if it is no ARN."""
+    parts = role.split(":")
+    return parts[4] if len(parts) >= 6 and parts[0] == "arn" else ""
