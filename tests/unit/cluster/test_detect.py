@@ -126,12 +126,24 @@ def test_sagemaker() -> None:
     environ = {"SM_HOSTS": json.dumps(["algo-1", "algo-2"]), "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "0"}
     found = detect(environ)
     assert found == Allocation([("algo-1", 1), ("algo-2", 1)], "SageMaker", start_timeout=300.0)
-    hyperparameters = json.dumps({"sagemaker_mpi_num_of_processes_per_host": 3})
-    found = detect({**environ, "SM_HPS": hyperparameters, "SM_NUM_GPUS": "8"})
+    parameters = json.dumps({"sagemaker_mpi_num_of_processes_per_host": 3})
+    found = detect({**environ, "SM_HPS": "{}", "SM_FRAMEWORK_PARAMS": parameters, "SM_NUM_GPUS": "8"})
     assert found
     assert list(found.hosts) == [("algo-1", 3), ("algo-2", 3)]
     with pytest.raises(LaunchError, match="SM_HOSTS"):
         detect({**environ, "SM_HOSTS": "algo-1"})
+
+
+def test_only_sagemaker_s_first_host_starts_ranks_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without MPI its toolkit runs the script on every host."""
+    monkeypatch.setenv("SM_HOSTS", json.dumps(["algo-1", "algo-2"]))
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
+    assert JobSpec(["x"]).resolved().ranks == 2
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
+    for ranks in (None, 2):
+        with pytest.raises(LaunchError, match=r"this is algo-2 of algo-1, algo-2: .*--processes-per-host"):
+            JobSpec(["x"], ranks=ranks).resolved()
+    assert JobSpec(["x"], hosts=[("localhost", 2)]).resolved().ranks == 2
 
 
 @pytest.mark.parametrize(

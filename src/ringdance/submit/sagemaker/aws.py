@@ -12,6 +12,7 @@ from ringdance.errors import LaunchError, pip_install
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
 _LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+_LATE_READS = 6
 _ENDED = ("Completed", "Failed", "Stopped")
 
 
@@ -44,6 +45,14 @@ def boto3() -> Any:
     return boto3
 
 
+def client(session: Any, service: str, region: str | None = None) -> Any:
+    """Make a client that tries again for minutes where AWS throttles it: following a job makes many calls."""
+    from botocore.config import Config
+
+    patient = Config(retries={"mode": "standard", "max_attempts": 20})
+    return session.client(service, region_name=region, config=patient)
+
+
 def call(function: Any, **arguments: Any) -> Any:
     """Call a client's method.
 
@@ -62,23 +71,30 @@ def role_arn(session: Any, role: str) -> str:
     """Return the ARN of a role given by its name or its ARN."""
     if account_of(role):
         return role
-    return str(call(session.client("iam").get_role, RoleName=role)["Role"]["Arn"])
+    return str(call(client(session, "iam").get_role, RoleName=role)["Role"]["Arn"])
 
 
-def make_bucket(client: Any, bucket: str, region: str) -> None:
-    """Create the account's default bucket if it does not exist."""
+def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
+    """Create the account's default bucket if it does not exist.
+
+    Raises:
+        LaunchError: it exists and belongs to another account, since its name can be guessed; or AWS refuses.
+    """
     from botocore.exceptions import ClientError
 
     try:
-        client.head_bucket(Bucket=bucket)
+        s3.head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
     except ClientError as error:
         if error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
-            raise LaunchError(f"AWS: bucket {bucket}: {error}; give code_location and output_path") from None
+            raise LaunchError(
+                f"AWS: bucket {bucket} is not account {account}'s, or may not be used: {error}; give "
+                "code_location and output_path"
+            ) from None
         where = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
-        call(client.create_bucket, Bucket=bucket, **where)
+        call(s3.create_bucket, Bucket=bucket, **where)
 
 
-def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
+def follow(logs: Any, sagemaker: Any, name: str, pause: float = 5.0) -> None:
     """Wait for the job's end; show its hosts' output if `logs` (a client) is given.
 
     Raises:
@@ -88,7 +104,7 @@ def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
     shown = status = ""
     while status not in _ENDED:
         time.sleep(pause if shown else 0.0)
-        found = call(client.describe_training_job, TrainingJobName=name)
+        found = call(sagemaker.describe_training_job, TrainingJobName=name)
         status = found["TrainingJobStatus"]
         now = f"{status}: {found.get('SecondaryStatus', '')}"
         if now != shown:
@@ -96,15 +112,21 @@ def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
             shown = now
         if logs is not None:
             _show(logs, name, seen)
+    # The last lines come to CloudWatch some seconds after the end.
+    for number in range(_LATE_READS if logs is not None else 0):
+        time.sleep(pause)
+        if not _show(logs, name, seen) and number:
+            break
     if status != "Completed":
         reason = found.get("FailureReason") or "no reason given"
         raise LaunchError(f"training job {name}: {status}: {reason}")
 
 
-def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
-    """Print new events; `seen` keeps each host's position in its stream."""
+def _show(logs: Any, name: str, seen: dict[str, str | None]) -> bool:
+    """Print new events and return whether there were any; `seen` keeps each host's position in its stream."""
     from botocore.exceptions import ClientError
 
+    new = False
     try:
         pages = logs.get_paginator("describe_log_streams").paginate(
             logGroupName=_LOG_GROUP, logStreamNamePrefix=f"{name}/"
@@ -113,15 +135,17 @@ def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
             for stream in page["logStreams"]:
                 seen.setdefault(stream["logStreamName"], None)
     except ClientError:  # there is no group before an account's first job prints
-        return
+        return False
     for stream_name, token in list(seen.items()):
         host = stream_name.rpartition("/")[2].rpartition("-")[0]  # <job>/algo-1-<time>
         while True:
             start = {"nextToken": token} if token else {"startFromHead": True}
             page = call(logs.get_log_events, logGroupName=_LOG_GROUP, logStreamName=stream_name, **start)
+            new = new or bool(page["events"])
             for event in page["events"]:
                 print(f"[{host}] {event['message'].rstrip()}", flush=True)
             if page["nextForwardToken"] == token:
                 break
             token = page["nextForwardToken"]
         seen[stream_name] = token
+    return new

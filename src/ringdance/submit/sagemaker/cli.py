@@ -12,10 +12,11 @@ from typing import Any
 
 from ringdance import subcommands
 from ringdance.errors import ArgumentError, LaunchError
-from ringdance.launch.remote.environment import shown, shown_text
+from ringdance.launch.remote.environment import is_secret, shown, shown_text
 from ringdance.launch.spec import parse_exports
 from ringdance.submit.options import add_options, from_arguments, pairs
-from ringdance.submit.sagemaker.estimator import Estimator
+from ringdance.submit.sagemaker.estimator import KEPT_IN_CLEAR, Estimator
+from ringdance.submit.sagemaker.job import LOCAL
 from ringdance.submit.sagemaker.request import Input
 
 _EPILOG = """\
@@ -60,6 +61,10 @@ def _submit(arguments: argparse.Namespace) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"ringdance sagemaker: {message}", file=sys.stderr)
     mode = "ShardedByS3Key" if arguments.sharded else "FullyReplicated"
     metrics = [{"Name": name, "Regex": regex} for name, regex in pairs("--metric", arguments.metric).items()]
+    environment = parse_exports(arguments.env, os.environ)
+    local = arguments.instance_type in LOCAL
+    if secrets := [name for name, value in environment.items() if is_secret(name, value) and not local]:
+        raise LaunchError(f"-x {secrets[0]}: {secrets[0]} {KEPT_IN_CLEAR}")
     try:
         given = pairs("--input", arguments.input)
         inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
@@ -68,7 +73,7 @@ def _submit(arguments: argparse.Namespace) -> int:
             arguments,
             entry_point=arguments.script,
             hyperparameters=hyperparameters(arguments.arguments),
-            environment=parse_exports(arguments.env, os.environ),
+            environment=environment,
             metric_definitions=metrics,
         )
         if arguments.dry_run:
