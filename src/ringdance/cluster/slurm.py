@@ -60,8 +60,8 @@ def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[
         "--mem=0", "--kill-on-bad-exit=0", "--quiet",
     ]  # fmt: skip
     # GPUs that were not requested for each node are not a step's by default, but one task's, or an error.
-    left_out = environ.keys() - step_environ(environ).keys()
-    if any("GPU" in name or "TRES" in name for name in left_out) and shutil.which("scontrol"):
+    by_task = any(re.search("GPU|TRES", name) for name in environ.keys() - step_environ(environ).keys())
+    if by_task and shutil.which("scontrol"):
         with _asking:  # once for all nodes: slurmctld serves the whole cluster
             found = _resources(environ.get("SLURM_JOB_ID") or environ["SLURM_JOBID"])
         line += [f"--gres={found[host]}"] if host in found else []
@@ -116,10 +116,7 @@ def counts(text: str) -> list[int]:
     Raises:
         LaunchError: it cannot be parsed.
     """
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise LaunchError(f"{text!r} is not Slurm's form of a number for each node, such as 4(x2),3")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+    one = r"(\d+)(?:\(x(\d+)\))?"
+    if not re.fullmatch(rf"{one}(,{one})*", text):
+        raise LaunchError(f"{text!r} is not Slurm's form of a number for each node, such as 4(x2),3")
+    return [int(number) for number, nodes in re.findall(one, text) for _ in range(int(nodes or 1))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 from functools import cache
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.errors import ArgumentError, pip_install
+from ringdance.errors import ArgumentError, optional
 
 
 @cache
@@ -23,11 +22,7 @@ def needed(module: str) -> ModuleType:
     Raises:
         ArgumentError: it is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ArgumentError(f"{error}: {pip_install('pillow' if package == 'PIL' else package)}") from None
+    return optional(module, ArgumentError, package="pillow" if module.startswith("PIL") else "")
 
 
 def crc32c(data: bytes) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringdance.cluster.hostfile import parse_hosts
-from ringdance.errors import LaunchError, pip_install
+from ringdance.errors import LaunchError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
 from ringdance.launch.output.results import Results
@@ -100,10 +100,8 @@ def call(
 
 
 def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError:
-        raise LaunchError(f"ringdance.run needs cloudpickle: {pip_install('cloudpickle')}") from None
+    import cloudpickle
+
     return pickle.dumps((sys.path, cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))))
 
 

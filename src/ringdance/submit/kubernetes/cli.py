@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance import subcommands
-from ringdance.errors import LaunchError, pip_install
+from ringdance.errors import LaunchError, optional
 from ringdance.subcommands import Subcommand
 from ringdance.submit.kubernetes.convert import convert
 from ringdance.submit.kubernetes.job import Document, JobRequest
@@ -83,13 +83,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise LaunchError(
-            f"YAML needs the package PyYAML: {pip_install('pyyaml')} (or use --format json)"
-        ) from None
-    return yaml
+    return optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or write JSON)")
 
 
 def _print(documents: Sequence[Document], style: str) -> None:

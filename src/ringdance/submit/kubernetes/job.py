@@ -11,7 +11,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.environment import is_secret
 from ringdance.launch.spec import parse_exports
-from ringdance.submit.options import check_options, option, pairs
+from ringdance.submit.options import check_options, launch_line, option, pairs
 
 Document = dict[str, Any]
 
@@ -133,9 +133,8 @@ class JobRequest:
     def launch(self) -> list[str]:
         """The launcher's command, which reads hosts and slots from what the operator puts into its pod."""
         # ssh passes no environment on: the launcher does, by name.
-        exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]
-        ranks = self.workers * self.slots_per_worker
-        return ["ringdance", "run", "-np", str(ranks), *exports, "--", *self.command]
+        names = (*self.env, *self.secret_env)
+        return launch_line(self.workers * self.slots_per_worker, names, self.command)
 
     def check(self) -> None:
         """Find mistakes that the cluster would report late, or never.

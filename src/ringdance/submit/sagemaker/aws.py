@@ -8,11 +8,11 @@ import tarfile
 import time
 from typing import Any
 
-from ringdance.errors import LaunchError, pip_install
+from ringdance.errors import LaunchError, optional
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
 _LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-_LATE_READS = 6
+_LATE_READS = 2
 _ENDED = ("Completed", "Failed", "Stopped")
 
 
@@ -38,11 +38,7 @@ def boto3() -> Any:
     Raises:
         LaunchError: it is not installed.
     """
-    try:
-        import boto3
-    except ImportError:
-        raise LaunchError(f"AWS needs boto3: {pip_install('boto3')}") from None
-    return boto3
+    return optional("boto3", LaunchError, "AWS needs boto3")
 
 
 def client(session: Any, service: str, region: str | None = None) -> Any:
@@ -113,20 +109,18 @@ def follow(logs: Any, sagemaker: Any, name: str, pause: float = 5.0) -> None:
         if logs is not None:
             _show(logs, name, seen)
     # The last lines come to CloudWatch some seconds after the end.
-    for number in range(_LATE_READS if logs is not None else 0):
+    for _ in range(_LATE_READS if logs is not None else 0):
         time.sleep(pause)
-        if not _show(logs, name, seen) and number:
-            break
+        _show(logs, name, seen)
     if status != "Completed":
         reason = found.get("FailureReason") or "no reason given"
         raise LaunchError(f"training job {name}: {status}: {reason}")
 
 
-def _show(logs: Any, name: str, seen: dict[str, str | None]) -> bool:
-    """Print new events and return whether there were any; `seen` keeps each host's position in its stream."""
+def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
+    """Print new events; `seen` keeps each host's position in its stream."""
     from botocore.exceptions import ClientError
 
-    new = False
     try:
         pages = logs.get_paginator("describe_log_streams").paginate(
             logGroupName=_LOG_GROUP, logStreamNamePrefix=f"{name}/"
@@ -135,17 +129,15 @@ def _show(logs: Any, name: str, seen: dict[str, str | None]) -> bool:
             for stream in page["logStreams"]:
                 seen.setdefault(stream["logStreamName"], None)
     except ClientError:  # there is no group before an account's first job prints
-        return False
+        return
     for stream_name, token in list(seen.items()):
         host = stream_name.rpartition("/")[2].rpartition("-")[0]  # <job>/algo-1-<time>
         while True:
             start = {"nextToken": token} if token else {"startFromHead": True}
             page = call(logs.get_log_events, logGroupName=_LOG_GROUP, logStreamName=stream_name, **start)
-            new = new or bool(page["events"])
             for event in page["events"]:
                 print(f"[{host}] {event['message'].rstrip()}", flush=True)
             if page["nextForwardToken"] == token:
                 break
             token = page["nextForwardToken"]
         seen[stream_name] = token
-    return new

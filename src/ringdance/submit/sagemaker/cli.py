@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance import subcommands
-from ringdance.errors import ArgumentError, LaunchError
+from ringdance.errors import LaunchError
 from ringdance.launch.remote.environment import is_secret, shown, shown_text
 from ringdance.launch.spec import parse_exports
 from ringdance.submit.options import add_options, from_arguments, pairs
@@ -65,26 +65,23 @@ def _submit(arguments: argparse.Namespace) -> int:
     local = arguments.instance_type in LOCAL
     if secrets := [name for name, value in environment.items() if is_secret(name, value) and not local]:
         raise LaunchError(f"-x {secrets[0]}: {secrets[0]} {KEPT_IN_CLEAR}")
-    try:
-        given = pairs("--input", arguments.input)
-        inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
-        estimator = from_arguments(
-            Estimator,
-            arguments,
-            entry_point=arguments.script,
-            hyperparameters=hyperparameters(arguments.arguments),
-            environment=environment,
-            metric_definitions=metrics,
-        )
-        if arguments.dry_run:
-            request = estimator.request(inputs, arguments.name)
-            if "Environment" in request:
-                request["Environment"] = {n: shown(n, value) for n, value in request["Environment"].items()}
-            print(shown_text(json.dumps(request, indent=2)))
-        else:
-            estimator.fit(inputs, not arguments.no_wait, not arguments.quiet, arguments.name)
-    except ArgumentError as error:
-        raise LaunchError(str(error)) from None
+    given = pairs("--input", arguments.input)
+    inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
+    estimator = from_arguments(
+        Estimator,
+        arguments,
+        entry_point=arguments.script,
+        hyperparameters=hyperparameters(arguments.arguments),
+        environment=environment,
+        metric_definitions=metrics,
+    )
+    if arguments.dry_run:
+        request = estimator.request(inputs, arguments.name)
+        if "Environment" in request:
+            request["Environment"] = {n: shown(n, value) for n, value in request["Environment"].items()}
+        print(shown_text(json.dumps(request, indent=2)))
+    else:
+        estimator.fit(inputs, not arguments.no_wait, not arguments.quiet, arguments.name)
     return 0
 
 
