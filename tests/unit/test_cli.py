@@ -143,3 +143,13 @@ def test_no_advice_installs_ringdance_from_an_index() -> None:
     texts = {file: file.read_text() for file in files if file.suffix in (".py", ".md")}
     assert not [f"{file}: {found[0]}" for file, text in texts.items() for found in advice.finditer(text)]
     assert pip_install("a", "b>=2").endswith("-m pip install a 'b>=2'")
+
+
+def test_a_file_that_cannot_be_written_is_reported_in_one_line(tmp_path: Path) -> None:
+    target = tmp_path / "no" / "file"
+    for words in (("doctor", "--quick", "--save", str(target)), ("k8s", "convert", str(target)),
+                  ("mpirun", "-wdir", str(target), "true")):  # fmt: skip
+        done = ringdance_command(*words)
+        assert done.returncode == 2, words
+        assert done.stderr.splitlines()[-1].endswith(f": {target}: No such file or directory"), done.stderr
+        assert "Traceback" not in done.stderr

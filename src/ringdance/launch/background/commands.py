@@ -90,9 +90,6 @@ def _row(record: records.Record) -> tuple[str, ...]:
 
 def _attach(arguments: argparse.Namespace) -> int:
     record = records.find(arguments.job)
-    if record.state == "elsewhere":
-        text = f"job {record.short} runs on {record.launcher_host}: only there it shows if it was killed"
-        print(f"ringdance attach: {text}", file=sys.stderr)
     try:
         reader = records.LogReader(record, arguments.begin == "start")
         sinks = {1: write_all(1), 2: write_all(2)}
@@ -109,8 +106,7 @@ def _attach(arguments: argparse.Namespace) -> int:
         return 130
     code = record.reload().code
     if code is None:
-        launcher = f"the launcher of job {record.short} (pid {record.pid} on {record.launcher_host})"
-        raise LaunchError(f"{launcher} was killed, or the machine was restarted")
+        raise LaunchError(f"the launcher of job {record.short} (pid {record.pid}) was killed")
     return code
 
 

@@ -20,7 +20,6 @@ from ringdance.launch.system import linux
 from ringdance.launch.system.machine import identity, in_home
 
 _KEPT = 50  # records of jobs that have ended
-_OLD_S = 90 * 86400.0
 _SHORTEST = 4  # digits of a job's id that a user may give
 
 
@@ -67,17 +66,11 @@ class Record:
         """Its current state: running, ended, lost (launcher killed), or elsewhere (on another machine)."""
         if self.ended is not None:
             return "ended"
-        if self.machine == identity() and linux.start_of(self.pid) == self.pid_start:
+        if self.machine != identity():  # machines may share the directory
+            return "elsewhere"
+        if linux.start_of(self.pid) == self.pid_start:
             return "running"
-        if self.reload().ended is not None:
-            return "ended"
-        # Machines may share the directory; one that was restarted has its name, but another identity.
-        return "lost" if self.launcher_host == os.uname().nodename else "elsewhere"
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended, or is so old that it has, as far as this machine can tell."""
-        return self.state == "ended" or (self.state != "running" and time.time() - self.began > _OLD_S)
+        return "ended" if self.reload().ended is not None else "lost"
 
     @property
     def directory(self) -> Path:
@@ -133,7 +126,7 @@ def create(job: str, command: list[str], hosts: dict[str, int]) -> Record:
         _redirect(os.open(record.directory / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 1, 2)
     except OSError as error:
         raise LaunchError(f"cannot make {record.directory}: {error.strerror}") from None
-    for old in [known for known in load_all() if known.over][:-_KEPT]:
+    for old in [known for known in load_all() if known.state == "ended"][:-_KEPT]:
         shutil.rmtree(old.directory, ignore_errors=True)
     return record
 

@@ -98,10 +98,7 @@ def _print(documents: Sequence[Document], style: str) -> None:
 
 def _read(file: str) -> list[Document]:
     """Read the documents of a file of YAML or JSON."""
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8", "replace")
     try:
         found = [json.loads(text)]
     except ValueError:
