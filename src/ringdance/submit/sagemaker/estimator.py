@@ -40,12 +40,8 @@ KEPT_IN_CLEAR = (
 )
 _RENAMED = {"distributions": "distribution", "image_name": "image_uri"}  # and what began with train_
 _IGNORED = (
-    "framework_version",
-    "py_version",
-    "sagemaker_session",
-    "dependencies",
-    "disable_sagemaker_metrics",
-)
+    "framework_version", "py_version", "sagemaker_session", "dependencies", "disable_sagemaker_metrics",
+)  # fmt: skip
 _EXAMPLES = {
     "instance_type": "ml.p3.16xlarge",
     "role": "arn:aws:iam::123456789012:role/Training",
