@@ -57,7 +57,7 @@ class Slurm:
         names = ",".join(hosts.names)
         text = _CONF.format(directory=directory, first=hosts.names[0], names=names)
         (directory / "slurm.conf").write_text(text)
-        # Two devices that nobody opens.
+        # Two devices that no program opens.
         (directory / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         (directory / "cgroup.conf").write_text("ConstrainCores=no\n")
         key = directory / "munge.key"
