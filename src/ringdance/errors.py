@@ -24,6 +24,10 @@ job is over unless it is initialized again.
 
 from __future__ import annotations
 
+import importlib
+import shlex
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 # Advice for a rank that may have had fewer batches than the others, the usual reason to end early.
@@ -31,6 +35,38 @@ OUT_OF_DATA = (
     "If it ran out of data before the others: share the data out evenly with hvd.shard(..., ends='pad') or "
     "ends='drop', or call hvd.join() after the last batch."
 )
+
+
+def pip_install(*words: str) -> str:
+    """Return the command that installs packages beside this copy of Ringdance.
+
+    Args:
+        words: packages, by the names of an index, and options of ``pip install``. Never "ringdance" itself:
+            this copy may come from a clone, and a package of that name in an index from anybody.
+    """
+    return shlex.join([sys.executable or "python3", "-m", "pip", "install", *words])
+
+
+def optional(
+    module: str, error: type[BaseException], why: str = "", package: str = "", more: str = ""
+) -> ModuleType:
+    """Import a module of a package that not all need.
+
+    Args:
+        module: its name.
+        error: raised where it is missing.
+        why: the error's text before the advice; default: that of the ImportError.
+        package: what to install, if it has another name than the module.
+        more: the error's text after the advice.
+
+    Raises:
+        BaseException: `error`, with what to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as missing:
+        install = pip_install(package or module.partition(".")[0])
+        raise error(f"{why or missing}: {install}{more}") from None
 
 
 class RingdanceError(Exception):

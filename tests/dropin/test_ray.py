@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from ringdance.errors import LaunchError
+from ringdance.submit import ray_nodes
 from ringdance.submit.ray import RayExecutor, _fitting
 
 SETTINGS = RayExecutor.create_settings(timeout_s=60, ssh_str="", nics=None)
@@ -47,8 +49,22 @@ def test_bundles_of_a_placement_group_are_used_once() -> None:
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LaunchError, match=r"pip install 'ringdance\[ray\]'"):
+    with pytest.raises(LaunchError, match="-m pip install ray"):
         RayExecutor(SETTINGS, num_workers=2).start()
+
+
+def test_no_variable_of_the_first_machine_goes_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But settings: the connections of agents are in clear, also where Ray's own are not."""
+    plans: list[Any] = []
+
+    def job(ready: Any, *_: Any, **__: Any) -> Any:
+        plans.append(ready.plan)
+        return SimpleNamespace(run=lambda: 0)
+
+    monkeypatch.setattr(ray_nodes, "Job", job)
+    assert ray_nodes.Node().run_job("1", [(os.uname().nodename, 2)], {}, "127.0.0.1", 5.0) == ""
+    own = {"HF_TOKEN": "t", "PATH": "/bin", "RAY_REDIS_PASSWORD": "p", "RINGDANCE_CYCLE_TIME": "2"}
+    assert plans[0].forwarded(own).keys() & own.keys() == {"RINGDANCE_CYCLE_TIME"}
 
 
 def work(add: float) -> tuple[Any, ...]:

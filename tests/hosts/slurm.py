@@ -29,7 +29,8 @@ TmpFS=/run/tmp
 StateSaveLocation={directory}/state
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd.%n.log
-NodeName={names} CPUs=4 RealMemory=4000 State=UNKNOWN
+GresTypes=gpu
+NodeName={names} CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
@@ -56,6 +57,8 @@ class Slurm:
         names = ",".join(hosts.names)
         text = _CONF.format(directory=directory, first=hosts.names[0], names=names)
         (directory / "slurm.conf").write_text(text)
+        # Two devices that no program opens.
+        (directory / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         (directory / "cgroup.conf").write_text("ConstrainCores=no\n")
         key = directory / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))

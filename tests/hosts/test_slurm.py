@@ -52,6 +52,29 @@ def test_the_allocation_is_the_plan(cluster: Slurm, tmp_path: Path) -> None:
     assert wait_until(lambda: not cluster.leftovers(), 10.0) is not None, cluster.leftovers()
 
 
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        (("--gpus-per-task=1", "--cpus-per-task=2"), "SRUN_CPUS_PER_TASK=2 SLURM_LABELIO=1"),
+        (("--gpus=4", "--exclusive"), "SRUN_CPUS_PER_TASK=1"),
+    ],
+)
+def test_ranks_have_all_cores_and_gpus_of_their_host(
+    cluster: Slurm, tmp_path: Path, options: tuple[str, ...], variables: str
+) -> None:
+    (tmp_path / "step.py").write_text(
+        "import os, subprocess\n"
+        "steps = subprocess.check_output(['scontrol', 'show', 'step', os.environ['JOB']], text=True)\n"
+        "cores = sorted({word for word in steps.split() if word.startswith('CPUs=')})\n"
+        "print(cores, os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
+    )
+    run = f"JOB=$SLURM_JOB_ID {variables} exec {' '.join(RUN)} python {tmp_path}/step.py"
+    done = cluster.run("salloc", "--quiet", "--nodes=2", "--ntasks=4", *options, "sh", "-c", run)
+    assert done.returncode == 0, done.stderr
+    there = sorted(line for line in done.stdout.splitlines() if "<h2>" in line)
+    assert there == [f"[{rank}]<h2> ['CPUs=4'] 0,1" for rank in (2, 3)], done.stdout
+
+
 def test_much_output_comes_whole(cluster: Slurm, tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text("for n in range(20000): print(n, 'x' * 60)\n")
     done = cluster.run(

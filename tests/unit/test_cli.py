@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import ringdance
 from horovod.runner.options import parse_args
 from ringdance.cli import main
+from ringdance.errors import pip_install
 from ringdance.settings import SETTINGS
 
 
@@ -129,3 +132,24 @@ def test_help_of_run_is_the_launcher_s():
     done = ringdance_command("run", "--help")
     assert done.returncode == 0
     assert "-np" in done.stdout
+
+
+def test_no_advice_installs_ringdance_from_an_index() -> None:
+    """This copy may come from a clone; a package of its name in an index may be anybody's."""
+    root = Path(__file__).resolve().parents[2]
+    places = ("src", "compat", "docs", "examples", "benchmarks", "README.md")
+    files = [file for place in places for file in [root / place, *(root / place).rglob("*")]]
+    advice = re.compile(r"pip install[^\n`]*ringdance(\[|-horovod|['\"\n` ]|$)|'ringdance\[")
+    texts = {file: file.read_text() for file in files if file.suffix in (".py", ".md")}
+    assert not [f"{file}: {found[0]}" for file, text in texts.items() for found in advice.finditer(text)]
+    assert pip_install("a", "b>=2").endswith("-m pip install a 'b>=2'")
+
+
+def test_a_file_that_cannot_be_written_is_reported_in_one_line(tmp_path: Path) -> None:
+    target = tmp_path / "no" / "file"
+    for words in (("doctor", "--quick", "--save", str(target)), ("k8s", "convert", str(target)),
+                  ("mpirun", "-wdir", str(target), "true")):  # fmt: skip
+        done = ringdance_command(*words)
+        assert done.returncode == 2, words
+        assert done.stderr.splitlines()[-1].endswith(f": {target}: No such file or directory"), done.stderr
+        assert "Traceback" not in done.stderr

@@ -21,6 +21,7 @@ class Allocation:
         method: program that starts processes there: "ssh" or "srun".
         ssh_arguments: more arguments of ssh, as the scheduler sets them.
         start_timeout: seconds in which hosts may still be starting.
+        refused: why this is not the host on which a job on all of them is started, or "".
     """
 
     hosts: HostList
@@ -28,3 +29,4 @@ class Allocation:
     method: str = "ssh"
     ssh_arguments: Sequence[str] = ()
     start_timeout: float = 0.0
+    refused: str = ""

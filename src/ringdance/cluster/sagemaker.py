@@ -16,8 +16,17 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         return None
     try:
         names = [str(name) for name in json.loads(environ["SM_HOSTS"])]
-        given = json.loads(environ.get("SM_HPS") or "{}").get("sagemaker_mpi_num_of_processes_per_host")
+        # Of what the request gives as hyperparameters, those named sagemaker_* come here alone.
+        settings = json.loads(environ.get("SM_FRAMEWORK_PARAMS") or "{}")
+        given = settings.get("sagemaker_mpi_num_of_processes_per_host")
         slots = int(given or environ.get("SM_NUM_GPUS") or 0) or 1
     except (ValueError, TypeError, AttributeError) as error:
         raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']}: not what SageMaker writes ({error})") from None
-    return Allocation(merge((name, slots) for name in names), "SageMaker", start_timeout=CONTAINERS_START_S)
+    here, refused = environ["SM_CURRENT_HOST"], ""
+    if here not in names[:1]:  # without MPI SageMaker runs the script on every host
+        refused = (
+            f"this is {here} of {', '.join(names)}: SageMaker runs the script on each, and each would start "
+            "ranks on all. Let SageMaker start them: --processes-per-host, or distribution={'mpi': ...}"
+        )
+    hosts = merge((name, slots) for name in names)
+    return Allocation(hosts, "SageMaker", start_timeout=CONTAINERS_START_S, refused=refused)

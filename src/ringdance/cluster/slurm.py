@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 from ringdance.cluster.allocation import Allocation
 from ringdance.errors import LaunchError
+
+# srun takes each as an option: of the job's tasks, or of a terminal. The agent's step is one task on a node.
+_OF_A_STEP = re.compile(
+    r"S(LURM|RUN)_(\w+_PER_(CORE|CPU|GPU|SOCKET|TASK|TRES)|GPUS|(GPU|TRES)_BIND|DISTRIBUTION|EXACT|EXCLUSIVE"
+    r"|HINT|LABELIO|STD\w+MODE|UNBUFFEREDIO)"
+)
+_asking = threading.Lock()
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
@@ -38,6 +48,38 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         )
     method = "srun" if shutil.which("srun", path=environ.get("PATH")) else "ssh"
     return Allocation(list(zip(names, slots, strict=True)), f"Slurm job {job}", method)
+
+
+def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the line of srun that runs `program` once on a node of the job, with all that the job has there.
+
+    srun must not have the variables that :func:`step_environ` leaves out.
+    """
+    line = [
+        "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none", "--cpu-bind=none",
+        "--mem=0", "--kill-on-bad-exit=0", "--quiet",
+    ]  # fmt: skip
+    # GPUs that were not requested for each node are not a step's by default, but one task's, or an error.
+    by_task = any(re.search("GPU|TRES", name) for name in environ.keys() - step_environ(environ).keys())
+    if by_task and shutil.which("scontrol"):
+        with _asking:  # once for all nodes: slurmctld serves the whole cluster
+            found = _resources(environ.get("SLURM_JOB_ID") or environ["SLURM_JOBID"])
+        line += [f"--gres={found[host]}"] if host in found else []
+    return [*line, *program]
+
+
+def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a :func:`step`: without sizes of tasks, to which it would be confined."""
+    return {name: value for name, value in environ.items() if not _OF_A_STEP.fullmatch(name)}
+
+
+@cache
+def _resources(job: str) -> dict[str, str]:
+    """Return the generic resources that a job has on each of its nodes, such as ``gpu:2``."""
+    asked = ["scontrol", "--details", "show", "job", job]
+    text = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    found = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", text, re.MULTILINE)
+    return {name: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for name in expand(nodes)}
 
 
 def expand(text: str) -> list[str]:
@@ -74,10 +116,7 @@ def counts(text: str) -> list[int]:
     Raises:
         LaunchError: it cannot be parsed.
     """
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise LaunchError(f"{text!r} is not Slurm's form of a number for each node, such as 4(x2),3")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+    one = r"(\d+)(?:\(x(\d+)\))?"
+    if not re.fullmatch(rf"{one}(,{one})*", text):
+        raise LaunchError(f"{text!r} is not Slurm's form of a number for each node, such as 4(x2),3")
+    return [int(number) for number, nodes in re.findall(one, text) for _ in range(int(nodes or 1))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 from functools import cache
@@ -13,20 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ringdance.errors import ArgumentError
+from ringdance.errors import ArgumentError, optional
 
 
 @cache
-def needed(module: str, extra: str = "data") -> ModuleType:
-    """Import a module of an extra.
+def needed(module: str) -> ModuleType:
+    """Import a module of a package that not all need.
 
     Raises:
         ArgumentError: it is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ArgumentError(f"{error}: pip install 'ringdance[{extra}]'") from None
+    return optional(module, ArgumentError, package="pillow" if module.startswith("PIL") else "")
 
 
 def crc32c(data: bytes) -> int:

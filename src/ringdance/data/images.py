@@ -15,14 +15,14 @@ import numpy as np
 
 from ringdance.data.boxes import Box, centre_box, random_box
 from ringdance.data.order import Draws
-from ringdance.errors import ArgumentError
+from ringdance.errors import ArgumentError, pip_install
 
 try:
     import simplejpeg
     from PIL import Image, UnidentifiedImageError
 except ImportError as error:
     raise ArgumentError(
-        f"Images cannot be decoded without {error.name}: pip install 'ringdance[data]'"
+        f"Images cannot be decoded without {error.name}: {pip_install('pillow', 'simplejpeg')}"
     ) from None
 cv2: Any
 try:

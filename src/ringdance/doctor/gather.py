@@ -34,7 +34,7 @@ _ADVICE = (
     *SSH_ADVICE,
     (
         "No module named '?ringdance", f"{sys.executable} has no ringdance there",
-        f"ssh HOST {sys.executable} -m pip install ringdance",
+        "install it there as it is installed here, or give an interpreter that has it: --python PATH",
     ),
     (
         "No such file or directory|not found", f"there is no {sys.executable}",
@@ -68,7 +68,7 @@ class Remote:
             line = line if local else shell.command(host, line)
             self._process = subprocess.Popen(
                 line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                errors="replace", start_new_session=True,
+                errors="replace", start_new_session=True, env=shell.environ,
             )  # fmt: skip
         except LaunchError as error:
             self.problem = str(error), "correct the name"

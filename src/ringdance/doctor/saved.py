@@ -24,29 +24,25 @@ def save(path: str, facts: Mapping[str, Facts], results: Sequence[Result]) -> No
     """Write facts and problems to a file that only this user can read.
 
     Raises:
-        LaunchError: it cannot be written.
+        OSError: it cannot be written.
     """
     text = json.dumps({"format": FORMAT, "facts": facts, "wrong": sorted(_wrong(results))}, indent=1)
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o600)  # an older file keeps its mode
-            file.write(text)
-    except OSError as error:
-        raise LaunchError(f"--save {path}: {error.strerror}") from None
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)  # an older file keeps its mode
+        file.write(text)
 
 
 def load(path: str) -> dict[str, Any]:
     """Read what `save` wrote.
 
     Raises:
-        LaunchError: it cannot be read, or is something else.
+        LaunchError: it is something else.
+        OSError: it cannot be read.
     """
     try:
         with open(path, encoding="utf-8") as file:
             found: dict[str, Any] = json.load(file)
-    except OSError as error:
-        raise LaunchError(f"--diff {path}: {error.strerror}") from None
     except ValueError:
         found = {}
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -71,22 +71,20 @@ def collect(source: str, destination: str, checksum: bool = False) -> Source:
         checksum: whether files are compared by content.
 
     Raises:
-        LaunchError: something cannot be read.
+        LaunchError: it is neither a file nor a directory.
+        OSError: something cannot be read.
     """
     if destination.endswith("/"):
         destination += os.path.basename(os.path.abspath(source))
     target = destination if destination.startswith("~") else os.path.abspath(destination)
-    try:
-        found = os.stat(source)
-        if stat.S_ISDIR(found.st_mode):
-            skipped: list[str] = []
-            return Source(target, tuple(_walk(source, checksum, skipped)), tuple(skipped))
-        if not stat.S_ISREG(found.st_mode):
-            raise LaunchError(f"{source} is neither a file nor a directory")
-        root, name = os.path.split(target)
-        return Source(root or "/", (_file(name, source, found, checksum),))
-    except OSError as error:
-        raise LaunchError(f"{error.filename or source}: {error.strerror}") from None
+    found = os.stat(source)
+    if stat.S_ISDIR(found.st_mode):
+        skipped: list[str] = []
+        return Source(target, tuple(_walk(source, checksum, skipped)), tuple(skipped))
+    if not stat.S_ISREG(found.st_mode):
+        raise LaunchError(f"{source} is neither a file nor a directory")
+    root, name = os.path.split(target)
+    return Source(root or "/", (_file(name, source, found, checksum),))
 
 
 def _walk(top: str, checksum: bool, skipped: list[str], below: str = "") -> Iterator[Entry]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
 __all__ = [
@@ -32,8 +33,9 @@ if KERAS2:
         if error.name != "tf_keras":
             raise
         raise ImportError(
-            "TF_USE_LEGACY_KERAS asks for Keras 2, which is not installed: pip install tf_keras, of the same "
-            "version as TensorFlow; or unset the variable to use Keras 3.", name="tf_keras",
+            "TF_USE_LEGACY_KERAS asks for Keras 2, which is not installed: "
+            f"{pip_install('tf_keras')}, of TensorFlow's version; or unset the variable to use Keras 3.",
+            name="tf_keras",
         ) from None
     tf = importlib.import_module("tensorflow")
     ops = SimpleNamespace(

@@ -100,10 +100,8 @@ def call(
 
 
 def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError:
-        raise LaunchError("ringdance.run needs cloudpickle: pip install cloudpickle") from None
+    import cloudpickle
+
     return pickle.dumps((sys.path, cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))))
 
 

@@ -73,10 +73,7 @@ def _main(words: list[str], check: Check | None) -> int:
         return 0
     for note in line.notes:
         _say(note)
-    try:
-        os.chdir(line.cwd or ".")
-    except OSError as error:
-        raise CommandError(f"-wdir {line.cwd}: {error.strerror}") from None
+    os.chdir(line.cwd or ".")
     ssh = f"--ssh-args={shlex.join(line.ssh)}"
     arguments = cli.parser().parse_args([*line.options, ssh, "--", *line.command])
     spec = replace(cli.spec_of(arguments), **changes(line))
@@ -111,28 +108,26 @@ def install(directory: Path) -> list[Path]:
     """Write ``mpirun`` and Open MPI 4's name of the daemon into a directory; return the files.
 
     Raises:
-        LaunchError: another program of that name is there, or the directory cannot be written.
+        LaunchError: another program of that name is there.
+        OSError: the directory cannot be written.
     """
     mpi = find_mpi()
     mpirun, daemon = directory.absolute() / "mpirun", directory.absolute() / "orted"
     words = [sys.executable, "-P", "-m", "ringdance", "mpirun"]
     prted = Path(mpi.mpiexec).parent / "prted"
     files = [mpirun]
-    try:
-        if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
-            raise LaunchError(f"{mpirun} is another program; choose a directory for this one alone")
-        directory.mkdir(parents=True, exist_ok=True)
-        # SageMaker's toolkit waits on each host for a process that is called orted.
-        if mpi.family == "openmpi" and prted.exists():
-            if daemon.is_symlink():
-                daemon.unlink()
-            daemon.symlink_to(prted)
-            words += ["--launch-agent", str(daemon)]
-            files.append(daemon)
-        mpirun.write_text(f'#!/bin/sh\n# {_NAME}\nexec {shlex.join(words)} "$@"\n')
-        mpirun.chmod(0o755)
-    except OSError as error:
-        raise LaunchError(f"--install-into {directory}: {error.strerror}") from None
+    if mpirun.is_symlink() or (mpirun.exists() and _NAME not in mpirun.read_text(errors="replace")):
+        raise LaunchError(f"{mpirun} is another program; choose a directory for this one alone")
+    directory.mkdir(parents=True, exist_ok=True)
+    # SageMaker's toolkit waits on each host for a process that is called orted.
+    if mpi.family == "openmpi" and prted.exists():
+        if daemon.is_symlink():
+            daemon.unlink()
+        daemon.symlink_to(prted)
+        words += ["--launch-agent", str(daemon)]
+        files.append(daemon)
+    mpirun.write_text(f'#!/bin/sh\n# {_NAME}\nexec {shlex.join(words)} "$@"\n')
+    mpirun.chmod(0o755)
     return files
 
 

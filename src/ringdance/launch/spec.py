@@ -93,6 +93,8 @@ class JobSpec:
         own_ssh = shell.port or shell.identity or shell.arguments
         picked = {name for name, _ in self.hosts or ()} <= set(names)
         if found and not alone and picked and (self.hosts is None or found.method == "ssh" or not own_ssh):
+            if found.refused and self.hosts is None:
+                raise LaunchError(found.refused)
             arguments = (*shell.arguments, *found.ssh_arguments)
             shell = replace(
                 shell, method=found.method, arguments=arguments, start_timeout=found.start_timeout

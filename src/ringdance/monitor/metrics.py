@@ -13,6 +13,7 @@ from io import FileIO
 from typing import TYPE_CHECKING
 
 from ringdance.core.ring import RingReader
+from ringdance.errors import pip_install
 
 if TYPE_CHECKING:
     from ringdance.monitor.tensorboard import TensorBoard
@@ -74,8 +75,9 @@ class Metrics:
             yield
         except ImportError as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name
-            why = f"the package {missing.partition('.')[0]} is missing" if missing else str(error)
-            self._say(f"{what}: {why}. Install it by: pip install 'ringdance[metrics]'")
+            package = (missing or "").partition(".")[0]
+            why = f"the package {package} is missing: {pip_install(package)}" if package else str(error)
+            self._say(f"{what}: {why}")
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._say(f"{what}: {where}{error.strerror or error}")

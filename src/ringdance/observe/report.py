@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ringdance.errors import LaunchError
 from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.figures import Run, read_run
 from ringdance.observe.limits import RunLimit, judge
@@ -56,10 +55,7 @@ def main(argv: Sequence[str]) -> int:
         limit = judge(runs[-1], uneven)
         limit.evidence.extend(notes(trace))
         target = arguments.output or runs[-1].directory / "report.html"
-        try:
-            target.write_text(page(runs, limit, trace, arguments.batch_size), encoding="utf-8")
-        except OSError as error:
-            raise LaunchError(f"{target}: {error.strerror}") from None
+        target.write_text(page(runs, limit, trace, arguments.batch_size), encoding="utf-8")
         if arguments.json:
             print(json.dumps({**asdict(limit), "page": str(target)}, indent=1))
         else:

@@ -45,13 +45,11 @@ class Trace:
 
 
 def load(path: Path) -> Trace:
-    """Read a file. Raises LaunchError if it cannot be read or is no timeline."""
+    """Read a file. Raises OSError if it cannot be read, LaunchError if it is no timeline."""
     trace, place = Trace(), ""
     try:
         for place, event in _events(path):  # noqa: B007 : used below
             _add_event(trace, event)
-    except OSError as error:
-        raise LaunchError(f"{path}: {error.strerror or error}") from None
     except NO_FORMAT as error:
         if isinstance(error, json.JSONDecodeError):
             place = f", line {error.lineno}"

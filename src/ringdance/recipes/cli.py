@@ -109,12 +109,9 @@ def _copy(arguments: argparse.Namespace) -> int:
             f"{target} already has {', '.join(there)}: nothing was copied. Name another directory, or use "
             "--force to overwrite."
         )
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for one in files:
-            (target / one.name).write_bytes(one.read_bytes())
-    except OSError as error:
-        raise CommandError(f"Cannot copy to {target}: {error.strerror} ({error.filename}).") from None
+    target.mkdir(parents=True, exist_ok=True)
+    for one in files:
+        (target / one.name).write_bytes(one.read_bytes())
     for one in files:
         print(target / one.name)
     print(f"Try: {_RECIPES[arguments.recipe].format(shlex.quote(str(target)))}", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import ringdance.numpy as hvd
+from ringdance.errors import optional
 
 TRAINED_ON = "train (the data has no other split: these are not validation figures)"
 """What an evaluation is of where there is nothing but what is trained on."""
@@ -44,11 +45,8 @@ class TrainingLog:
             self.used.parent.mkdir(parents=True, exist_ok=True)
         self.board: Any = None
         if hvd.rank() == 0 and given.tensorboard:
-            try:
-                from tensorboardX import SummaryWriter
-            except ImportError as error:
-                raise SystemExit(f"--tensorboard: {error}: pip install 'ringdance[metrics]'") from None
-            self.board = SummaryWriter(given.tensorboard)
+            board = optional("tensorboardX", SystemExit, "--tensorboard needs tensorboardX")
+            self.board = board.SummaryWriter(given.tensorboard)
         self.titles: tuple[str, ...] = ()
         self.clear()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringdance.errors import ArgumentError, LaunchError
+from ringdance.errors import ArgumentError, LaunchError, optional
 
 __all__ = ["RayExecutor", "RaySettings"]
 
@@ -280,12 +280,8 @@ class RayExecutor:
 
 
 def _ray() -> Any:
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError:
-        raise LaunchError("RayExecutor needs Ray: pip install 'ringdance[ray]'") from None
-    return ray
+    optional("ray.util.scheduling_strategies", LaunchError, "RayExecutor needs Ray")
+    return sys.modules["ray"]
 
 
 def _pack(fn: Callable[..., Any], args: _Args = None, kwargs: _Kwargs = None) -> bytes:

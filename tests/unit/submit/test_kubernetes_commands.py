@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from kubernetes_api import KINDS, Api
 
+from ringdance.errors import LaunchError
+from ringdance.submit.kubernetes import kubectl
+from ringdance.submit.kubernetes.kubectl import Kubectl
+
 yaml = pytest.importorskip("yaml")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -132,12 +136,53 @@ def test_a_trainjob_goes_with_its_runtime(run: Run, api: Api) -> None:
 
 def test_a_job_that_cannot_start_is_reported_with_the_reason(run: Run, api: Api) -> None:
     assert run("submit", *WANTED).returncode == 0
-    waiting = {"reason": "ErrImagePull", "message": "no such image train:1"}
+    waiting = {"reason": "InvalidImageName", "message": "couldn't parse image reference"}
     status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}
     api.add_pod("pi-worker-0", LAUNCHER | {"training.kubeflow.org/job-role": "worker"}, status)
     done = run("logs", "--follow", "pi")
     assert done.returncode == 2
-    assert "pi-worker-0: ErrImagePull, no such image train:1" in done.stderr
+    assert "pi-worker-0: InvalidImageName, couldn't parse image reference" in done.stderr
+
+
+class Pulling(Kubectl):
+    """A worker whose image is pulled in vain until a moment of a clock that stands still but for sleeps."""
+
+    now, until = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def pods(self, resource: str, name: str, workers: bool) -> list[dict[str, Any]]:
+        if self.now >= self.until:
+            return [{"metadata": {"name": "pi-launcher"}, "status": {"phase": "Running"}}]
+        reason = "ErrImagePull" if self.now % 20 < 4 else "ImagePullBackOff"
+        status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": reason}}}]}
+        return [{"metadata": {"name": "pi-worker-0"}, "status": status}]
+
+
+def test_an_image_may_come_at_a_later_try(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kubelet tries again after 10, 20, 40, ... seconds: a registry may have been busy."""
+    cluster = Pulling()
+    monkeypatch.setattr(kubectl, "time", cluster)
+    cluster.until = 75.0
+    kubectl._wait_for_start("mpijobs", "pi", cluster, 600.0)
+    assert "pi has not started: pi-worker-0: ErrImagePull" in capsys.readouterr().err
+    cluster.until = 1000.0
+    with pytest.raises(LaunchError, match="pi cannot start: pi-worker-0: "):
+        kubectl._wait_for_start("mpijobs", "pi", cluster, 600.0)
+    assert 150.0 < cluster.now - 75.0 < 160.0
+
+
+def test_what_was_created_before_a_failure_is_deleted(run: Run, api: Api) -> None:
+    api.objects["trainjobs", "lab", "pi"] = {"metadata": {"name": "pi"}}
+    done = run("submit", "--kind", "TrainJob", *WANTED)
+    assert (done.returncode, "ringdance k8s delete pi" in done.stderr) == (2, True), done.stderr
+    assert set(api.objects) == {("trainjobs", "lab", "pi")}
 
 
 def test_a_job_that_waits_for_nodes_says_so(run: Run, api: Api) -> None:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sagemaker_cases import BUCKET, CASES, COMMON, NAME, RECORDED, S3
 
 from ringdance.errors import ArgumentError, LaunchError
 from ringdance.submit.sagemaker import Estimator, Input, worker_channel
+from ringdance.submit.sagemaker import aws as client
 from ringdance.submit.sagemaker.cli import hyperparameters
 from ringdance.submit.sagemaker.job import job_name
 from ringdance.submit.sagemaker.local import mpirun_script
@@ -77,7 +79,17 @@ def test_the_service_accepts_it(case: str, aws: Any, source: Path) -> None:
         assert archive.getnames() == ["package", "package/module.py", "train.py"]
 
 
-def test_wait_shows_the_hosts_output_and_the_end(aws: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between calls, which take no time here."""
+    made: list[float] = []
+    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=made.append))
+    return made
+
+
+def test_wait_shows_the_hosts_output_and_the_end(
+    aws: Any, capsys: pytest.CaptureFixture[str], pauses: list[float]
+) -> None:
     logs = aws.client("logs")
     group, now = "/aws/sagemaker/TrainingJobs", int(time.time()) * 1000
     logs.create_log_group(logGroupName=group)
@@ -95,6 +107,79 @@ def test_wait_shows_the_hosts_output_and_the_end(aws: Any, capsys: pytest.Captur
         ]
     assert "Completed" in message
     assert started.model_data.startswith("s3://")
+
+
+class Late:
+    """CloudWatch, with lines that arrive up to 8 s after the job's end; the pauses are the clock."""
+
+    lines = ((0.0, "first"), (4.0, "Traceback"), (8.0, "ValueError: as asked"))
+
+    def __init__(self, pauses: list[float]) -> None:
+        self.pauses = pauses
+
+    def get_paginator(self, name: str) -> Any:
+        stream = {"logStreamName": f"{NAME}/algo-1-1700000000"}
+        return SimpleNamespace(paginate=lambda **_: [{"logStreams": [stream]}])
+
+    def get_log_events(self, nextToken: str = "0", **_: Any) -> dict[str, Any]:
+        there = [{"message": text} for moment, text in self.lines if moment <= sum(self.pauses)]
+        return {"events": there[int(nextToken) :], "nextForwardToken": str(len(there))}
+
+    def describe_training_job(self, TrainingJobName: str) -> dict[str, str]:
+        return {"TrainingJobStatus": "Failed", "FailureReason": "exit code 1"}
+
+
+def test_lines_that_come_after_the_end_are_shown(
+    capsys: pytest.CaptureFixture[str], pauses: list[float]
+) -> None:
+    pytest.importorskip("botocore")
+    service = Late(pauses)
+    with pytest.raises(LaunchError, match="exit code 1"):
+        client.follow(service, service, NAME, pause=5.0)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[algo-1]")]
+    assert shown == ["[algo-1] first", "[algo-1] Traceback", "[algo-1] ValueError: as asked"]
+    assert 10.0 <= sum(pauses) <= 40.0
+
+
+def test_following_goes_on_when_aws_throttles(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After more refusals than boto3's own four tries again."""
+    import botocore.endpoint
+    from botocore.awsrequest import AWSResponse
+
+    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=lambda seconds: None))
+    left = [8]
+
+    def throttle(request: Any, **_: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            return None
+        body = io.BytesIO(b'{"__type": "ThrottlingException", "message": "Rate exceeded"}')
+        body.stream = lambda **_: iter([body.read()])  # type: ignore[attr-defined]
+        return AWSResponse(request.url, 400, {}, body)
+
+    started = estimator()
+    started.fit(wait=False, job_name=NAME)
+    sagemaker = client.client(aws.Session(region_name="us-east-1"), "sagemaker")
+    sagemaker.meta.events.register_first("before-send.sagemaker", throttle)
+    assert client.call(sagemaker.describe_training_job, TrainingJobName=NAME)["TrainingJobName"] == NAME
+    assert left[0] < 0
+
+
+def test_the_default_bucket_must_be_the_account_s(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name can be guessed, and made by others first."""
+    asked: list[tuple[str, Any]] = []
+    session = aws.Session(region_name="us-east-1")
+    events = session._session.get_component("event_emitter")
+    for name in ("HeadBucket", "PutObject"):
+        events.register(
+            f"before-parameter-build.s3.{name}",
+            lambda params, model, **_: asked.append((model.name, params.get("ExpectedBucketOwner"))),
+        )
+    estimator(boto_session=session).fit(wait=False)
+    assert asked == [("HeadBucket", "123456789012"), ("PutObject", "123456789012")]
+    del asked[:]
+    estimator(boto_session=session, code_location=f"s3://{BUCKET}").fit(wait=False)
+    assert asked == [("PutObject", None)]
 
 
 def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
@@ -267,7 +352,7 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
     done = sagemaker(
         "--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"], "--instance-type",
         "ml.p3.16xlarge", "--instance-count", "2", "--processes-per-host", "8", "--name", NAME,
-        "--mpi-options=--A=1", "-x", "HF_TOKEN=hunter2", "--input", f"train={S3}/train", "--sharded",
+        "--mpi-options=--A=1", "-x", "B=2", "--input", f"train={S3}/train", "--sharded",
         "--metric", "loss=loss=(.*)",
         "train.py", "--epochs", "3", "--lr=0.1", "--name", "a",
     )  # fmt: skip
@@ -277,10 +362,25 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
         distribution={"mpi": {"custom_mpi_options": "-x A=1"}},
         hyperparameters={"epochs": 3, "lr": 0.1, "name": "a"},
         metric_definitions=[{"Name": "loss", "Regex": "loss=(.*)"}],
-        environment={"HF_TOKEN": "(not shown)"},
+        environment={"B": "2"},
     )
     assert request == same.request({"train": Input(f"{S3}/train", "ShardedByS3Key")}, NAME)
     assert "no option of mpirun" in done.stderr
+
+
+def test_secrets_are_not_put_into_the_request() -> None:
+    words = ["--role", COMMON["role"], "--image", COMMON["image_uri"], "-x", "HF_TOKEN=hunter2", "train.py"]
+    done = sagemaker("--dry-run", "--instance-type", "ml.c5.xlarge", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "-x HF_TOKEN: HF_TOKEN holds what looks like a secret" in done.stderr
+    assert "secretsmanager" in done.stderr
+    assert "hunter2" not in done.stderr
+    here = sagemaker("--dry-run", "--instance-type", "local", *words)
+    assert (here.returncode, '"HF_TOKEN": "(not shown)"' in here.stdout) == (0, True), here.stderr
+    with pytest.warns(UserWarning, match="HF_TOKEN holds what looks like a secret"):
+        estimator(environment={"HF_TOKEN": "hunter2"})
+    with pytest.warns(UserWarning, match="custom_mpi_options holds what looks like a secret"):
+        estimator(custom_mpi_options="-x HF_TOKEN=hunter2")
 
 
 def test_local_mode_runs_an_interpreter_of_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,5 +405,5 @@ def test_the_command_line_reports_mistakes() -> None:
 
 def test_without_boto3_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(LaunchError, match=r"pip install 'ringdance\[sagemaker\]'"):
+    with pytest.raises(LaunchError, match="-m pip install boto3"):
         estimator().fit(wait=False)

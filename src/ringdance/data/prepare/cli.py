@@ -16,10 +16,9 @@ from ringdance.data.prepare.shuffle import ShufflePlan
 from ringdance.data.prepare.sources import SPLITS
 from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
-from ringdance.errors import ArgumentError
 from ringdance.launch.parser import rank_count
 from ringdance.launch.remote.shell import add_host_options, hosts_of, remote_shell_of
-from ringdance.launch.spec import CommandError, JobSpec
+from ringdance.launch.spec import JobSpec
 from ringdance.launch.system.linux import usable_cores
 from ringdance.subcommands import Subcommand
 
@@ -36,7 +35,7 @@ examples:
   ringdance data index /data/tfrecords                for TFRecords or tars made by others
   ringdance data generate criteo /fast/planted        click logs to try a training with
 
-Needs pip install 'ringdance[data]', for click logs 'ringdance[ctr]'.
+Needs the packages google-crc32c and, for images, pillow and simplejpeg, for click logs pyarrow.
 `ringdance data COMMAND --help` shows all options.
 """
 _PREPARE = """\
@@ -118,20 +117,6 @@ example:
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance data`` with the words after it; returns the exit code."""
     return subcommands.run("ringdance data", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
-
-
-def _reporting(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Make an action's errors those of a command line."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            return action(arguments)
-        except ArgumentError as error:
-            raise CommandError(str(error)) from None
-        except OSError as error:
-            raise CommandError(f"{error.filename or 'disk'}: {error.strerror or error}") from None
-
-    return run
 
 
 def _positive(text: str) -> int:
@@ -289,24 +274,24 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 _SUBCOMMANDS = {
     "prepare": Subcommand(
-        _reporting(lambda arguments: int(arguments.prepare(arguments))),
+        lambda arguments: int(arguments.prepare(arguments)),
         "write images or click logs into files for training, with an index", _add_prepare,
     ),
     "verify": Subcommand(
-        _reporting(lambda arguments: inspect.verify(arguments.directory, arguments.decode)),
+        lambda arguments: inspect.verify(arguments.directory, arguments.decode),
         "check the files of a data set", _add_verify, _VERIFY,
     ),
     "info": Subcommand(
-        _reporting(lambda arguments: inspect.info(arguments.directory, arguments.json)),
+        lambda arguments: inspect.info(arguments.directory, arguments.json),
         "show splits, samples or rows, classes, bytes and sizes of images", _add_info, _INFO,
     ),
     "index": Subcommand(
-        _reporting(lambda arguments: index(
+        lambda arguments: index(
             arguments.directory, arguments.split, arguments.files, arguments.first_label
-        )),
+        ),
         "write an index for TFRecords or tars made by others", _add_index, _INDEX,
     ),
     "generate": Subcommand(
-        _reporting(_generate), "write click logs whose best possible AUC is known", _add_generate, _GENERATE
+        _generate, "write click logs whose best possible AUC is known", _add_generate, _GENERATE
     ),
 }  # fmt: skip

@@ -84,7 +84,7 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
         LaunchError: a process failed.
     """
     for module in ("google_crc32c", "pyarrow"):
-        needed(module, "ctr")
+        needed(module)
     for file in plan.files:
         if Path(file.path).resolve().is_relative_to(destination.resolve()):
             raise ArgumentError(f"{file.path} is within DST, where files are replaced: choose another DST")

@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ringdance.data.files import needed
-from ringdance.errors import ArgumentError
+from ringdance.errors import ArgumentError, pip_install
 
 _DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 _LABELS = (
@@ -124,7 +124,7 @@ def _of_devkit(path: Path) -> list[str]:
         loadmat = needed("scipy.io").loadmat
     except ArgumentError:
         raise ArgumentError(
-            f"{path}: reading its meta.mat needs SciPy: pip install scipy; or put one of "
+            f"{path}: reading its meta.mat needs SciPy: {pip_install('scipy')}; or put one of "
             f"{', '.join(_LABELS[:3])} beside it"
         ) from None
     contents = {}

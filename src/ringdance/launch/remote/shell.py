@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringdance.cluster import slurm
 from ringdance.cluster.hostfile import NAME, HostList, parse_hostfile, parse_hosts
 from ringdance.errors import LaunchError
 
@@ -66,6 +67,11 @@ class RemoteShell:
     local: Collection[str] = ()
     python: str = ""
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment that `command` needs."""
+        return slurm.step_environ(os.environ)
+
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         """Return the command line that runs `program` on `host`.
 
@@ -79,10 +85,7 @@ class RemoteShell:
         if self.python and program[0] == sys.executable:
             program = [self.python, *program[1:]]
         if self.method == "srun":
-            return [
-                "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none",
-                "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--quiet", *program,
-            ]  # fmt: skip
+            return slurm.step(host, program, os.environ)
         line = ["ssh", "-F", _DEFAULTS, "-x", "-T", *self.arguments]
         line += ["-p", str(self.port)] if self.port else []
         line += ["-i", self.identity] if self.identity else []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance import subcommands
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, optional
 from ringdance.subcommands import Subcommand
 from ringdance.submit.kubernetes.convert import convert
 from ringdance.submit.kubernetes.job import Document, JobRequest
@@ -83,13 +83,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise LaunchError(
-            "YAML needs the package PyYAML: pip install 'ringdance[k8s]' (or use --json)"
-        ) from None
-    return yaml
+    return optional("yaml", LaunchError, "YAML needs PyYAML", "pyyaml", " (or use --json)")
 
 
 def _print(documents: Sequence[Document], as_json: bool) -> None:
@@ -104,10 +98,7 @@ def _print(documents: Sequence[Document], as_json: bool) -> None:
 
 def _read(file: str) -> list[Document]:
     """Read the documents of a file of YAML or JSON."""
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8", "replace")
     try:
         found = [json.loads(text)]
     except ValueError:

@@ -11,7 +11,7 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.environment import is_secret
 from ringdance.launch.spec import parse_exports
-from ringdance.submit.options import check_options, option, pairs
+from ringdance.submit.options import check_options, launch_line, option, pairs
 
 Document = dict[str, Any]
 
@@ -96,7 +96,7 @@ class JobRequest:
     gpus: int = option("GPUs of each worker", 0, minimum=0)
     cpus: str = option("cores of each worker", "", **{**_SIZE, "metavar": "N"})
     memory: str = option("of each worker, such as 32Gi", "", **_SIZE)
-    launcher_memory: str = option("of the launcher, which computes nothing", "1Gi", **_SIZE)
+    launcher_memory: str = option("of the launcher (default: 1Gi, and 16Mi for each worker)", "", **_SIZE)
     shm: str = option("size of /dev/shm, where ranks exchange data", "2Gi", **_SIZE)
     volumes: Sequence[Volume] = option(
         "pvc:CLAIM:/data, nfs:SERVER:/EXPORT:/data, host:/DIR:/data, configmap:NAME:/x, secret:NAME:/x, "
@@ -133,9 +133,8 @@ class JobRequest:
     def launch(self) -> list[str]:
         """The launcher's command, which reads hosts and slots from what the operator puts into its pod."""
         # ssh passes no environment on: the launcher does, by name.
-        exports = [word for name in (*self.env, *self.secret_env) for word in ("-x", name)]
-        ranks = self.workers * self.slots_per_worker
-        return ["ringdance", "run", "-np", str(ranks), *exports, "--", *self.command]
+        names = (*self.env, *self.secret_env)
+        return launch_line(self.workers * self.slots_per_worker, names, self.command)
 
     def check(self) -> None:
         """Find mistakes that the cluster would report late, or never.

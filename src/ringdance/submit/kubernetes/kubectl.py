@@ -18,7 +18,10 @@ from ringdance.submit.kubernetes.job import Document
 _MPIJOB, _TRAINJOB = "mpijobs.kubeflow.org", "trainjobs.trainer.kubeflow.org"
 _TRAINER = "Kubeflow Trainer"
 _OPERATORS = {"MPIJob": "the MPI operator", "TrainJob": _TRAINER, "TrainingRuntime": _TRAINER}
-_FATAL = re.compile("ErrImagePull|(ImagePull|CrashLoop)BackOff|InvalidImageName|CreateContainerConfigError")
+_NEVER = re.compile("InvalidImageName|ErrImageNeverPull")
+# The kubelet tries again, after 10 s, then after 20, 40, ...: a registry may have been busy.
+_RETRIED = re.compile("ErrImagePull|(ImagePull|CrashLoop)BackOff|CreateContainer(Config)?Error")
+_RETRIED_S = 150.0
 
 
 @dataclass
@@ -112,10 +115,10 @@ def submit(documents: Sequence[Document], kubectl: Kubectl) -> str:
     """Create the documents and return kubectl's output.
 
     Raises:
-        LaunchError: the cluster refuses them: with the next step where it is known.
+        LaunchError: the cluster refuses one: with the next step where it is known. None is left.
     """
     output = ""
-    for document in documents:
+    for number, document in enumerate(documents):
         name, kind = document["metadata"]["name"], document["kind"]
         try:
             # As JSON, which kubectl takes too: no YAML package is needed.
@@ -127,6 +130,11 @@ def submit(documents: Sequence[Document], kubectl: Kubectl) -> str:
             elif "no matches for kind" in text or "resource type" in text:
                 operator = _OPERATORS.get(kind, "its operator")
                 text += f"\nThe cluster does not know {kind}: an administrator must install {operator}"
+            for made in documents[:number]:
+                try:
+                    kubectl.run("delete", "-f", "-", stdin=json.dumps(made))
+                except LaunchError as left:
+                    text += f"\nThe {made['kind']} created before it is still there: {left}"
             raise LaunchError(text) from None
     return output
 
@@ -180,7 +188,7 @@ def _exit_code(resource: str, name: str, kubectl: Kubectl) -> int:
 
 
 def _wait_for_start(resource: str, name: str, kubectl: Kubectl, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
+    start = failing = time.monotonic()
     shown = ""
     while True:
         pods = kubectl.pods(resource, name, workers=False)
@@ -192,9 +200,11 @@ def _wait_for_start(resource: str, name: str, kubectl: Kubectl, timeout: float) 
         if now != shown:
             print(f"ringdance: {name} has not started: {now}", file=sys.stderr, flush=True)
             shown = now
-        if _FATAL.search(now):
+        moment = time.monotonic()
+        failing = failing if _RETRIED.search(now) else moment
+        if _NEVER.search(now) or moment - failing > _RETRIED_S:
             raise LaunchError(f"{name} cannot start: {now}. Fix it, and `ringdance k8s delete {name}`")
-        if time.monotonic() > deadline:
+        if moment > start + timeout:
             raise LaunchError(f"{name} has not started within {timeout:g} s (--wait): {now}")
         time.sleep(2.0)
 

@@ -123,7 +123,8 @@ def _launcher_pod(request: JobRequest, container: str) -> Document:
     for name, (secret, key) in request.secret_env.items():
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     # No GPU and little of a core: it starts the ranks and shows their output.
-    resources = {"requests": {"cpu": "500m"}, "limits": {"memory": request.launcher_memory}}
+    memory = request.launcher_memory or f"{1024 + 16 * request.workers}Mi"
+    resources = {"requests": {"cpu": "500m"}, "limits": {"memory": memory}}
     return _pod(request, {"name": container, "command": request.launch, "resources": resources, "env": env})
 
 

@@ -8,10 +8,11 @@ import tarfile
 import time
 from typing import Any
 
-from ringdance.errors import LaunchError
+from ringdance.errors import LaunchError, optional
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, account_of
 
 _LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+_LATE_READS = 2
 _ENDED = ("Completed", "Failed", "Stopped")
 
 
@@ -37,11 +38,15 @@ def boto3() -> Any:
     Raises:
         LaunchError: it is not installed.
     """
-    try:
-        import boto3
-    except ImportError:
-        raise LaunchError("AWS needs boto3: pip install 'ringdance[sagemaker]'") from None
-    return boto3
+    return optional("boto3", LaunchError, "AWS needs boto3")
+
+
+def client(session: Any, service: str, region: str | None = None) -> Any:
+    """Make a client that tries again for minutes where AWS throttles it: following a job makes many calls."""
+    from botocore.config import Config
+
+    patient = Config(retries={"mode": "standard", "max_attempts": 20})
+    return session.client(service, region_name=region, config=patient)
 
 
 def call(function: Any, **arguments: Any) -> Any:
@@ -62,23 +67,30 @@ def role_arn(session: Any, role: str) -> str:
     """Return the ARN of a role given by its name or its ARN."""
     if account_of(role):
         return role
-    return str(call(session.client("iam").get_role, RoleName=role)["Role"]["Arn"])
+    return str(call(client(session, "iam").get_role, RoleName=role)["Role"]["Arn"])
 
 
-def make_bucket(client: Any, bucket: str, region: str) -> None:
-    """Create the account's default bucket if it does not exist."""
+def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
+    """Create the account's default bucket if it does not exist.
+
+    Raises:
+        LaunchError: it exists and belongs to another account, since its name can be guessed; or AWS refuses.
+    """
     from botocore.exceptions import ClientError
 
     try:
-        client.head_bucket(Bucket=bucket)
+        s3.head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
     except ClientError as error:
         if error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
-            raise LaunchError(f"AWS: bucket {bucket}: {error}; give code_location and output_path") from None
+            raise LaunchError(
+                f"AWS: bucket {bucket} is not account {account}'s, or may not be used: {error}; give "
+                "code_location and output_path"
+            ) from None
         where = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
-        call(client.create_bucket, Bucket=bucket, **where)
+        call(s3.create_bucket, Bucket=bucket, **where)
 
 
-def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
+def follow(logs: Any, sagemaker: Any, name: str, pause: float = 5.0) -> None:
     """Wait for the job's end; show its hosts' output if `logs` (a client) is given.
 
     Raises:
@@ -88,7 +100,7 @@ def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
     shown = status = ""
     while status not in _ENDED:
         time.sleep(pause if shown else 0.0)
-        found = call(client.describe_training_job, TrainingJobName=name)
+        found = call(sagemaker.describe_training_job, TrainingJobName=name)
         status = found["TrainingJobStatus"]
         now = f"{status}: {found.get('SecondaryStatus', '')}"
         if now != shown:
@@ -96,6 +108,10 @@ def follow(logs: Any, client: Any, name: str, pause: float = 5.0) -> None:
             shown = now
         if logs is not None:
             _show(logs, name, seen)
+    # The last lines come to CloudWatch some seconds after the end.
+    for _ in range(_LATE_READS if logs is not None else 0):
+        time.sleep(pause)
+        _show(logs, name, seen)
     if status != "Completed":
         reason = found.get("FailureReason") or "no reason given"
         raise LaunchError(f"training job {name}: {status}: {reason}")

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringdance import subcommands
-from ringdance.errors import ArgumentError, LaunchError
-from ringdance.launch.remote.environment import shown, shown_text
+from ringdance.errors import LaunchError
+from ringdance.launch.remote.environment import is_secret, shown, shown_text
 from ringdance.launch.spec import parse_exports
 from ringdance.submit.options import add_options, from_arguments, pairs
-from ringdance.submit.sagemaker.estimator import Estimator
+from ringdance.submit.sagemaker.estimator import KEPT_IN_CLEAR, Estimator
+from ringdance.submit.sagemaker.job import LOCAL
 from ringdance.submit.sagemaker.request import Input
 
 _EPILOG = """\
@@ -60,26 +61,27 @@ def _submit(arguments: argparse.Namespace) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"ringdance sagemaker: {message}", file=sys.stderr)
     mode = "ShardedByS3Key" if arguments.sharded else "FullyReplicated"
     metrics = [{"Name": name, "Regex": regex} for name, regex in pairs("--metric", arguments.metric).items()]
-    try:
-        given = pairs("--input", arguments.input)
-        inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
-        estimator = from_arguments(
-            Estimator,
-            arguments,
-            entry_point=arguments.script,
-            hyperparameters=hyperparameters(arguments.arguments),
-            environment=parse_exports(arguments.env, os.environ),
-            metric_definitions=metrics,
-        )
-        if arguments.dry_run:
-            request = estimator.request(inputs, arguments.name)
-            if "Environment" in request:
-                request["Environment"] = {n: shown(n, value) for n, value in request["Environment"].items()}
-            print(shown_text(json.dumps(request, indent=2)))
-        else:
-            estimator.fit(inputs, not arguments.no_wait, not arguments.quiet, arguments.name)
-    except ArgumentError as error:
-        raise LaunchError(str(error)) from None
+    environment = parse_exports(arguments.env, os.environ)
+    local = arguments.instance_type in LOCAL
+    if secrets := [name for name, value in environment.items() if is_secret(name, value) and not local]:
+        raise LaunchError(f"-x {secrets[0]}: {secrets[0]} {KEPT_IN_CLEAR}")
+    given = pairs("--input", arguments.input)
+    inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
+    estimator = from_arguments(
+        Estimator,
+        arguments,
+        entry_point=arguments.script,
+        hyperparameters=hyperparameters(arguments.arguments),
+        environment=environment,
+        metric_definitions=metrics,
+    )
+    if arguments.dry_run:
+        request = estimator.request(inputs, arguments.name)
+        if "Environment" in request:
+            request["Environment"] = {n: shown(n, value) for n, value in request["Environment"].items()}
+        print(shown_text(json.dumps(request, indent=2)))
+    else:
+        estimator.fit(inputs, not arguments.no_wait, not arguments.quiet, arguments.name)
     return 0
 
 

@@ -25,6 +25,7 @@ from dataclasses import fields
 from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError
+from ringdance.launch.remote.environment import is_secret, shown_text
 from ringdance.submit.sagemaker import aws, local
 from ringdance.submit.sagemaker.job import TrainingJob, account_of, job_name
 from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_options
@@ -32,14 +33,15 @@ from ringdance.submit.sagemaker.request import Inputs, create_request, mpi_optio
 OUTPUT_DIRECTORY = "/opt/ml/output/data"
 """The service uploads what a job leaves here as ``output.tar.gz``."""
 
+KEPT_IN_CLEAR = (
+    "holds what looks like a secret, and the service shows it to all who may describe the job. Keep it in "
+    "AWS Secrets Manager, and let the script get it by the job's role: "
+    "boto3.client('secretsmanager').get_secret_value(SecretId=...)['SecretString']"
+)
 _RENAMED = {"distributions": "distribution", "image_name": "image_uri"}  # and what began with train_
 _IGNORED = (
-    "framework_version",
-    "py_version",
-    "sagemaker_session",
-    "dependencies",
-    "disable_sagemaker_metrics",
-)
+    "framework_version", "py_version", "sagemaker_session", "dependencies", "disable_sagemaker_metrics",
+)  # fmt: skip
 _EXAMPLES = {
     "instance_type": "ml.p3.16xlarge",
     "role": "arn:aws:iam::123456789012:role/Training",
@@ -171,6 +173,11 @@ class Estimator(TrainingJob):
             raise ArgumentError(
                 f"max_wait ({self.max_wait}) is for spot instances only: give use_spot_instances=True too"
             )
+        in_clear = [name for name, value in (self.environment or {}).items() if is_secret(name, value)]
+        if shown_text(self.custom_mpi_options) != self.custom_mpi_options:
+            in_clear.append("custom_mpi_options")
+        for name in in_clear if not self.local else ():
+            warnings.warn(f"{name} {KEPT_IN_CLEAR}", stacklevel=3)
         if bool(self.subnets) != bool(self.security_group_ids):
             raise ArgumentError("subnets and security_group_ids belong together: give both or neither")
 
@@ -231,23 +238,24 @@ class Estimator(TrainingJob):
         session, region = self._session(), self._find_region()
         self.role = aws.role_arn(session, self.role)
         request = self.request(inputs, name)
-        self._upload(request, session.client("s3", region_name=region), region)
-        client = session.client("sagemaker", region_name=region)
-        aws.call(client.create_training_job, **request)
+        self._upload(request, aws.client(session, "s3", region), region)
+        sagemaker = aws.client(session, "sagemaker", region)
+        aws.call(sagemaker.create_training_job, **request)
         self.latest_job = name
         print(f"ringdance: training job {name} in {region}", flush=True)
         if wait:
-            aws.follow(session.client("logs", region_name=region) if logs else None, client, name)
+            aws.follow(aws.client(session, "logs", region) if logs else None, sagemaker, name)
         return name
 
-    def _upload(self, request: Mapping[str, Any], client: Any, region: str) -> None:
+    def _upload(self, request: Mapping[str, Any], s3: Any, region: str) -> None:
         if self.files.startswith("s3://"):
             return
         target = json.loads(request["HyperParameters"]["sagemaker_submit_directory"])
         bucket, _, key = target.removeprefix("s3://").partition("/")
-        if not self.code_location:
-            aws.make_bucket(client, bucket, region)
-        aws.call(client.put_object, Bucket=bucket, Key=key, Body=aws.pack(self.files))
+        owner = {} if self.code_location else {"ExpectedBucketOwner": account_of(self.role)}
+        if owner:
+            aws.make_bucket(s3, bucket, region, account_of(self.role))
+        aws.call(s3.put_object, Bucket=bucket, Key=key, Body=aws.pack(self.files), **owner)
 
     @property
     def model_data(self) -> str:
@@ -258,8 +266,8 @@ class Estimator(TrainingJob):
         """
         if self.latest_job is None or self.local:
             raise LaunchError("there is no job on SageMaker: call fit() first")
-        client = self._session().client("sagemaker", region_name=self._find_region())
-        found = aws.call(client.describe_training_job, TrainingJobName=self.latest_job)
+        sagemaker = aws.client(self._session(), "sagemaker", self._find_region())
+        found = aws.call(sagemaker.describe_training_job, TrainingJobName=self.latest_job)
         return str(found["ModelArtifacts"]["S3ModelArtifacts"])
 
 

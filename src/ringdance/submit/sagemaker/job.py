@@ -10,6 +10,7 @@ from typing import Any
 
 from ringdance.submit.options import option
 
+LOCAL = ("local", "local_gpu")  # types of instances that mean this machine
 NOT_UPLOADED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
 
@@ -80,7 +81,7 @@ class TrainingJob:
     @property
     def local(self) -> bool:
         """Whether jobs run on this machine."""
-        return self.instance_type in ("local", "local_gpu")
+        return self.instance_type in LOCAL
 
     @property
     def files(self) -> str:

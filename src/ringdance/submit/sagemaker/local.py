@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ringdance.errors import ArgumentError, LaunchError
+from ringdance.errors import ArgumentError, LaunchError, pip_install
 from ringdance.submit.sagemaker.job import NOT_UPLOADED, TrainingJob
 from ringdance.submit.sagemaker.request import Input, Inputs, as_channels, hyperparameters
 
@@ -49,7 +49,8 @@ def run(job: TrainingJob, name: str, inputs: Inputs, region: str) -> None:
         )
     if importlib.util.find_spec("sagemaker_training") is None:
         raise LaunchError(
-            "local mode runs SageMaker's own toolkit: pip install sagemaker-training (it needs a C compiler)"
+            f"local mode runs SageMaker's own toolkit: {pip_install('sagemaker-training')} "
+            "(it needs a C compiler)"
         )
     root = Path(tempfile.mkdtemp(prefix="ringdance-sagemaker-"))
     _lay_out(root, job, name, inputs, region)
