@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ringdance.launch.cause import signal_name
 from ringdance.launch.messages import watch
-from ringdance.launch.remote.connect import Remote
+from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5
 _LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
@@ -212,7 +212,8 @@ class Agents:
                 watch(self._selector, descriptor, 0, None)
             if agent.lost and not agent.local:
                 agent.kill()
-            agent.close(_CLOSE_S if agent.local else 2.0)
+        self._local.close(_CLOSE_S)  # first: it holds the others' connections too
+        close_all(self._remotes)
         for lock in {agent.frames.shared[0] for agent in self._remotes if agent.frames.shared}:
             os.close(lock)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,6 +16,8 @@ from ringdance.errors import LaunchError
 from ringdance.launch.agent.rank import PLACE
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_AT_ONCE, _KEPT_S = 64, 60.0  # names that are looked up at a time; how long an answer holds
+_looked_up: dict[str, tuple[float, bool]] = {}  # when, and whether it is an address of this machine
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,17 @@ class Host:
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:
-    """Return those of `names` that are this machine: its own name or one of its addresses."""
-    own = os.uname().nodename
+    """Return those of `names` that are this machine: its own name or one of its addresses.
+
+    They are looked up at the same time, and once in a start: it asks several times.
+    """
+    own, now, names = os.uname().nodename, time.monotonic(), set(names)
     known = {*LOCAL_NAMES, own, own.partition(".")[0]}
-    return frozenset(name for name in names if name in known or _is_own_address(name))
+    asked = [name for name in names - known if now - _looked_up.get(name, (-_KEPT_S, False))[0] >= _KEPT_S]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for name, found in zip(asked, pool.map(_is_own_address, asked), strict=True):
+            _looked_up[name] = now, found
+    return frozenset(name for name in names if name in known or _looked_up[name][1])
 
 
 def _is_own_address(name: str) -> bool:

@@ -22,9 +22,15 @@ from ringdance.launch.hosts import HostFacts, facts_from
 from ringdance.launch.messages import AGENT_SPEAKS, Frames
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 from ringdance.launch.system import machine
+from ringdance.limits import raise_open_files
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
 _TOLD_S = 5.0
+PIPES = 3
+"""Descriptors for each host."""
+
+_OTHER_FILES = 64  # for what else this process does
+_starting = threading.Lock()  # a start needs some more descriptors for a moment
 
 
 @dataclass
@@ -66,10 +72,14 @@ class Remote:
         """Whether it still serves the job."""
         return not (self.lost or self.clean)
 
-    def close(self, timeout: float = 2.0) -> None:
-        """End the connection, which ends the agent; kill the process if it has not ended in time."""
+    def disconnect(self) -> None:
+        """End the connection, which ends the agent."""
         for file in self.files:
             file.close()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End the connection; kill the process if it has not ended in time."""
+        self.disconnect()
         try:
             self.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -101,7 +111,10 @@ class Remote:
 
 
 def close_all(remotes: Iterable[Remote]) -> None:
-    """End agents."""
+    """End agents, all at once."""
+    remotes = list(remotes)
+    for remote in remotes:
+        remote.disconnect()
     for remote in remotes:
         remote.close()
 
@@ -138,6 +151,7 @@ def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, str]]:
     """Start agents as :func:`connect`; return those that answer, and the problems of the others."""
+    allow_open_files(PIPES * len(hosts), f"{len(hosts)} hosts")
     found: dict[str, Remote] = {}
     problems: dict[str, str] = {}
     until = time.monotonic() + max(timeout, shell.start_timeout)
@@ -167,6 +181,26 @@ def attempt(
     # In the order given: of two names of one machine the later is the wrong one.
     problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
     return found, problems
+
+
+def allow_open_files(more: int, what: str) -> None:
+    """Raise this process's limit of open files, which what it starts here inherits, if that is needed.
+
+    Args:
+        more: descriptors beyond those that are open.
+        what: needs them.
+
+    Raises:
+        LaunchError: the hard limit does not allow as many.
+    """
+    needed = len(os.listdir("/dev/fd")) + more + _OTHER_FILES
+    limit = raise_open_files(needed)
+    if limit < needed:
+        raise LaunchError(
+            f"{what} need {needed} open files in this process, and its hard limit is {limit} (ulimit -Hn). "
+            f"Raise it (as root: prlimit --nofile={needed} --pid PID-OF-THIS-SHELL; for good in "
+            "/etc/security/limits.conf), or use fewer hosts"
+        )
 
 
 def together(problems: Sequence[str]) -> str:
@@ -200,7 +234,9 @@ def _await_facts(remote: Remote, timeout: float) -> bool:
             words = remote.last_words() or remote.frames.preamble.decode(errors="replace").strip()
             text = f"no answer within {timeout:.0f} s" + (f" ({words})" if words else "")
             raise _Problem(text, temporary=True)
-        select.select([remote.frames.read_fd], [], [], left)
+        poll = select.poll()
+        poll.register(remote.frames.read_fd, select.POLLIN)
+        poll.poll(left * 1000)
         messages, alive = remote.frames.receive()
         for message, _ in messages:
             remote.facts = facts_from(message["facts"])
@@ -225,15 +261,16 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     """Start the program that is, or leads to, an agent; `options` as of ``subprocess.Popen``."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
-        start_new_session=True,
-        **options,
-    )
+    with _starting:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
+            start_new_session=True,
+            **options,
+        )
     assert process.stdin
     assert process.stdout
     assert process.stderr
