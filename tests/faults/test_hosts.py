@@ -18,6 +18,7 @@ import psutil
 import pytest
 from processes import MARKER, script, wait_until
 
+from ringdance.launch.directories import host_name
 from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
@@ -316,7 +317,7 @@ def test_results_of_any_size_come_or_the_host_that_is_lost_is_named(tmp_path: Pa
         line = [sys.executable, str(tmp_path / "call.py")]
         job = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True)
         if lost:
-            coming = f"ringdance-*-{os.uname().nodename[-20:]}/result.1.pkl.part"
+            coming = f"ringdance-*-{host_name()}/result.1.pkl.part"
             assert wait_until(lambda: bool(list(Path(place).glob(coming))), 60.0) is not None
             find(str(tmp_path), " ssh other2 ")[0].kill()
         out, _ = job.communicate(timeout=100)
