@@ -249,6 +249,26 @@ def test_a_daemon_that_does_not_start(program: Callable[[str], str], tmp_path: P
     assert (FRAME in done.stderr) != once
 
 
+def test_a_start_that_takes_too_long_names_hosts_and_ranks(
+    program: Callable[[str], str], tmp_path: Path
+) -> None:
+    daemon = Path(find_mpi().mpiexec).with_name("prted")
+    if not daemon.exists():
+        pytest.skip("only Open MPI 5 has a daemon of that name")
+    (tmp_path / "waits").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "waits").chmod(0o755)
+    environ = here_hosts.environment(tmp_path / "bin", f"mount --bind {tmp_path}/waits {daemon}")
+    line = [*LINE, *THREE, "--start-timeout", "4", "--no-check", "python", program("print('never')")]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert (
+        "only 0 of 4 ranks started within 4 s (--start-timeout)\n"
+        "  host localhost (ranks 0): agent answers, mpiexec was started, no ranks have connected\n"
+        "  hosts other1 (ranks 1-2), other2 (ranks 3): agent answers, mpiexec's daemon was started, "
+        "no ranks have connected\n"
+    ) in done.stderr, done.stderr
+
+
 def copied_package(directory: Path, version: str) -> Path:
     """A copy of what an agent runs, of another version."""
     package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"

@@ -123,9 +123,9 @@ def _add_other_hosts(parser: argparse.ArgumentParser) -> None:
     add(
         "--host-timeout",
         type=float,
-        default=6.0,
+        default=30.0,
         metavar="S",
-        help="seconds without a heartbeat after which a host is lost (default 6)",
+        help="seconds without a heartbeat after which a host is lost (default 30)",
     )
     add(
         "--no-check",

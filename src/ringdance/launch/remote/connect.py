@@ -29,6 +29,7 @@ _TOLD_S = 5.0
 PIPES = 3
 """Descriptors for each host."""
 
+_NAMED, _LINES = 5, 20  # hosts in a line of a message; lines
 _OTHER_FILES = 64  # for what else this process does
 _starting = threading.Lock()  # a start needs some more descriptors for a moment
 
@@ -46,6 +47,8 @@ class Remote:
         heard: when its last message came (monotonic seconds).
         errors: what that process wrote on stderr.
         local: whether the host is the launcher's own.
+        silent: whether its silence has been shown.
+        started: whether a program was to be started there.
         ready: whether it has prepared itself for the job.
         problem: what has kept it from that, or "".
         port: one that it keeps free.
@@ -61,6 +64,8 @@ class Remote:
     heard: float = field(default_factory=time.monotonic)
     errors: bytearray = field(default_factory=bytearray)
     local: bool = False
+    silent: bool = False
+    started: bool = False
     ready: bool = False
     problem: str = ""
     port: int = 0
@@ -143,7 +148,7 @@ def connect(
     found, problems = attempt(hosts, shell, timeout, log)
     if problems:
         close_all(found.values())
-        raise LaunchError(together([f"host {host}: {problems[host]}" for host in hosts if host in problems]))
+        raise LaunchError(together({host: problems[host] for host in hosts if host in problems}))
     return [found[host] for host in hosts]
 
 
@@ -203,9 +208,20 @@ def allow_open_files(more: int, what: str) -> None:
         )
 
 
-def together(problems: Sequence[str]) -> str:
-    """Return all problems as one message."""
-    return "\n  ".join(["Cannot start:", *problems]) if problems[1:] else problems[0]
+def folded(problems: Mapping[str, str]) -> list[str]:
+    """Return problems of hosts as some lines: one for hosts that have the same."""
+    lines = []
+    for problem in list(dict.fromkeys(problems.values())):
+        names = [host for host, own in problems.items() if own == problem]
+        more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
+        lines.append(f"host{'s' * bool(names[1:])} {', '.join(names[:_NAMED])}{more}: {problem}")
+    return [*lines[:_LINES], *([f"and {len(lines) - _LINES} more"] if lines[_LINES:] else [])]
+
+
+def together(problems: Mapping[str, str]) -> str:
+    """Return all problems of hosts as one message."""
+    lines = folded(problems)
+    return "\n  ".join(["Cannot start:", *lines]) if lines[1:] else lines[0]
 
 
 def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
@@ -291,10 +307,7 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     Raises:
         OSError: it cannot be started.
     """
-    lock = -1
-    if remotes:
-        with tempfile.TemporaryFile() as file:
-            lock = os.dup(file.fileno())
+    lock = _lock_file() if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
     passed = [stdin, lock, *(remote.frames.write_fd for remote in remotes)]
@@ -310,6 +323,14 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     finally:
         if stdin >= 0:
             os.close(passed[0])
+
+
+def _lock_file() -> int:
+    """Return a file for locks: in memory, where no network file system can block it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("ringdance-lock")
+    with tempfile.TemporaryFile() as file:  # not Linux
+        return os.dup(file.fileno())
 
 
 def _why(remote: Remote, program: str, python: str) -> _Problem:
