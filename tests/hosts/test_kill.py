@@ -37,7 +37,8 @@ class Job:
     def __init__(self, hosts: Hosts, directory: Path, idle: bool, timeout: str = "6") -> None:
         self.hosts, self.log = hosts, directory / "log"
         (directory / "work.py").write_text(WORK.format(idle=idle))
-        words = [*RUN, "-H", "h1:2,h2:2,h3:2", "--host-timeout", timeout, "python", str(directory / "work.py")]
+        words = [*RUN, "-H", "h1:2,h2:2,h3:2", "--host-timeout", timeout]
+        words += ["python", str(directory / "work.py")]
         self.outer = hosts.start("h1", *words, log=self.log)
         assert wait_until(lambda: self.log.read_text().count("works") == 6, 60.0) is not None, self.said
         self.launcher = min(self.find("h1", " ringdance run "))

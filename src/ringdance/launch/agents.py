@@ -241,13 +241,13 @@ class Agents:
         """
         now, timeout = time.monotonic(), self._heartbeat_timeout
         shown = min(timeout, _SHOWN_S)
+        limit = shown if failed else timeout
         for agent in self._all.values():
             if agent.frames.unsent:
                 self._send_on(agent)
             silence = 0.0 if agent.local or self._paused else now - agent.heard
             if silence > shown and agent.there and agent.ready and self._silent(agent):
-                if failed or silence > timeout:
-                    limit = shown if failed else timeout
+                if silence > limit:
                     self._lose(agent, f"no heartbeat for {limit:g} s (host or network down)")
                 elif not agent.silent:
                     agent.silent = True

@@ -9,7 +9,6 @@ import re
 import select
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import IO, Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command, module_line, package_directory
-from ringdance.launch.hosts import HostFacts, facts_from
+from ringdance.launch.hosts import HostFacts, facts_from, several
 from ringdance.launch.messages import AGENT_SPEAKS, Frames
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 from ringdance.launch.system import machine
@@ -29,7 +28,6 @@ _TOLD_S = 5.0
 PIPES = 3
 """Descriptors for each host."""
 
-_NAMED, _LINES = 5, 20  # hosts in a line of a message; lines
 _OTHER_FILES = 64  # for what else this process does
 _starting = threading.Lock()  # a start needs some more descriptors for a moment
 
@@ -182,7 +180,7 @@ def attempt(
             missing = [host for host in hosts if host not in found and host not in problems]
             if thread.is_alive() and missing:
                 left = max(0.0, until - time.monotonic())
-                log(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
+                log(f"waiting for {several(missing)}, {left:.0f} s more")
     # In the order given: of two names of one machine the later is the wrong one.
     problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
     return found, problems
@@ -202,20 +200,17 @@ def allow_open_files(more: int, what: str) -> None:
     limit = raise_open_files(needed)
     if limit < needed:
         raise LaunchError(
-            f"{what} need {needed} open files in this process, and its hard limit is {limit} (ulimit -Hn). "
-            f"Raise it (as root: prlimit --nofile={needed} --pid PID-OF-THIS-SHELL; for good in "
-            "/etc/security/limits.conf), or use fewer hosts"
+            f"{what} need {needed} open files in this process, and its hard limit is {limit} (ulimit -Hn): "
+            f"raise it, as root: prlimit --nofile={needed} --pid PID-OF-THE-SHELL; or use fewer hosts"
         )
 
 
 def folded(problems: Mapping[str, str]) -> list[str]:
     """Return problems of hosts as some lines: one for hosts that have the same."""
-    lines = []
-    for problem in list(dict.fromkeys(problems.values())):
-        names = [host for host, own in problems.items() if own == problem]
-        more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
-        lines.append(f"host{'s' * bool(names[1:])} {', '.join(names[:_NAMED])}{more}: {problem}")
-    return [*lines[:_LINES], *([f"and {len(lines) - _LINES} more"] if lines[_LINES:] else [])]
+    groups: dict[str, list[str]] = {}
+    for host, problem in problems.items():
+        groups.setdefault(problem, []).append(host)
+    return [f"host{'s' * (len(names) > 1)} {several(names)}: {problem}" for problem, names in groups.items()]
 
 
 def together(problems: Mapping[str, str]) -> str:
@@ -307,7 +302,8 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     Raises:
         OSError: it cannot be started.
     """
-    lock = _lock_file() if remotes else -1
+    # In memory: no network file system can block it. Several hosts are Linux hosts.
+    lock = os.memfd_create("ringdance-lock") if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
     passed = [stdin, lock, *(remote.frames.write_fd for remote in remotes)]
@@ -323,14 +319,6 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     finally:
         if stdin >= 0:
             os.close(passed[0])
-
-
-def _lock_file() -> int:
-    """Return a file for locks: in memory, where no network file system can block it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("ringdance-lock")
-    with tempfile.TemporaryFile() as file:  # not Linux
-        return os.dup(file.fileno())
 
 
 def _why(remote: Remote, program: str, python: str) -> _Problem:
