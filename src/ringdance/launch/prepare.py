@@ -91,7 +91,7 @@ def prepare(
         here = sum(len(host.ranks) for host in placed if host.name in local)
         # An agent and the doctor's probe on each host; logs.
         files = 2 * PIPES * len(others) + _FOR_RANK * here + 2 * spec.ranks * bool(spec.output_directory)
-        allow_open_files(files, f"{spec.ranks} ranks on {len(hosts)} hosts")
+        allow_open_files(files, f"{spec.ranks} ranks and {len(others)} other hosts")
     remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
     facts = dict.fromkeys(local, facts_from(machine.facts()))
     facts |= {remote.host: remote.facts for remote in remotes}

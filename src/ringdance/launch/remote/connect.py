@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from subprocess import PIPE
 from typing import IO, Any
 
 from ringdance.errors import LaunchError
@@ -273,14 +274,9 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     """Start the program that is, or leads to, an agent; `options` as of ``subprocess.Popen``."""
     with _starting:
+        # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
-            start_new_session=True,
-            **options,
+            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, **options
         )
     assert process.stdin
     assert process.stdout
