@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from ringdance.launch.directories import host_name
+
 MARKER = "FAULT_TEST"
 SHARED = Path("/dev/shm")
 THESIS = "my-thesis"
@@ -77,7 +79,7 @@ class Others:
     def __init__(self, temporary: Path) -> None:
         mark = uuid.uuid4().hex[:8]
         names = (f"psm_{mark}", f"sem.mp-{mark}", f"mpich_shar_tmp{mark}", f"torch_4194999_{mark}_0")
-        like_a_job = f"ringdance-{mark}0000-{os.uname().nodename[-20:]}"
+        like_a_job = f"ringdance-{mark}0000-{host_name()}"
         places = [temporary / name for name in ("ringdance-of-mine", like_a_job)]
         self._files = [SHARED / name for name in names] + [place / THESIS for place in places]
         for place in places:

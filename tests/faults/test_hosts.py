@@ -18,6 +18,7 @@ import psutil
 import pytest
 from processes import MARKER, script, wait_until
 
+from ringdance.launch.directories import host_name
 from ringdance.launch.mpi import find_mpi
 
 pytestmark = [
@@ -248,6 +249,26 @@ def test_a_daemon_that_does_not_start(program: Callable[[str], str], tmp_path: P
     assert (FRAME in done.stderr) != once
 
 
+def test_a_start_that_takes_too_long_names_hosts_and_ranks(
+    program: Callable[[str], str], tmp_path: Path
+) -> None:
+    daemon = Path(find_mpi().mpiexec).with_name("prted")
+    if not daemon.exists():
+        pytest.skip("only Open MPI 5 has a daemon of that name")
+    (tmp_path / "waits").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "waits").chmod(0o755)
+    environ = here_hosts.environment(tmp_path / "bin", f"mount --bind {tmp_path}/waits {daemon}")
+    line = [*LINE, *THREE, "--start-timeout", "4", "--no-check", "python", program("print('never')")]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert (
+        "only 0 of 4 ranks started within 4 s (--start-timeout)\n"
+        "  host localhost (ranks 0): agent answers, mpiexec was started, no ranks have connected\n"
+        "  hosts other1 (ranks 1-2), other2 (ranks 3): agent answers, mpiexec's daemon was started, "
+        "no ranks have connected\n"
+    ) in done.stderr, done.stderr
+
+
 def copied_package(directory: Path, version: str) -> Path:
     """A copy of what an agent runs, of another version."""
     package = Path(here_hosts.__file__).parents[2] / "src" / "ringdance"
@@ -327,7 +348,7 @@ def test_results_of_any_size_come_or_the_host_that_is_lost_is_named(tmp_path: Pa
         line = [sys.executable, str(tmp_path / "call.py")]
         job = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True)
         if lost:
-            coming = f"ringdance-*-{os.uname().nodename[-20:]}/result.1.pkl.part"
+            coming = f"ringdance-*-{host_name()}/result.1.pkl.part"
             assert wait_until(lambda: bool(list(Path(place).glob(coming))), 60.0) is not None
             find(str(tmp_path), " ssh other2 ")[0].kill()
         out, _ = job.communicate(timeout=100)

@@ -32,12 +32,13 @@ while True:
 
 
 class Job:
-    """A job of six ranks on the three hosts, begun on h1."""
+    """A job of six ranks on the three hosts, begun on h1; `timeout` is of the heartbeat."""
 
-    def __init__(self, hosts: Hosts, directory: Path, idle: bool) -> None:
+    def __init__(self, hosts: Hosts, directory: Path, idle: bool, timeout: str = "6") -> None:
         self.hosts, self.log = hosts, directory / "log"
         (directory / "work.py").write_text(WORK.format(idle=idle))
-        words = [*RUN, "-H", "h1:2,h2:2,h3:2", "python", str(directory / "work.py")]
+        words = [*RUN, "-H", "h1:2,h2:2,h3:2", "--host-timeout", timeout]
+        words += ["python", str(directory / "work.py")]
         self.outer = hosts.start("h1", *words, log=self.log)
         assert wait_until(lambda: self.log.read_text().count("works") == 6, 60.0) is not None, self.said
         self.launcher = min(self.find("h1", " ringdance run "))
@@ -153,3 +154,19 @@ def test_harm(whole: Hosts, tmp_path: Path, harm: Callable[[Job], str], idle: bo
         for name in whole.names:
             for pid in whole.processes(name):
                 subprocess.run(["kill", "-9", str(pid)], check=False, capture_output=True)
+
+
+def test_a_network_that_comes_back_ends_no_job(whole: Hosts, tmp_path: Path) -> None:
+    """As a live migration: what is silent is shown, and that it answers again."""
+    job = Job(whole, tmp_path, False, "30")
+    try:
+        whole.unplug("h2")
+        shown = "host h2 (ranks 2-3): no heartbeat for 6 s; after 30 s (--host-timeout) it is lost"
+        assert wait_until(lambda: shown in job.said, 9.0) is not None, job.said
+        time.sleep(2.0)
+        whole.plug("h2")
+        assert wait_until(lambda: "host h2 (ranks 2-3): it answers again, after" in job.said, 20.0), job.said
+        time.sleep(3.0)
+        assert job.outer.poll() is None, job.said
+    finally:
+        whole.end(job.outer)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ringdance.errors import ArgumentError
+from ringdance.limits import raise_open_files
 
 T = TypeVar("T")
 _SHARE, _MOST = 4, 4096  # of the limit, for each split; of files, however high the limit is
@@ -30,13 +30,8 @@ class OpenFiles(Generic[T]):
 
     def __init__(self, name: Callable[[int], Path], open: Callable[[int, Path], T], count: int) -> None:
         self._name, self._open = name, open
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = min(count, _MOST) * _SHARE
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        most = _MOST if soft == resource.RLIM_INFINITY else max(1, min(soft // _SHARE, _MOST))
-        self._files = lru_cache(most)(self._opened)
+        share = raise_open_files(min(count, _MOST) * _SHARE) // _SHARE
+        self._files = lru_cache(max(1, min(share, _MOST)))(self._opened)
 
     def __call__(self, number: int) -> T:
         """Return an open file.
@@ -71,7 +66,7 @@ class Files:
 
 def _fix(error: OSError) -> str:
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = raise_open_files(0)
         return (
             f"The limit of this process is {limit} (`ulimit -n`), no file of this data set is open: "
             f"raise it, or see in /proc/{os.getpid()}/fd what holds them."

@@ -21,11 +21,13 @@ from ringdance.doctor.probe import MARK
 from ringdance.doctor.rows import several
 from ringdance.errors import LaunchError
 from ringdance.launch.hosts import LOCAL_NAMES
+from ringdance.launch.remote.connect import PIPES, allow_open_files
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 
 _SPARE_S = 30.0  # for ssh and for starting Python, beyond the limit of the probes
 _LINK_S = 15.0
 _PAIR_S = 0.3
+_NAMES = 16  # of other hosts, that a host resolves
 # Where libraries are: a job's ranks get these of the launcher's, whatever a host's own login sets.
 _LIBRARIES = (
     "LD_LIBRARY_PATH", "OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "I_MPI_ROOT", "MPI4PY_LIBMPI", "MPI4PY_MPIABI",
@@ -143,7 +145,11 @@ def started(hosts: Sequence[str], shell: RemoteShell, local: Collection[str]) ->
         hosts: their names.
         shell: how other hosts are reached.
         local: those of `hosts` that are this machine.
+
+    Raises:
+        LaunchError: this process may not open as many files.
     """
+    allow_open_files(PIPES * len(hosts), f"{len(hosts)} hosts")
     with ExitStack() as stack:
         yield {host: stack.enter_context(closing(Remote(host, shell, host in local))) for host in hosts}
 
@@ -173,7 +179,8 @@ def collect(
             report(f"checking {several(waiting, 4)}{slow}")
 
     def one(host: str) -> None:
-        found[host] = _facts(remotes[host], request, seconds)
+        names = {**request["usage"], "hosts": _sample(usage.hosts, host)}
+        found[host] = _facts(remotes[host], {**request, "usage": names}, seconds)
         waiting.remove(host)
         show()
 
@@ -186,7 +193,7 @@ def collect(
                     prefix=".ringdance-doctor-", dir=directory, ignore_cleanup_errors=True
                 )
                 made.append(stack.enter_context(mark))
-        request = {
+        request: dict[str, Any] = {
             "probes": list(probes),
             "usage": asdict(replace(usage, probe_files=tuple(made))),
             "seconds": seconds,
@@ -194,6 +201,12 @@ def collect(
         }
         _in_threads(one, remotes)
     return {host: found[host] for host in remotes}
+
+
+def _sample(hosts: Sequence[str], host: str) -> list[str]:
+    """Return the names that a host resolves: those after its own, so that several hosts resolve each."""
+    at = hosts.index(host) if host in hosts else 0
+    return [*hosts, *hosts][at : at + min(len(hosts), _NAMES + 1)]
 
 
 def _facts(remote: Remote, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:

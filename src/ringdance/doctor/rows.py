@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ringdance.doctor.check import Finding, Host, Hosts
+from ringdance.launch.hosts import several as several
 
 MB, GB = 1 << 20, 1 << 30
 
@@ -19,12 +20,6 @@ def size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:.0f} {unit}"
     return f"{count:.0f} bytes"
-
-
-def several(names: Sequence[str], most: int = 5) -> str:
-    """Join names with commas; of many, the first and how many more."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 class _Formatter(string.Formatter):

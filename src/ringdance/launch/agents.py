@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 from ringdance.launch.cause import signal_name
 from ringdance.launch.messages import watch
-from ringdance.launch.remote.connect import Remote
+from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5
 _LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
+_SHOWN_S = 6.0  # such silence is shown; it ends the wait for a host once something has failed
 _CLOSE_S = 6.0  # for the local agent to clean up
 
 OnExit = Callable[[int, int, float], None]
@@ -65,6 +66,9 @@ class Listener(Protocol):
 
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
         """A host is lost, or a program of the job that is no rank was killed there."""
+
+    def on_silence(self, host: str, text: str) -> None:
+        """A host has sent nothing for a while, or again something."""
 
     def on_clean(self, local: bool) -> None:
         """The agent on this host has cleaned up, or those on other hosts have, or are lost."""
@@ -125,10 +129,19 @@ class Agents:
         return all(agent.ready for agent in self._all.values())
 
     @property
-    def problems(self) -> list[str]:
-        """Problems, a line for each host concerned."""
-        found = {host: agent.problem for host, agent in self._all.items() if agent.problem}
-        return [f"host {host}: {problem}" for host, problem in found.items()]
+    def problems(self) -> dict[str, str]:
+        """Problems by host."""
+        return {host: agent.problem for host, agent in self._all.items() if agent.problem}
+
+    def doing(self, host: str, connected: int) -> str:
+        """Return what a host does, of whose ranks so many have connected and not all have started."""
+        agent = self._all[host]
+        silent = not agent.local and time.monotonic() - agent.heard > _LATE_S
+        state = "nothing has been started there yet" if agent.ready else "it has no directory for the job yet"
+        if agent.started:
+            program = "mpiexec" if agent.local else "mpiexec's daemon"
+            state = f"{program} was started, {connected or 'no'} ranks have connected"
+        return f"agent {'does not answer' if silent else 'answers'}, {state}"
 
     @property
     def remotes_gone(self) -> bool:
@@ -169,6 +182,7 @@ class Agents:
         agent = self._all.get(host) if host else self._local
         if agent is None or not agent.there:
             return False
+        agent.started = True
         self._programs.append(on_exit)
         return agent.frames.send({"spawn": len(self._programs) - 1, **program})
 
@@ -209,21 +223,33 @@ class Agents:
                 watch(self._selector, descriptor, 0, None)
             if agent.lost and not agent.local:
                 agent.kill()
-            agent.close(_CLOSE_S if agent.local else 2.0)
+        self._local.close(_CLOSE_S)  # first: it holds the others' connections too
+        close_all(self._remotes)
         for lock in {agent.frames.shared[0] for agent in self._remotes if agent.frames.shared}:
             os.close(lock)
 
     # --- heartbeats ----------------------------------------------------------------------------
 
-    def check(self) -> float | None:
-        """Find lost hosts, send what waits; return the seconds until this is due again, None for never."""
-        now = time.monotonic()
-        for agent in self._remotes:
-            late = agent.there and agent.ready and now - agent.heard > self._heartbeat_timeout
-            if late and not self._paused and self._silent(agent):
-                self._lose(agent, f"no heartbeat for {self._heartbeat_timeout:g} s (host or network down)")
+    def check(self, failed: bool) -> float | None:
+        """Find lost hosts, send what waits; return the seconds until this is due again, None for never.
+
+        Args:
+            failed: whether the job has failed: a host that is silent may be why, and is waited for no longer.
+        """
+        now, timeout = time.monotonic(), self._heartbeat_timeout
+        shown = min(timeout, _SHOWN_S)
+        limit = shown if failed else timeout
         for agent in self._all.values():
-            self._send_on(agent)
+            if agent.frames.unsent:
+                self._send_on(agent)
+            silence = 0.0 if agent.local or self._paused else now - agent.heard
+            if silence > shown and agent.there and agent.ready and self._silent(agent):
+                if silence > limit:
+                    self._lose(agent, f"no heartbeat for {limit:g} s (host or network down)")
+                elif not agent.silent:
+                    agent.silent = True
+                    text = f"no heartbeat for {shown:g} s; after {timeout:g} s (--host-timeout) it is lost"
+                    self._listener.on_silence(agent.host, text)
         return _PING_S if self._remotes else None
 
     def _send_on(self, agent: Remote) -> None:
@@ -259,7 +285,11 @@ class Agents:
         except ValueError as error:
             self._lose(agent, f"protocol error: {error}")
             return
-        agent.heard = time.monotonic()
+        now = time.monotonic()
+        if agent.silent:
+            agent.silent = False
+            self._listener.on_silence(agent.host, f"it answers again, after {now - agent.heard:.0f} s")
+        agent.heard = now
         self._listener.on_progress()
         for message, payload in messages:
             self._take(agent, message, payload)

@@ -93,8 +93,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--chdir", default="", metavar="DIR", help="directory of the ranks there (default: as here)")
     text = "network interfaces to use (default: those by which all hosts reach one another)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
-    text = "seconds without a heartbeat after which a host is lost (default 6)"
-    add("--host-timeout", type=seconds, default=6.0, metavar="S", help=text)
+    text = "seconds without a heartbeat after which a host is lost (default 30)"
+    add("--host-timeout", type=seconds, default=30.0, metavar="S", help=text)
     text = "do not check the hosts before the start; with --dry-run: do not connect to any"
     add("--no-check", action="store_true", help=text)
 

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import sys
+import zlib
 from collections.abc import Iterable, Mapping
 
 _ROOM, _FILES = 1 << 20, 100  # what sockets and MPI's own files need at least
@@ -66,12 +67,18 @@ def free_port() -> tuple[socket.socket | None, int]:
     return sock, port
 
 
+def host_name() -> str:
+    """Return this host's name for a path, in 20 characters: the ends, and beginnings, of long ones repeat."""
+    name = os.uname().nodename
+    return name if len(name) <= 20 else f"{name[:11]}.{zlib.crc32(name.encode()):08x}"
+
+
 def host_directory(base: str, job: str) -> str:
     """Return a job's directory on this host. Hosts may share `base`, so their names are part of it.
 
     The path leaves room in a socket's address (108 bytes; macOS 104) if `base` is :func:`usable`.
     """
-    return os.path.join(base, f"ringdance-{job[:12]}-{os.uname().nodename[-20:]}")
+    return os.path.join(base, f"ringdance-{job[:12]}-{host_name()}")
 
 
 OWN_DIRECTORY = "{directory}"

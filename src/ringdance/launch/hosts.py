@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import socket
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 from ringdance.cluster.hostfile import HostList
@@ -14,6 +18,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.agent.rank import PLACE
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_AT_ONCE, _KEPT_S = 64, 300.0  # names that are looked up at a time; how long an answer holds
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,21 @@ class Host:
 
 
 def local_names(names: Iterable[str]) -> frozenset[str]:
-    """Return those of `names` that are this machine: its own name or one of its addresses."""
-    own = os.uname().nodename
-    known = {*LOCAL_NAMES, own, own.partition(".")[0]}
-    return frozenset(name for name in names if name in known or _is_own_address(name))
+    """Return those of `names` that are this machine: its own name or one of its addresses.
+
+    They are looked up at the same time, and once in a start: it asks several times.
+    """
+    own, names = os.uname().nodename, set(names)
+    known = names & {*LOCAL_NAMES, own, own.partition(".")[0]}
+    others, when = list(names - known), time.monotonic() // _KEPT_S
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = pool.map(_is_own_address, others, itertools.repeat(when))
+        return frozenset(known.union(itertools.compress(others, found)))
 
 
-def _is_own_address(name: str) -> bool:
-    """Whether `name` stands for an address that a socket of this machine can have."""
+@lru_cache(4096)
+def _is_own_address(name: str, when: float) -> bool:
+    """Whether `name` stands for an address that a socket of this machine can have; `when` it is asked."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -95,6 +107,12 @@ def _is_own_address(name: str) -> bool:
         except OSError:
             continue
     return False
+
+
+def several(names: Sequence[str], most: int = 5) -> str:
+    """Join names with commas; of many, the first and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:

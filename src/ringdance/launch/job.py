@@ -32,8 +32,8 @@ from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.prepare import PreparedJob
 from ringdance.launch.ranks import Rank, RankTable
-from ringdance.launch.remote.connect import Remote, close_all, start_local, together
-from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, Event, State
+from ringdance.launch.remote.connect import Remote, close_all, folded, start_local, together
+from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, WELL, Event, State
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, Signals
 
@@ -165,7 +165,7 @@ class Job:
     def _step(self) -> None:
         now = time.monotonic()
         due = [self._deadline, *self._ranks.due(self._state is State.RUNNING)]
-        again = self._agents.check()
+        again = self._agents.check(self._state not in WELL and not self._signal)
         timeout = min(max(0.0, min(due) - now), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
             # What came before in this round may have closed it.
@@ -208,10 +208,9 @@ class Job:
         now, state = time.monotonic(), self._state
         if state in (State.PREPARING, State.STARTING):
             self._deadline = math.inf
-            self._fail(
-                f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
-                f"{self._spec.start_timeout:g} s (--start-timeout)"
-            )
+            text = f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
+            text += f"{self._spec.start_timeout:g} s (--start-timeout)"
+            self._fail("\n  ".join([text, *folded(self._ranks.not_started())]))
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
             self._waited, self._deadline = True, now + _SEE_S
         elif state not in CLEANING and not self._ranks.completed and self._cause_is_awaited():
@@ -342,7 +341,7 @@ class Job:
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
         """A host is lost, or a program of the job that is no rank was killed there."""
         self.on_note(f"host {host}: {message}")
-        named = next((_named(found) for found in self._plan.hosts if found.name == host), host)
+        named = self._named(host)
         if self._state in CLEANING:
             if lost and self._results_wanted:
                 self._fail(f"{named}: {message}, before all that its ranks returned had come")
@@ -350,6 +349,13 @@ class Job:
                 self.on_clean(local=False)
         elif self._state is not State.STOPPING or lost:
             self._fail(f"{named}: {message}")
+
+    def on_silence(self, host: str, text: str) -> None:
+        """A host has sent nothing for a while, or again something."""
+        self._err(f"ringdance: {self._named(host)}: {text}\n".encode())
+
+    def _named(self, name: str) -> str:
+        return next((_named(host) for host in self._plan.hosts if host.name == name), name)
 
     def _fail(self, message: str, code: int = 1, kind: str = "launcher", when: float = 0.0) -> None:
         """Note a failure that is no rank's."""

@@ -12,11 +12,12 @@ from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.mpi import find_mpi
 from ringdance.launch.output.stream import WITH_HOST, WITH_RANK, Style
 from ringdance.launch.plan import Plan, build_plan
-from ringdance.launch.remote.connect import Remote, close_all, connect
+from ringdance.launch.remote.connect import PIPES, Remote, allow_open_files, close_all, connect
 from ringdance.launch.spec import JobSpec, check_machine, script_of
 from ringdance.launch.system import machine
 from ringdance.launch.system.linux import usable_cores
 
+_FOR_RANK = 4  # descriptors, on this host, in its agent: a connection and output
 _RECORDS = "RINGDANCE_FLIGHT_RECORDER_DIR"
 
 Log = Callable[[str], None]
@@ -83,9 +84,14 @@ def prepare(
     hosts = spec.hosts or [("localhost", spec.ranks)]
     local = local_names(name for name, _ in hosts) if local is None else local
     # What is wrong here is reported before other hosts are asked.
-    assign_ranks(spec.ranks, hosts)
+    placed = assign_ranks(spec.ranks, hosts)
     mpi = find_mpi()
     others = list(dict.fromkeys(name for name, _ in hosts if name not in local))
+    if spec.check:
+        here = sum(len(host.ranks) for host in placed if host.name in local)
+        # An agent and the doctor's probe on each host; logs.
+        files = 2 * PIPES * len(others) + _FOR_RANK * here + 2 * spec.ranks * bool(spec.output_directory)
+        allow_open_files(files, f"{spec.ranks} ranks and {len(others)} other hosts")
     remotes = connect(others, spec.shell, spec.start_timeout, log) if others and spec.check else []
     facts = dict.fromkeys(local, facts_from(machine.facts()))
     facts |= {remote.host: remote.facts for remote in remotes}

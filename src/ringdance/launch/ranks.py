@@ -11,7 +11,7 @@ from ringdance.errors import LaunchError
 from ringdance.launch.agents import Agents, RankLink
 from ringdance.launch.cause import Cause, Ended, Verdict, judge
 from ringdance.launch.hosts import rank_numbers
-from ringdance.launch.output.merge import LineMerger
+from ringdance.launch.output.merge import LineMerger, spans
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Stream, make_streams
 from ringdance.launch.prepare import PreparedJob
@@ -148,6 +148,16 @@ class RankTable:
     def completed(self) -> bool:
         """Whether all have ended well."""
         return self.over and not self.failed
+
+    def not_started(self) -> dict[str, str]:
+        """Return what the ranks that have not started wait for, by "host (ranks)"."""
+        found = {}
+        for host in self._plan.hosts:
+            known = [number for number in host.ranks if number in self._ranks]
+            missing = [number for number in host.ranks if number not in known or not self._ranks[number].pid]
+            if missing:
+                found[f"{host.name} (ranks {spans(missing)})"] = self._agents.doing(host.name, len(known))
+        return found
 
     def ended_by_mpiexec(self, numbers: Sequence[int]) -> list[float]:
         """Return when those of these ranks were ended that mpiexec has ended."""

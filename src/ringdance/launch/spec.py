@@ -72,7 +72,7 @@ class JobSpec:
     timeline: str = ""
     timeline_steps: str = ""
     start_timeout: float = 60.0
-    heartbeat_timeout: float = 6.0
+    heartbeat_timeout: float = 30.0
     verbose: bool = False
     binding: Sequence[str] | None = None
     mpi_args: Sequence[str] = ()

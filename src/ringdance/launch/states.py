@@ -63,5 +63,6 @@ An event that does not change the state may still bring its deadline forward.
 LIMITS = {_S.RUNNING: math.inf, _S.CLEANING_REMOTE: _REMOTE_CLEAN_S, _S.CLEANING_LOCAL: _LOCAL_CLEAN_S}
 """Seconds that a state begins with; in others an event sets the deadline, or leaves an earlier one."""
 
+WELL = (_S.PREPARING, _S.STARTING, _S.RUNNING)
 CLEANING = (_S.CLEANING_REMOTE, _S.CLEANING_LOCAL, _S.DONE)
 ENDING = (_S.STOPPING, *CLEANING)

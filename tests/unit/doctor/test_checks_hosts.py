@@ -10,9 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from breaking import OTHER, SOURCE, breaks, distribution, need_namespaces, program
@@ -275,6 +276,22 @@ def test_a_folder_that_is_not_shared(cluster: Cluster) -> None:
     assert cluster.wrong("working-folder", usage)[0].hosts == ("two",)
     assert cluster.wrong("folder-shared", usage)[0].hosts == ("two",)
     assert list(here.iterdir()) == []
+
+
+def test_a_host_resolves_some_names_and_several_resolve_each() -> None:
+    class Asked:
+        problem = ()
+        local = False
+
+        def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+            self.names = request["usage"]["hosts"]
+            return {"times": {"began": 0.0, "ended": 0.0}}
+
+    for count, each in ((3, 3), (500, 17)):
+        asked = {f"node{number}": Asked() for number in range(count)}
+        gather.collect(cast("Any", asked), ["network"], Usage(hosts=tuple(asked)), 1.0)
+        assert {len(one.names) for one in asked.values()} == {each}
+        assert set(Counter(name for one in asked.values() for name in one.names).values()) == {each}
 
 
 @breaks("names-agree")

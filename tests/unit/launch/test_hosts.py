@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
+from typing import Any
 
 import pytest
 
 from ringdance.errors import LaunchError
+from ringdance.launch import hosts
 from ringdance.launch.hosts import HostFacts, assign_ranks, local_names, rank_numbers, shared_networks
 
 
@@ -14,6 +17,23 @@ def test_names_of_this_machine() -> None:
     own = os.uname().nodename
     names = ["localhost", "127.0.0.1", "127.0.0.2", own, "no-such-host.invalid", "192.0.2.7"]
     assert {"localhost", "127.0.0.1", own} <= local_names(names) <= set(names[:4])
+
+
+def test_names_are_looked_up_at_the_same_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def slow(name: str, *_: Any, **__: Any) -> list[Any]:
+        asked.append(name)
+        time.sleep(0.1)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(hosts.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(hosts, "_KEPT_S", 1e9)
+    names, began = [f"node{number}.invalid" for number in range(60)], time.monotonic()
+    for _ in range(3):
+        assert local_names([*names, "localhost"]) == {"localhost"}
+    assert sorted(asked) == sorted(names)
+    assert time.monotonic() - began < 3.0
 
 
 def test_ranks_fill_hosts_in_the_order_given() -> None:

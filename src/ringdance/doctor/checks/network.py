@@ -56,7 +56,8 @@ def _link_speed(host: Host) -> Iterator[Finding]:
 
 def _names_agree(hosts: Hosts) -> Iterator[Finding]:
     for name in next(iter(hosts.values())).usage.hosts:
-        seen = {viewer: host["network"]["hosts"].get(name, []) for viewer, host in hosts.items()}
+        asked = {viewer: host["network"]["hosts"] for viewer, host in hosts.items()}
+        seen = {viewer: found[name] for viewer, found in asked.items() if name in found}
         blind = tuple(viewer for viewer, addresses in seen.items() if not addresses)
         # A host may know itself as 127.0.1.1.
         others = {v: f"{name} is {several(found)}" for v, found in seen.items() if v != name}
@@ -121,7 +122,8 @@ CHECKS = (
                 problem="InfiniBand ports that are not active: {network[infiniband_down]!l}",
                 applies=lambda host: host["network"]["infiniband"])),
     Check("names-agree", "network", ERROR,
-          "whether every host resolves every other host's name to the same address",
+          "whether hosts resolve each other's names to the same address; each host is asked for the 16 hosts "
+          "after it in the list",
           _names_agree, compares=True),
     Check("common-network", "network", WARNING,
           "a network that all hosts have an interface in", _common_network, compares=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -29,14 +30,10 @@ class Heartbeats:
         if self._connections and now >= self._next:
             self._next = now + _PING_S
             for byte, connection in enumerate(self._connections):
-                try:
+                # The launcher is in the middle of a message; much waits to be read there; the agent is gone.
+                with contextlib.suppress(OSError):
                     fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-                except OSError:
-                    continue  # the launcher is in the middle of a message
-                try:
                     os.write(connection, _PING)  # whole, or not at all: it is short
-                except OSError:
-                    pass  # much waits to be read there, or the agent is gone
                 fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, byte)
         return max(0.0, self._next - now) if self._connections else None
 

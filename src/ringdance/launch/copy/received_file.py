@@ -11,6 +11,7 @@ import os
 import stat
 from typing import IO
 
+from ..directories import host_name
 from ..system import linux
 
 DONE = -1
@@ -45,7 +46,7 @@ class ReceivedFile:
         self.digest = ""
         self.failed = False
         name = os.path.basename(path)
-        self._stem = f".{_shortened(name)}.ringdance-{os.uname().nodename[-20:]}-"
+        self._stem = f".{_shortened(name)}.ringdance-{host_name()}-"
         self._key = hashlib.sha256(f"{name} {size} {changed}".encode()).hexdigest()[:12]
         self._draft = ""
         self._file: IO[bytes] | None = None

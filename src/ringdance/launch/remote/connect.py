@@ -9,22 +9,28 @@ import re
 import select
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from subprocess import PIPE
 from typing import IO, Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.agent.paths import bare_command, module_line, package_directory
-from ringdance.launch.hosts import HostFacts, facts_from
+from ringdance.launch.hosts import HostFacts, facts_from, several
 from ringdance.launch.messages import AGENT_SPEAKS, Frames
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 from ringdance.launch.system import machine
+from ringdance.limits import raise_open_files
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
 _TOLD_S = 5.0
+PIPES = 3
+"""Descriptors for each host."""
+
+_OTHER_FILES = 64  # for what else this process does
+_starting = threading.Lock()  # a start needs some more descriptors for a moment
 
 
 @dataclass
@@ -40,6 +46,8 @@ class Remote:
         heard: when its last message came (monotonic seconds).
         errors: what that process wrote on stderr.
         local: whether the host is the launcher's own.
+        silent: whether its silence has been shown.
+        started: whether a program was to be started there.
         ready: whether it has prepared itself for the job.
         problem: what has kept it from that, or "".
         port: one that it keeps free.
@@ -55,6 +63,8 @@ class Remote:
     heard: float = field(default_factory=time.monotonic)
     errors: bytearray = field(default_factory=bytearray)
     local: bool = False
+    silent: bool = False
+    started: bool = False
     ready: bool = False
     problem: str = ""
     port: int = 0
@@ -66,10 +76,14 @@ class Remote:
         """Whether it still serves the job."""
         return not (self.lost or self.clean)
 
-    def close(self, timeout: float = 2.0) -> None:
-        """End the connection, which ends the agent; kill the process if it has not ended in time."""
+    def disconnect(self) -> None:
+        """End the connection, which ends the agent."""
         for file in self.files:
             file.close()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End the connection; kill the process if it has not ended in time."""
+        self.disconnect()
         try:
             self.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -101,7 +115,10 @@ class Remote:
 
 
 def close_all(remotes: Iterable[Remote]) -> None:
-    """End agents."""
+    """End agents, all at once."""
+    remotes = list(remotes)
+    for remote in remotes:
+        remote.disconnect()
     for remote in remotes:
         remote.close()
 
@@ -130,7 +147,7 @@ def connect(
     found, problems = attempt(hosts, shell, timeout, log)
     if problems:
         close_all(found.values())
-        raise LaunchError(together([f"host {host}: {problems[host]}" for host in hosts if host in problems]))
+        raise LaunchError(together({host: problems[host] for host in hosts if host in problems}))
     return [found[host] for host in hosts]
 
 
@@ -138,6 +155,7 @@ def attempt(
     hosts: Sequence[str], shell: RemoteShell, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Remote], dict[str, str]]:
     """Start agents as :func:`connect`; return those that answer, and the problems of the others."""
+    allow_open_files(PIPES * len(hosts), f"{len(hosts)} hosts")
     found: dict[str, Remote] = {}
     problems: dict[str, str] = {}
     until = time.monotonic() + max(timeout, shell.start_timeout)
@@ -163,15 +181,43 @@ def attempt(
             missing = [host for host in hosts if host not in found and host not in problems]
             if thread.is_alive() and missing:
                 left = max(0.0, until - time.monotonic())
-                log(f"waiting for {', '.join(missing[:5])}{' ...' if missing[5:] else ''}, {left:.0f} s more")
+                log(f"waiting for {several(missing)}, {left:.0f} s more")
     # In the order given: of two names of one machine the later is the wrong one.
     problems |= _unfit(found[host] for host in hosts if host in found and host not in shell.local)
     return found, problems
 
 
-def together(problems: Sequence[str]) -> str:
-    """Return all problems as one message."""
-    return "\n  ".join(["Cannot start:", *problems]) if problems[1:] else problems[0]
+def allow_open_files(more: int, what: str) -> None:
+    """Raise this process's limit of open files, which what it starts here inherits, if that is needed.
+
+    Args:
+        more: descriptors beyond those that are open.
+        what: needs them.
+
+    Raises:
+        LaunchError: the hard limit does not allow as many.
+    """
+    needed = len(os.listdir("/dev/fd")) + more + _OTHER_FILES
+    limit = raise_open_files(needed)
+    if limit < needed:
+        raise LaunchError(
+            f"{what} need {needed} open files in this process, and its hard limit is {limit} (ulimit -Hn): "
+            f"raise it, as root: prlimit --nofile={needed} --pid PID-OF-THE-SHELL; or use fewer hosts"
+        )
+
+
+def folded(problems: Mapping[str, str]) -> list[str]:
+    """Return problems of hosts as some lines: one for hosts that have the same."""
+    groups: dict[str, list[str]] = {}
+    for host, problem in problems.items():
+        groups.setdefault(problem, []).append(host)
+    return [f"host{'s' * (len(names) > 1)} {several(names)}: {problem}" for problem, names in groups.items()]
+
+
+def together(problems: Mapping[str, str]) -> str:
+    """Return all problems of hosts as one message."""
+    lines = folded(problems)
+    return "\n  ".join(["Cannot start:", *lines]) if lines[1:] else lines[0]
 
 
 def _connect(host: str, shell: RemoteShell, timeout: float) -> Remote:
@@ -200,7 +246,9 @@ def _await_facts(remote: Remote, timeout: float) -> bool:
             words = remote.last_words() or remote.frames.preamble.decode(errors="replace").strip()
             text = f"no answer within {timeout:.0f} s" + (f" ({words})" if words else "")
             raise _Problem(text, temporary=True)
-        select.select([remote.frames.read_fd], [], [], left)
+        poll = select.poll()
+        poll.register(remote.frames.read_fd, select.POLLIN)
+        poll.poll(left * 1000)
         messages, alive = remote.frames.receive()
         for message, _ in messages:
             remote.facts = facts_from(message["facts"])
@@ -225,15 +273,11 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
 
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     """Start the program that is, or leads to, an agent; `options` as of ``subprocess.Popen``."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    with _starting:
         # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
-        start_new_session=True,
-        **options,
-    )
+        process = subprocess.Popen(
+            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, **options
+        )
     assert process.stdin
     assert process.stdout
     assert process.stderr
@@ -254,10 +298,8 @@ def start_local(host: str, environ: Mapping[str, str], stdin: int, remotes: Sequ
     Raises:
         OSError: it cannot be started.
     """
-    lock = -1
-    if remotes:
-        with tempfile.TemporaryFile() as file:
-            lock = os.dup(file.fileno())
+    # In memory: no network file system can block it. Several hosts are Linux hosts.
+    lock = os.memfd_create("ringdance-lock") if remotes else -1
     for number, remote in enumerate(remotes):
         remote.frames.shared = lock, number
     passed = [stdin, lock, *(remote.frames.write_fd for remote in remotes)]

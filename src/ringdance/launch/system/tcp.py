@@ -96,6 +96,5 @@ def _ready(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("KEEPIDLE", 5), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", _SILENCE_MS)):
-        if hasattr(socket, f"TCP_{name}"):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
     return sock

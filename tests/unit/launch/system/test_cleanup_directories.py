@@ -9,11 +9,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ringdance.launch.copy.received_file import ReceivedFile
 from ringdance.launch.directories import host_directory
-from ringdance.launch.system.cleanup import make_directories
+from ringdance.launch.system.cleanup import abandoned, make_directories
 
 GUARD = """
 import sys
@@ -91,6 +93,23 @@ def test_a_rank_asks_no_other_users_socket(links: bool) -> None:
         assert subprocess.run(line, env=environ, timeout=20, check=False).returncode == 1
         with pytest.raises(BlockingIOError):
             listener.accept()
+
+
+def test_names_of_hosts_that_end_or_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on EC2, with a TMPDIR that hosts share, where they may not see each other's locks."""
+    made: list[str] = []
+    for number in (23, 24):
+        own = SimpleNamespace(nodename=f"ip-10-0-1-{number}.us-west-2.compute.internal")
+        monkeypatch.setattr(os, "uname", lambda own=own: own)
+        assert abandoned(str(tmp_path)) == []  # of the other one
+        path = Path(host_directory(str(tmp_path), "a" * 32))
+        assert len(path.name) <= len("ringdance-") + 12 + 1 + 20
+        path.mkdir()
+        (path / "RINGDANCE_JOB").symlink_to("a" * 32)
+        assert abandoned(str(tmp_path)) == []  # it is young
+        assert abandoned(str(old(path).parent)) == [str(path)]
+        made += [path.name, ReceivedFile(str(tmp_path / "file"), 1, 0o600, 1)._stem]
+    assert len(set(made)) == 4
 
 
 def test_a_folder_that_is_there_is_no_new_one(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""A command on many hosts: time, and memory of the launcher and of the agents.
+
+What: this script puts a program named ssh first in PATH that starts the agent of each "host" on this machine,
+under another name (it needs ``unshare``). ``ringdance hosts run`` then runs a command on all of them, with
+the soft limit of open files at ``--files``.
+
+Why: what a launcher needs for each host decides how many it can have.
+
+How to read: the time is from start to end, with all agents on this machine's cores; "agent" is the memory
+of an agent and its backup on their own (PSS: what processes share is divided among them); "launcher" is its
+growth for each host. A real ssh client comes on top: 8 MiB, of which it shares all but 1.5 MiB with others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import format_table
+
+SSH = """\
+#!/bin/sh
+while [ "$1" != "--" ]; do shift; done
+exec unshare --map-root-user --uts /bin/sh -c 'hostname "h$1"; cd /; eval "exec $2"' ssh "$2" "$3"
+"""
+AGENT = b"launch.agent.main"
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    with tempfile.TemporaryDirectory(prefix="rdm-") as directory:
+        ssh = Path(directory, "ssh")
+        ssh.write_text(SSH)
+        ssh.chmod(0o755)
+        environ = {**os.environ, "PATH": f"{directory}{os.pathsep}{os.environ['PATH']}", "TMPDIR": directory}
+        first, last = (measure(hosts, arguments.files, environ) for hosts in (1, arguments.hosts))
+    growth = (last["launcher"] - first["launcher"]) / max(1, last["hosts"] - first["hosts"])
+    rows = [
+        ("time", f"{last['seconds']:.1f} s", f"{last['seconds'] / last['hosts'] * 1e3:.0f} ms"),
+        ("launcher", f"{last['launcher'] / 2**20:.0f} MiB", f"{growth / 1024:.0f} KiB"),
+        ("agent", f"{last['agents'] / 2**20:.0f} MiB", f"{last['agents'] / last['hosts'] / 2**20:.1f} MiB"),
+    ]
+    print(f"{last['hosts']} hosts on {os.cpu_count()} cores, soft limit of open files {arguments.files}")
+    print(format_table(("", "all", "each host"), rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(last, indent=2))
+
+
+def measure(hosts: int, files: int, environ: dict[str, str]) -> dict[str, float]:
+    """Run a command on so many hosts twice: for the time, and for memory (bytes) while it waits."""
+    # Addresses for benchmarks (RFC 2544): no name server is asked.
+    names = ",".join(f"198.18.{number // 250}.{number % 250 + 1}" for number in range(hosts))
+    line = [sys.executable, "-m", "ringdance", "hosts", "run", "--connect-timeout", "300", "-H", names, "--"]
+    line = ["sh", "-c", f'ulimit -Sn {files}; exec "$@"', "sh", *line]
+    began = time.monotonic()
+    done = subprocess.run([*line, "true"], env=environ, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - began
+    if done.returncode:
+        raise SystemExit(f"many_hosts.py: exit code {done.returncode}: {done.stdout}{done.stderr}")
+    go_on = Path(environ["TMPDIR"], "go-on")
+    go_on.unlink(missing_ok=True)
+    waiting = f"touch {environ['TMPDIR']}/at-$(hostname); until [ -e {go_on} ]; do sleep 5; done"
+    with subprocess.Popen([*line, waiting], env=environ, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(list(Path(environ["TMPDIR"]).glob("at-*"))) < hosts:
+            time.sleep(0.2)
+        agents = sum(_pss(pid) for pid in _agents())
+        launcher = _pss(process.pid)
+        go_on.touch()
+    return {"hosts": hosts, "seconds": seconds, "agents": agents, "launcher": launcher}
+
+
+def _agents() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if AGENT in path.read_bytes() and b"unshare" not in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _pss(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--hosts", type=int, default=500, metavar="N", help="how many (500)")
+    made.add_argument("--files", type=int, default=1024, metavar="N", help="soft limit of open files (1024)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What the launcher makes of the silence of a host, and of problems of many."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import selectors
+import socket
+import time
+
+import pytest
+
+from ringdance.launch import agents as module
+from ringdance.launch.agents import Agents
+from ringdance.launch.messages import Frames
+from ringdance.launch.remote.connect import Remote, folded, start_local
+
+
+class Reports:
+    """A listener that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_ready(self) -> None:
+        pass
+
+    def on_progress(self) -> None:
+        pass
+
+    def on_silence(self, host: str, text: str) -> None:
+        self.texts.append(f"{host}: {text}")
+
+    def on_host_failed(self, host: str, text: str, lost: bool) -> None:
+        self.texts.append(f"{host} lost: {text}")
+
+
+def remote(host: str) -> tuple[Remote, Frames]:
+    ours, theirs = socket.socketpair()
+    frames = Frames(theirs.fileno(), theirs.fileno())
+    files = (ours, ours.dup())
+    return Remote(host, Frames(*(file.fileno() for file in files)), (*files, theirs)), frames
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_silence_is_shown_and_ends_a_job_only_later(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    monkeypatch.setattr(module, "_SHOWN_S", 0.2)
+    (local, _), (other, there) = remote("here"), remote("node2")
+    local.local = True
+    reports, selector = Reports(), selectors.DefaultSelector()
+    agents = Agents(local, [other], selector, reports, 0.8)  # type: ignore[arg-type]
+
+    def during(seconds: float) -> list[str]:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            agents.check(failed)
+            for key, _ in selector.select(0.02):
+                key.data()
+        return reports.texts
+
+    agents.begin({"job": "x"}, {"job": "x"}, {})
+    there.send({"ready": True, "problem": "", "port": 1})
+    assert during(0.1) == []
+    if failed:
+        assert during(0.3) == ["node2 lost: no heartbeat for 0.2 s (host or network down)"]
+        return
+    shown = "node2: no heartbeat for 0.2 s; after 0.8 s (--host-timeout) it is lost"
+    assert during(0.3) == [shown]
+    there.send({"pong": True})
+    assert during(0.1) == [shown, "node2: it answers again, after 0 s"]
+    assert during(1.2)[2:] == [shown, "node2 lost: no heartbeat for 0.8 s (host or network down)"]
+
+
+def test_pings_need_no_file_system() -> None:
+    other, there = remote("node2")
+    local = start_local("here", dict(os.environ), -1, [other])
+    try:
+        found: list[object] = []
+        until = time.monotonic() + 20.0
+        while {"ping": True} not in found and time.monotonic() < until:
+            found += [message for message, _ in there.receive()[0]]
+            time.sleep(0.02)
+        assert {"ping": True} in found
+        assert other.frames.shared
+        assert os.readlink(f"/proc/self/fd/{other.frames.shared[0]}").startswith("/memfd:")
+        fcntl.lockf(other.frames.shared[0], fcntl.LOCK_EX, 1, 0)
+    finally:
+        local.kill()
+        local.close()
+
+
+def test_equal_problems_of_many_hosts_are_one_line() -> None:
+    problems = {f"n{number}": "down" for number in range(40)} | {"a": "full"}
+    assert folded(problems) == ["hosts n0, n1, n2, n3, n4 and 35 more: down", "host a: full"]

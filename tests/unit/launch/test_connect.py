@@ -1,0 +1,56 @@
+"""Agents on many hosts: what a process must be allowed for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Agents as local processes: where a name stands for this machine, no ssh is needed.
+BEGIN = """
+import os, resource, sys
+from ringdance.errors import LaunchError
+from ringdance.launch.remote.connect import close_all, connect
+from ringdance.launch.remote.shell import RemoteShell
+
+def connected(count):
+    names = [f"node{number}" for number in range(count)]
+    remotes = connect(names, RemoteShell(local=names), 30.0)
+    close_all(remotes)
+    return [remote.host for remote in remotes if remote.facts.cores] == names
+"""
+
+
+def run(text: str) -> str:
+    done = subprocess.run([sys.executable, "-c", BEGIN + text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_soft_limit_of_open_files_is_raised() -> None:
+    text = "resource.setrlimit(resource.RLIMIT_NOFILE, (70, 1000))\nprint(connected(20))\n"
+    assert run(text) == "True"
+
+
+def test_descriptors_beyond_those_that_select_takes() -> None:
+    text = """
+resource.setrlimit(resource.RLIMIT_NOFILE, (1100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = [os.dup(2) for _ in range(1030)]
+print(connected(1))
+"""
+    assert run(text) == "True"
+
+
+def test_a_hard_limit_of_open_files_is_told_before_anything_starts() -> None:
+    text = """
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1024))
+import subprocess
+subprocess.Popen = None  # nothing is started
+try:
+    connected(400)
+except LaunchError as error:
+    print(error)
+"""
+    words = run(text).split()
+    assert words[:4] == ["400", "hosts", "need", words[3]]
+    assert 1200 < int(words[3]) < 1300
+    assert "its hard limit is 1024" in " ".join(words)
