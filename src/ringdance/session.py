@@ -33,11 +33,6 @@ from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.single import SingleTransport
 
-__all__ = [
-    "CAUSE_MARK", "add_profiler", "at_init", "engine", "init", "is_initialized", "mark_step",
-    "metrics", "pause_stall_check", "regroup", "shutdown", "start_timeline", "stop_timeline",
-]
-
 _log = logging.getLogger("ringdance")
 
 # Begins a line on stderr with which a failing rank gives the launcher the reason; JSON follows.

@@ -10,11 +10,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = [
-    "EFFECT", "SPMDAxisContext", "abstract_token", "drop_tokens", "lowering_to_hlo", "no_trace",
-    "one_device_of", "replace_lowering_to_hlo",
-]
-
 
 def _find(module: str, name: str, default: Any = None) -> Any:
     try:

@@ -22,8 +22,6 @@ import numpy as np
 
 from ringdance.training.memory import array_at
 
-__all__ = ["TARGET", "available", "set_handler"]
-
 TARGET = "ringdance_exchange"
 
 Array = np.ndarray[Any, Any]

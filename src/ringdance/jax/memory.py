@@ -16,8 +16,6 @@ from ringdance.errors import ArgumentError
 from ringdance.training.gradients.compression import compression_for
 from ringdance.training.memory import array_at
 
-__all__ = ["Compression", "array_of", "exact", "from_array"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -19,8 +19,6 @@ from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes, pattern_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
-__all__ = ["DistributedState", "distributed"]
-
 _numbers = itertools.count()  # all ranks make their transformations in one order
 
 

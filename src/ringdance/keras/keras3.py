@@ -20,8 +20,6 @@ from ringdance.keras import _private
 from ringdance.keras.library import keras
 from ringdance.keras.reduction import Distributed, is_distributed, true_on_all
 
-__all__ = ["Keras3Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
-
 
 class Keras3Distributed(Distributed):
     """For the optimizers of Keras 3."""

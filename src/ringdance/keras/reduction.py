@@ -17,8 +17,6 @@ from ringdance.training import basics
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-__all__ = ["Distributed", "GradientReduction", "binding", "init", "is_distributed", "true_on_all"]
-
 OPTIONS_FILE = "ringdance.json"  # among the assets in a .keras file
 BACKENDS = ("tensorflow", "torch", "jax")
 

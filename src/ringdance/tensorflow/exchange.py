@@ -27,8 +27,6 @@ from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.graph import kernels
 from ringdance.training.collectives import Call, Keep
 
-__all__ = ["in_session", "number", "perform", "perform_all", "plain", "reduce_rows"]
-
 Array = np.ndarray[Any, Any]
 Tensor = Any
 

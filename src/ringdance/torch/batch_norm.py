@@ -13,8 +13,6 @@ from ringdance.torch import operations as ops
 from ringdance.torch._private import BatchNorm, compiler_disable
 from ringdance.training.exports import Sum
 
-__all__ = ["SyncBatchNorm"]
-
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))

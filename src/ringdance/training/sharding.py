@@ -26,8 +26,6 @@ from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["Shard", "check_plan", "shard", "stream_share"]
-
 T = TypeVar("T")
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -21,8 +21,6 @@ from pathlib import Path
 from ringdance.core.reports.procfs import thread_state
 from ringdance.core.ring import memories
 
-__all__ = ["enable", "main_frames", "own_lines", "stack_of", "stacks_of"]
-
 _NAME = "ringdance-stacks"
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 12
 _WRITE_S = 0.3

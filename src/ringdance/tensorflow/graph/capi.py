@@ -24,8 +24,6 @@ from ringdance.tensorflow.errors import code_of
 from ringdance.training.elastic import remember
 from ringdance.training.memory import array_at
 
-__all__ = ["Context", "Slot", "drop", "register"]
-
 Array = np.ndarray[Any, Any]
 
 # The type of the result, then those of the arguments: p pointer, s char*, i int, q int64_t, n size_t, b bool.
