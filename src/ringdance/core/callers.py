@@ -18,8 +18,6 @@ Note [Certain deadlocks]
     ``init()`` that ends a wait in C.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

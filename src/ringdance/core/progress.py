@@ -16,8 +16,6 @@ Note [Interrupts]
     between which no signal is looked for.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

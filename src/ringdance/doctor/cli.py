@@ -1,7 +1,5 @@
 """The command ``ringdance doctor``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

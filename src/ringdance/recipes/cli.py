@@ -1,7 +1,5 @@
 """The command line of ``ringdance recipes``."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -1,7 +1,5 @@
 """Broadcast variables and objects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradient tapes whose gradients are reduced over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

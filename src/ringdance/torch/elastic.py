@@ -3,8 +3,6 @@
 See ``ringdance.training.elastic``.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hooks on the gradients that a backward pass accumulates, and on its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loaders that yield tensors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

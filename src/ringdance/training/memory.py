@@ -1,7 +1,5 @@
 """Memory of frameworks as NumPy arrays."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 Ringdance's own data are exchanged as JSON instead.
 """
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Callable

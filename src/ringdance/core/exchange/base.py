@@ -1,7 +1,5 @@
 """The interface of every exchange, and what all have in common."""
 
-from __future__ import annotations
-
 import abc
 import ctypes
 import math

@@ -3,8 +3,6 @@
 What is executed follows from agreed facts alone, so it is the same on all members.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``ringdance data prepare criteo``: find the files, shuffle in two passes, close with an index."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``ringdance data generate``: write click logs with a planted signal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """``ringdance data verify`` and ``ringdance data info``."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The checks by area: ``CHECKS`` of each module."""
 
-from __future__ import annotations
-
 import importlib
 
 from ringdance.doctor.check import AREAS, Check

@@ -1,7 +1,5 @@
 """Cores, instruction sets, threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ringdance.doctor.check import WARNING, Check, Finding, Host

@@ -1,7 +1,5 @@
 """Directories for logs, checkpoints and temporary files."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """How other hosts answer, and whether they are alike; ssh's files."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 

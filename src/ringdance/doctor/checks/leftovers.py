@@ -1,7 +1,5 @@
 """What earlier jobs have left."""
 
-from __future__ import annotations
-
 import shlex
 
 from ringdance.doctor.check import NOTE, WARNING, Check, Finding, Host

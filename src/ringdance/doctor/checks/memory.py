@@ -1,7 +1,5 @@
 """Memory and shared memory."""
 
-from __future__ import annotations
-
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
 from ringdance.doctor.rows import GB, MB, limit, size
 

@@ -1,7 +1,5 @@
 """Cores: their number, those that may be used, instruction sets, load."""
 
-from __future__ import annotations
-
 import os
 import platform
 from typing import Any

@@ -1,7 +1,5 @@
 """Directories: whether they can be written, free space, file system. Sizes in bytes."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

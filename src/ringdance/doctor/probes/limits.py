@@ -1,7 +1,5 @@
 """Limits of one process or one user."""
 
-from __future__ import annotations
-
 import resource
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Name, system, user and container of the machine; modes of ssh's files."""
 
-from __future__ import annotations
-
 import getpass
 import glob
 import os

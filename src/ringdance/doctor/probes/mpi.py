@@ -1,7 +1,5 @@
 """The MPI library that mpi4py loads, the mpiexecs in PATH, Slurm's support of MPI."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

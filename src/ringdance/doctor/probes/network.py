@@ -1,7 +1,5 @@
 """Names, addresses and interfaces."""
 
-from __future__ import annotations
-
 import glob
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """The interpreter, what is installed beside it, and what would be imported in its place."""
 
-from __future__ import annotations
-
 import glob
 import importlib.machinery
 import importlib.metadata
