@@ -16,7 +16,7 @@ from ringdance.data.prepare.sources import SPLITS
 from ringdance.data.tables.writing import ENDS
 from ringdance.data.writing import ENDINGS
 from ringdance.errors import ArgumentError
-from ringdance.launch.parser import rank_count
+from ringdance.launch.parser import as_program, rank_count
 from ringdance.launch.remote.shell import add_ssh_options, remote_shell_of
 from ringdance.launch.spec import CommandError, JobSpec
 from ringdance.launch.system.linux import usable_cores
@@ -116,21 +116,16 @@ example:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``ringdance data`` with the words after it; returns the exit code."""
-    return subcommands.run("ringdance data", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
+    return as_program("ringdance data", lambda: _run(argv))
 
 
-def _reporting(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Make an action's errors those of a command line."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            return action(arguments)
-        except ArgumentError as error:
-            raise CommandError(str(error)) from None
-        except OSError as error:
-            raise CommandError(f"{error.filename or 'disk'}: {error.strerror or error}") from None
-
-    return run
+def _run(argv: Sequence[str]) -> int:
+    try:
+        return subcommands.run("ringdance data", _DESCRIPTION, _SUBCOMMANDS, argv, _EPILOG)
+    except ArgumentError as error:
+        raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"{error.filename or 'disk'}: {error.strerror or error}") from None
 
 
 def _positive(text: str) -> int:
@@ -293,24 +288,22 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 _SUBCOMMANDS = {
     "prepare": Subcommand(
-        _reporting(lambda arguments: int(arguments.prepare(arguments))),
+        lambda arguments: int(arguments.prepare(arguments)),
         "write images or click logs into files for training, with an index", _add_prepare,
     ),
     "verify": Subcommand(
-        _reporting(lambda arguments: inspect.verify(arguments.directory, arguments.decode)),
+        lambda arguments: inspect.verify(arguments.directory, arguments.decode),
         "check the files of a data set", _add_verify, _VERIFY,
     ),
     "info": Subcommand(
-        _reporting(lambda arguments: inspect.info(arguments.directory, arguments.format)),
+        lambda arguments: inspect.info(arguments.directory, arguments.format),
         "show splits, samples or rows, classes, bytes and sizes of images", _add_info, _INFO,
     ),
     "index": Subcommand(
-        _reporting(lambda arguments: index(
-            arguments.directory, arguments.split, arguments.files, arguments.first_label
-        )),
+        lambda arguments: index(arguments.directory, arguments.split, arguments.files, arguments.first_label),
         "write an index for TFRecords or tars made by others", _add_index, _INDEX,
     ),
     "generate": Subcommand(
-        _reporting(_generate), "write click logs whose best possible AUC is known", _add_generate, _GENERATE
+        _generate, "write click logs whose best possible AUC is known", _add_generate, _GENERATE
     ),
 }  # fmt: skip
