@@ -37,14 +37,6 @@ def enable() -> None:
         faulthandler.register(_SIGNAL, file=_memory, all_threads=True)
 
 
-def stack_of(pid: int) -> list[str]:
-    """Return the main thread's frames of a process of this host, innermost first; [] if they are not known.
-
-    A frame reads ``file:line in function``.
-    """
-    return main_frames(stacks_of(pid))
-
-
 def stacks_of(pid: int) -> str:
     """Return the stacks of all threads of a process of this host, "" if they are not known.
 
@@ -77,7 +69,10 @@ def own_lines(frames: list[str]) -> list[str]:
 
 
 def main_frames(text: str) -> list[str]:
-    """Return the main thread's frames in what ``stacks_of`` returns, as from ``stack_of``."""
+    """Return the main thread's frames in what ``stacks_of`` returns, innermost first; [] if not known.
+
+    A frame reads ``file:line in function``.
+    """
     if '"MainThread"' in text:  # by py-spy
         thread = text.partition('"MainThread"')[2].partition("\nThread")[0]
         return [f"{file}:{line} in {name}" for name, file, line in _PY_SPY.findall(thread)]
