@@ -176,8 +176,7 @@ class _Blocks:
 
     def __getitem__(self, part: slice) -> Indices:
         at = np.arange(part.start, part.stop)
-        found: Indices = self._shift[np.searchsorted(self._ends, at, "right")] + at
-        return found
+        return self._shift[np.searchsorted(self._ends, at, "right")] + at
 
 
 def check_positive(**counts: int) -> None:

@@ -130,8 +130,7 @@ def _handle(frame: Any) -> int | None:
         )
         api = frame.contents.api.contents
         create = ctypes.CFUNCTYPE(c_void_p, POINTER(ErrorCreate))(api.XLA_FFI_Error_Create)
-        made: int | None = create(ctypes.byref(arguments))
-        return made
+        return create(ctypes.byref(arguments))
 
 
 def _fill(metadata: Any) -> None:

@@ -45,8 +45,7 @@ def array_of(value: Any) -> Array:
         return view.copy()
     if view.flags.writeable:
         return view
-    writable: Array = array_at(view.__array_interface__["data"][0], view.shape, view.dtype, view)
-    return writable
+    return array_at(view.__array_interface__["data"][0], view.shape, view.dtype, view)
 
 
 def from_array(array: Array, like: Any = None) -> Any:

@@ -141,7 +141,7 @@ def distributed(
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if passes == 1:
-            return step(gradients, state, params, extra)  # type: ignore[no-any-return]
+            return step(gradients, state, params, extra)
         total = _cast(jax.tree.map(jnp.add, state.gradients, gradients), state.gradients)
 
         def exchange(total: Any, state: Any) -> Any:

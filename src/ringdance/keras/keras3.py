@@ -60,10 +60,9 @@ class Keras3Distributed(Distributed):
         # On JAX this runs in every step, and its result is dropped in those that only accumulate.
         known: Any = self
         update = (known._iterations + 1) % steps == 0
-        done: list[Any] = keras.ops.cond(
+        return keras.ops.cond(
             update, lambda: self._reduce(gradients, variables), lambda: list(gradients)
         )
-        return done
 
 
 class _ScalesLoss(Keras3Distributed):

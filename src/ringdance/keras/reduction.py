@@ -98,8 +98,7 @@ class GradientReduction:
         """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""
         if self._in_tensorflow is not None:
             self._in_tensorflow.name = self.name
-            done: list[Any] = self._in_tensorflow.reduce(gradients, variables)
-            return done
+            return self._in_tensorflow.reduce(gradients, variables)
         if not takes_part(self.process_set):
             if keras.backend.backend() == "torch":
                 session.mark_step()

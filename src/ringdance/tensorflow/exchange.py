@@ -37,8 +37,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def plain(function: Function) -> Function:
     """Return a function that AutoGraph does not convert where a ``tf.function`` calls it."""
-    unconverted: Function = tf.autograph.experimental.do_not_convert(function)
-    return unconverted
+    return tf.autograph.experimental.do_not_convert(function)
 
 
 def in_session() -> bool:

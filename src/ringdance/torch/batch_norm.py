@@ -137,8 +137,7 @@ class SyncBatchNorm(BatchNorm):
         output, mean, variance, total = apply(input, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(mean, variance, float(total))
-        result: Tensor = output
-        return result
+        return output
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
         known: Any = self  # its statistics are not None

@@ -86,8 +86,7 @@ class Shard:
         if not self.shuffle:
             return positions
         number = self.epoch if epoch is None else _whole("epoch", epoch, _SEEDS)
-        chosen: Indices = permutation(self.length, self.seed, number)[positions]
-        return chosen
+        return permutation(self.length, self.seed, number)[positions]
 
     def positions(self) -> Indices:
         """Return this rank's positions in the order of an epoch; those from ``length`` on are padding."""

@@ -147,8 +147,7 @@ class Context:
         """Return a tensor's memory, valid as long as TensorFlow holds the tensor."""
         library = self._library
         shape = tuple([library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))])
-        view: Array = array_at(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
-        return view
+        return array_at(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
 
     def inputs(self) -> list[Array]:
         """Return views of all inputs, valid until the kernel returns."""
