@@ -8,7 +8,7 @@ import numpy as np
 from ringdance.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-_SEEDS = 1 << 32
+SEEDS = 1 << 32  # of NumPy's frozen generator: its numbers are the same in all versions
 
 
 def permutation(length: int, seed: int, epoch: int) -> Indices:
@@ -89,7 +89,7 @@ class Plan:
         check_positive(length=length, batch_size=batch_size, size=size)
         if not 0 <= rank < size:
             raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
-        if not 0 <= seed < _SEEDS:
+        if not 0 <= seed < SEEDS:
             raise ArgumentError(f"seed={seed}: give an integer from 0 to 2**32 - 1.")
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
         if drop_last and length < batch_size * size:
@@ -112,7 +112,7 @@ class Plan:
         Raises:
             ArgumentError: the epoch has fewer samples.
         """
-        if not 0 <= epoch < _SEEDS:
+        if not 0 <= epoch < SEEDS:
             raise ArgumentError(f"epoch={epoch}: give an integer from 0 to 2**32 - 1.")
         if not 0 <= position <= self.length:
             raise ArgumentError(
