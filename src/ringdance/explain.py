@@ -1,5 +1,7 @@
 """``ringdance explain``: what each rank of a job does, or what a job has left, and which rank holds it up."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -4,6 +4,8 @@ Bindings and the training layer ask ``engine()`` for it; nothing below this modu
 of its own.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import json

@@ -18,6 +18,8 @@ Note [Certain deadlocks]
     ``init()`` that ends a wait in C.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 import signal

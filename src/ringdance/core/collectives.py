@@ -1,5 +1,7 @@
 """Execute one agreed batch: from requests to results."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

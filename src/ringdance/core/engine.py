@@ -4,6 +4,8 @@ An object without module-level state: n engines on a loopback world live in one 
 the threads that wait and by its own (``progress``); how it ends is in ``ends``.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 import time

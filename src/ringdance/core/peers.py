@@ -1,5 +1,7 @@
 """The other ranks of an engine: notes to and from them, lost ranks, stalls."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import time

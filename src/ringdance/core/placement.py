@@ -1,5 +1,7 @@
 """Where a rank is among the ranks of its host and of the others, and on which core."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from typing import NamedTuple

@@ -16,6 +16,8 @@ Note [Interrupts]
     between which no signal is looked for.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable

@@ -11,6 +11,8 @@ Note [Sequence numbers]
     record n once it ends with n, and reads the number again after the rest, in case the slot was overwritten.
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import itertools

@@ -6,6 +6,8 @@ rank then reports which ranks have not submitted what, and where their threads a
 that does not answer is examined from outside.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time

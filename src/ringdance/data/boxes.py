@@ -3,6 +3,8 @@
 The choices are those of torchvision's ``RandomResizedCrop``, and of ``Resize(256)`` with ``CenterCrop(224)``.
 """
 
+from __future__ import annotations
+
 import math
 
 from ringdance.data.order import Draws

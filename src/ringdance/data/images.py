@@ -4,6 +4,8 @@ Resizing is antialiased where it matters: by OpenCV if it is installed, otherwis
 They, and simplejpeg, release the GIL meanwhile.
 """
 
+from __future__ import annotations
+
 import importlib
 import io
 import math

@@ -1,5 +1,7 @@
 """The index of a split, ``train.json`` and ``train.npy``: read, with what is wrong with it."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path

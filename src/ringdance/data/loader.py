@@ -5,6 +5,8 @@ epoch's order. It is divided among the ranks into blocks that differ by at most 
 epoch has consumed the first ``position`` samples of its order, and can go on there with any number of ranks.
 """
 
+from __future__ import annotations
+
 import concurrent.futures.thread
 import os
 import threading

@@ -1,5 +1,7 @@
 """The files of a data set that a process has open: those it used last, as many as its limit allows."""
 
+from __future__ import annotations
+
 import errno
 import os
 import resource

@@ -1,5 +1,7 @@
 """The order of the samples in an epoch, and the global batches of that order divided among ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

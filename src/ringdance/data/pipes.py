@@ -5,6 +5,8 @@ The service makes a pipe ``/opt/ml/input/data/CHANNEL_NUMBER`` for each channel 
 a part at random, so that a reader locks its pipe.
 """
 
+from __future__ import annotations
+
 import fcntl
 import io
 import os

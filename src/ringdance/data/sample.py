@@ -1,5 +1,7 @@
 """An image on its way into a data set."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 

@@ -5,6 +5,8 @@ CRC-32C of the data. The data is an Example, a protocol buffer that maps names t
 https://www.tensorflow.org/tutorials/load_data/tfrecord.
 """
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

@@ -1,5 +1,7 @@
 """Tars as WebDataset reads them: ``key.jpg`` and ``key.cls`` after each other for each sample."""
 
+from __future__ import annotations
+
 import tarfile
 
 from ringdance.data.files import ShardWriter

@@ -1,5 +1,7 @@
 """Write samples into the files of a data set."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,6 +4,8 @@ A check is a pure function of facts, which probes have collected on one host or 
 :class:`Finding`, several, or None where it does not apply (no GPU, no Slurm). One with a fix is a problem.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

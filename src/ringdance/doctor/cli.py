@@ -1,5 +1,7 @@
 """The command ``ringdance doctor``."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

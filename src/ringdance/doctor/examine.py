@@ -1,5 +1,7 @@
 """Collect facts of hosts and apply the checks to them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """Facts of several hosts, and measured links between them: one probe process on each host, over ssh."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

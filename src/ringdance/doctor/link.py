@@ -3,6 +3,8 @@
 Only a peer that proves to know the token is answered (see launch/system/tcp.py).
 """
 
+from __future__ import annotations
+
 import socket
 import statistics
 import threading

@@ -9,6 +9,8 @@ input. Requests, by their key:
 ``{"connect": [ADDRESSES], "port": P, "token": TOKEN, "seconds": S}``: connect to one, return measurements.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import os

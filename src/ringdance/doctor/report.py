@@ -1,5 +1,7 @@
 """Show the doctor's results, for people and for programs."""
 
+from __future__ import annotations
+
 import json
 import textwrap
 from collections.abc import Mapping, Sequence

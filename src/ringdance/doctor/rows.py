@@ -1,5 +1,7 @@
 """Build the judges of checks from rows: a text with a limit, variables, values to compare."""
 
+from __future__ import annotations
+
 import re
 import string
 from collections import Counter

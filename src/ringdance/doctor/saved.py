@@ -1,5 +1,7 @@
 """Save facts while all is well, and compare them later."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,6 +4,8 @@ Seen in JAX 0.6 to 0.12. Each is looked up when this module is imported; where o
 without it is taken, which the tests try too.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any

@@ -8,6 +8,8 @@ foreign function interface (``ffi``) that reads and writes XLA's own memory; whe
 accelerator, an unknown layout) it is a callback with arrays. ``programs`` says how programs are started.
 """
 
+from __future__ import annotations
+
 import inspect
 import json
 from collections.abc import Sequence

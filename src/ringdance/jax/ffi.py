@@ -5,6 +5,8 @@ that header is read: if a structure has other members than here, ``available()``
 accessed.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import json

@@ -1,5 +1,7 @@
 """Loaders that yield arrays of JAX."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -4,6 +4,8 @@ JAX has no 64-bit types unless ``jax_enable_x64`` is set, and cuts what it is gi
 values of 64 bits stay NumPy arrays, as arguments and as results.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -8,6 +8,8 @@ whole; within ``shard_map`` there is an error. A failure within ``jit`` is raise
 ``jax.errors.JaxRuntimeError`` with the message of the error that is raised outside.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

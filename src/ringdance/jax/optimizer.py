@@ -1,5 +1,7 @@
 """An optax transformation whose gradients are reduced over the ranks first."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import traceback

@@ -11,6 +11,8 @@ effect ends where the program ends: before JAX lowers the traced program, it bec
 without an effect that makes the first token itself. JAX has no public place for that: see ``_private``.
 """
 
+from __future__ import annotations
+
 import atexit
 import functools
 import logging

@@ -1,5 +1,7 @@
 """Broadcast the leaves of a pytree."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Limit XLA's threads on the CPU to a rank's share of the cores."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable
 from typing import Any

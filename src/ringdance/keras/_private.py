@@ -4,6 +4,8 @@ Seen in Keras 3.5 to 3.15 and in Keras 2 (tf_keras) 2.16 to 2.21, which does not
 looked up when it is needed; the tests try what happens where it is missing.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Callable

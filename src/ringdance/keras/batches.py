@@ -1,5 +1,7 @@
 """Loaders as Keras reads them in ``model.fit``."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """Callbacks for ``model.fit``."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

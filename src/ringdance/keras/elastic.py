@@ -3,6 +3,8 @@
 See ``ringdance.training.elastic`` for what is saved and restored when.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

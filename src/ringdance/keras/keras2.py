@@ -6,6 +6,8 @@ with or without an underscore: ``compute_gradients``, which ``fit()`` and ``mini
 infinities. Gradients that the first has reduced are not reduced in the second.
 """
 
+from __future__ import annotations
+
 from functools import cached_property
 from typing import Any
 

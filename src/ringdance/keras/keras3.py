@@ -10,6 +10,8 @@ infinities in this rank's own gradients. It is made to ask all ranks: a rank tha
 would leave the others waiting for its gradients.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

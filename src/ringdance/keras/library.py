@@ -4,6 +4,8 @@ All modules here take ``keras`` from this one. What the two spell differently is
 which an optimizer applies gradients: see ``keras3`` and ``keras2``.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 from types import SimpleNamespace

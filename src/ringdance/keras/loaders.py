@@ -1,5 +1,7 @@
 """Loaders for ``model.fit``."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from ringdance.data.loader import Batch

@@ -6,6 +6,8 @@ reduces gradients before any other processing: see ``keras3`` and ``keras2``. Cl
 loss scaling then see what one process would see on the joined batch.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import warnings

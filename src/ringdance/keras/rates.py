@@ -1,5 +1,7 @@
 """A learning rate that changes in mid-training, with the momentum that goes with it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

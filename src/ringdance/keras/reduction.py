@@ -1,5 +1,7 @@
 """Reduce gradients by the binding of Keras's backend, in optimizers of Keras 2 or 3."""
 
+from __future__ import annotations
+
 import importlib
 import json
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,7 @@
 """The collectives on what Keras converts to tensors of its backend, run at once."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The variables of a model and of its optimizers: which there are, and whether all have been made."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The command line of ``ringdance recipes``."""
 
+from __future__ import annotations
+
 import argparse
 import ast
 import importlib

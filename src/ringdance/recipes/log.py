@@ -1,5 +1,7 @@
 """The table that the recipes print: loss, speed, wait for input, time and cost; TensorBoard's files."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import time

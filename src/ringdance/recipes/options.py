@@ -1,5 +1,7 @@
 """Options of the recipes: a parser, and the types of numbers that they take."""
 
+from __future__ import annotations
+
 import argparse
 import math
 import sys

@@ -1,5 +1,7 @@
 """What the recipes' trainings share: position, evaluations, checkpoints, the best model, export."""
 
+from __future__ import annotations
+
 import argparse
 import io
 import json

@@ -4,6 +4,8 @@
 names. ``RINGDANCE_*`` wins over ``HOROVOD_*``; a variable with empty text counts as not set.
 """
 
+from __future__ import annotations
+
 import difflib
 import os
 import sys

@@ -4,6 +4,8 @@ A field ``chunk_bytes`` is set by ``RINGDANCE_CHUNK_BYTES`` and, where Horovod h
 ``legacy`` name. Names that have no effect: ``names.NO_EFFECT``.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field

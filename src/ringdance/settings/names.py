@@ -1,5 +1,7 @@
 """Names in the environment that are known, but are not settings."""
 
+from __future__ import annotations
+
 RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """The rank of a process, with either prefix. Set by launchers, and by init() where none has."""
 

@@ -4,6 +4,8 @@ Every parser takes text that is not empty and returns the value or raises ``Valu
 what it accepts is in :attr:`Parser.expected`, for the message.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable

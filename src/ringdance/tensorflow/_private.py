@@ -5,6 +5,8 @@ without it is taken, which the tests try too. Those of Keras's optimizers
 are in ``ringdance.keras._private``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any

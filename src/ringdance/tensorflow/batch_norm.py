@@ -1,5 +1,7 @@
 """Batch normalisation over the batches of all ranks, as a Keras layer."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import tensorflow as tf

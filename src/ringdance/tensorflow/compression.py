@@ -1,5 +1,7 @@
 """Compression of gradients for the exchange: casts to 16 bits."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import tensorflow as tf

@@ -5,6 +5,8 @@ Eager calls raise a class that is derived from both, so that ``except tf.errors.
 the same code, with the message.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache

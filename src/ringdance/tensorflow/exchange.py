@@ -6,6 +6,8 @@ operation. All ranks of the process set have to run the backward pass. A call's 
 ``<name>.grad``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace

@@ -7,6 +7,8 @@ depends only on the variables, so it is the same on all ranks; whether a bucket 
 are being computed (``overlap``) is decided on each rank.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import warnings

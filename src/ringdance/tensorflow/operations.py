@@ -9,6 +9,8 @@ tensor's name and the name scopes (``ignore_name_scope``: without these). ``proc
 ranks that take part. Errors are of ``tf.errors``, in eager calls Ringdance's as well.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -3,6 +3,8 @@
 Here are those of ``tf.compat.v1.train``; for Keras's, ``ringdance.keras`` has the one for all backends.
 """
 
+from __future__ import annotations
+
 import importlib
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Gradients of several passes, summed before they are reduced."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

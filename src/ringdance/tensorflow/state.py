@@ -1,5 +1,7 @@
 """Broadcast variables and objects."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any
 

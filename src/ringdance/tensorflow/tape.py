@@ -1,5 +1,7 @@
 """Gradient tapes whose gradients are reduced over the ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 

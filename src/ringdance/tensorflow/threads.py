@@ -1,5 +1,7 @@
 """Limit TensorFlow's threads to a rank's share of the cores."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Iterable

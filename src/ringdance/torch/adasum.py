@@ -1,5 +1,7 @@
 """The Adasum form of DistributedOptimizer: ranks combine how far each would move the weights."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

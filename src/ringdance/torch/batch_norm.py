@@ -1,5 +1,7 @@
 """Batch normalisation over the batches of all ranks, on CPU and GPU."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -3,6 +3,8 @@
 See ``ringdance.training.elastic``.
 """
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Run collective calls on torch tensors, at once or in the background, and record their gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Give ``training.gradients.exchange.GradientExchange`` access to the gradients of a torch optimizer."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Hooks on the gradients that a backward pass accumulates, and on its end."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,6 +3,8 @@
 You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Loaders that yield tensors."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

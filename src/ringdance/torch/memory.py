@@ -1,5 +1,7 @@
 """Convert torch tensors to NumPy views and back, without copying where that is possible."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import ml_dtypes

@@ -9,6 +9,8 @@ with ``_async`` return a handle at once, for ``poll`` and ``synchronize``; forms
 their argument and are not differentiable; ``grouped_`` forms exchange several tensors together.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -5,6 +5,8 @@ reads gradients are used as in one process. What the ranks exchange when, and wh
 described in ``ringdance.training.gradients.exchange``.
 """
 
+from __future__ import annotations
+
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator

@@ -1,5 +1,7 @@
 """This rank's share of a data set for a DataLoader."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """Broadcast parameters and optimizer state from one rank to all."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 

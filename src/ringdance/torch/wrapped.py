@@ -1,5 +1,7 @@
 """The base of distributed optimizers: a class in front of the optimizer's own, and its options."""
 
+from __future__ import annotations
+
 import inspect
 import warnings
 from collections import Counter

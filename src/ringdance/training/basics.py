@@ -1,5 +1,7 @@
 """Start and stop, rank and size, and what Horovod's scripts ask about the build."""
 
+from __future__ import annotations
+
 import logging
 import os
 from collections import Counter

@@ -7,6 +7,8 @@ if its writer was killed between the two, and a table is always that of its mode
 without their manifests count too, as older than those that have one.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json

@@ -1,5 +1,7 @@
 """Checkpoints: written by rank 0 in the background, found again by all ranks."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import operator

@@ -18,6 +18,8 @@ When a collective fails, every rank goes back to its last commit, leaves the job
 of a job stay the same: if a process has ended, the error is raised on all others.
 """
 
+from __future__ import annotations
+
 import copy
 import functools
 import itertools

@@ -1,5 +1,7 @@
 """Count right answers, and rank scores, over all ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Numbers for operations in flight, as Horovod's asynchronous functions return them."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Memory of frameworks as NumPy arrays."""
 
+from __future__ import annotations
+
 import ctypes
 import math
 from typing import Any

@@ -3,6 +3,8 @@
 Ringdance's own data are exchanged as JSON instead.
 """
 
+from __future__ import annotations
+
 import json
 import operator
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Learning rates over the epochs of a training: warm-up, then cosine, steps or a polynomial."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

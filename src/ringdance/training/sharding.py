@@ -12,6 +12,8 @@ Where the samples cannot be divided evenly, ``ends`` decides about the last ones
 There is no default: the right one depends on the purpose, training or evaluation.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar

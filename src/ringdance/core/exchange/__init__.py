@@ -4,6 +4,8 @@ One interface: ``SharedMemoryExchange`` on one host, ``MpiExchange`` by the tran
 ``HierarchicalExchange`` by both. ``exchange_for`` chooses.
 """
 
+from __future__ import annotations
+
 from ringdance.core.exchange.base import Context, Exchange, Steps, aligned_empty
 from ringdance.core.exchange.hierarchical import HierarchicalExchange
 from ringdance.core.exchange.mpi import MpiExchange

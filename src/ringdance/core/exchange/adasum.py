@@ -4,6 +4,8 @@ Two vectors a, b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum
 their average when parallel. 2^k ranks combine pairwise in k levels, each tensor by itself.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

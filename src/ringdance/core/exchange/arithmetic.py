@@ -9,6 +9,8 @@
 - An average of float32 or float64 is the sum divided by the number of ranks, as NumPy does.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache

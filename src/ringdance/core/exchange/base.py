@@ -1,5 +1,7 @@
 """The interface of every exchange, and what all have in common."""
 
+from __future__ import annotations
+
 import abc
 import ctypes
 import math

@@ -5,6 +5,8 @@ copied in, reduced and copied out; each of the n members of a host owns one *blo
 is a list of *segments*, each within one tensor.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,5 +1,7 @@
 """Several hosts: intra-host reduce, all-reduce across hosts, intra-host all-gather."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -7,6 +7,8 @@ reduced the next is copied in, so that n chunks take n + 1 synchronization point
 ranks reduce everything: one synchronization point instead of two.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from time import monotonic_ns

@@ -17,6 +17,8 @@ Note [Complements]
     field and its complement differ exactly if all members sent the same bit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

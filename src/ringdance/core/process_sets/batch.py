@@ -1,5 +1,7 @@
 """Which of the agreed requests are executed together. A pure function of agreed facts."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Encode requests for other members: as JSON, since a pickle can run code."""
 
+from __future__ import annotations
+
 import json
 import operator
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 What is executed follows from agreed facts alone, so it is the same on all members.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable

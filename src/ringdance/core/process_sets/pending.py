@@ -3,6 +3,8 @@
 Submitting threads add requests; the rounds of ``state`` take them out. Callers hold the engine's lock.
 """
 
+from __future__ import annotations
+
 from collections import deque
 
 from ringdance.core.process_sets.agreement import ResponseCache

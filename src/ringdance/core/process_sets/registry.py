@@ -1,5 +1,7 @@
 """The process sets of an engine: registered, made and removed by agreement of all ranks."""
 
+from __future__ import annotations
+
 import operator
 import threading
 from collections.abc import Callable, Iterable

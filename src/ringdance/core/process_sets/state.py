@@ -6,6 +6,8 @@ misses. When to enter a round is decided here alone (``due``); what happens in i
 facts only.
 """
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

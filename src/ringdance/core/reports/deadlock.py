@@ -1,5 +1,7 @@
 """Detect deadlocks: all ranks wait for each other."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,6 +4,8 @@ Each rank lets ``faulthandler`` write its stacks into memory when a real-time si
 signal handler, without the lock. mpiexec passes on SIGUSR1 and SIGUSR2, so none of these.
 """
 
+from __future__ import annotations
+
 import contextlib
 import faulthandler
 import os

@@ -1,5 +1,7 @@
 """Build mismatch errors: ranks have submitted different requests under one name."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,6 +3,8 @@
 Standard library only: `ringdance explain` needs it too.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import platform

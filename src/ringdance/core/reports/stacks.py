@@ -1,5 +1,7 @@
 """Locate the threads of this process in the user's code."""
 
+from __future__ import annotations
+
 import contextlib
 import dis
 import inspect

@@ -1,5 +1,7 @@
 """The warning about a stall: which rank waits for what, which are late and what they do, and the remedy."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

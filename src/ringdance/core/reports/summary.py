@@ -1,5 +1,7 @@
 """The summary at the end of a run: how fast it was, how long it waited, which rank is the slowest."""
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Check an image, and make a JPEG in RGB or grey of one that is not."""
 
+from __future__ import annotations
+
 import io
 import re
 import warnings

@@ -1,5 +1,7 @@
 """The command line of ``ringdance data``."""
 
+from __future__ import annotations
+
 import argparse
 import os
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """``ringdance data prepare criteo``: find the files, shuffle in two passes, close with an index."""
 
+from __future__ import annotations
+
 import json
 import re
 import shutil

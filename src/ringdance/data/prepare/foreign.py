@@ -1,5 +1,7 @@
 """``ringdance data index``: an index of TFRecords and tars that others have written."""
 
+from __future__ import annotations
+
 import json
 import re
 import tarfile

@@ -1,5 +1,7 @@
 """``ringdance data generate``: write click logs with a planted signal."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """``ringdance data verify`` and ``ringdance data info``."""
 
+from __future__ import annotations
+
 import json
 import re
 import sys

@@ -1,5 +1,7 @@
 """Labels of ImageNet's validation images, which lie in no class directories, and what classes are called."""
 
+from __future__ import annotations
+
 import io
 import re
 import tarfile

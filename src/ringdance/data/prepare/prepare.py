@@ -1,5 +1,7 @@
 """Prepare a data set: plan, check the disk, write by several processes, close with an index."""
 
+from __future__ import annotations
+
 import fcntl
 import shutil
 import sys

@@ -3,6 +3,8 @@
 Classes are numbered from 0 in the order of their directories' names, as torchvision's ``ImageFolder`` does.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re

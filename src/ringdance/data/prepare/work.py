@@ -4,6 +4,8 @@ A process takes a file by making ``.prepare/run.RUN/NAME``, which only one can. 
 has begun is free in the next run. What is done goes to stdout, as lines for :mod:`progress`.
 """
 
+from __future__ import annotations
+
 import errno
 import json
 import os

@@ -1,5 +1,7 @@
 """The area under the ROC curve: by counts of equal scores, so that parts of all scores can be added."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

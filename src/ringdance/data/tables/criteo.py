@@ -1,5 +1,7 @@
 """Criteo's columns, a label, 13 numbers and 26 categories, and the ids and values made of them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

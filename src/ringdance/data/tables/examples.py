@@ -5,6 +5,8 @@ public DeepFM scripts; or with their other names ``feat_ids`` and ``feat_vals``.
 each array below has an element for each row, such as the place that is read next.
 """
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Iterator
 from typing import BinaryIO

@@ -1,5 +1,7 @@
 """The formats that are parsed: what a table needs of each. ``rows`` needs none."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Tables as lines of text: their bounds, and the format LibSVM."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO

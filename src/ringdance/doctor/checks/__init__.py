@@ -1,5 +1,7 @@
 """The checks by area: ``CHECKS`` of each module."""
 
+from __future__ import annotations
+
 import importlib
 
 from ringdance.doctor.check import AREAS, Check

@@ -1,5 +1,7 @@
 """Cores, instruction sets, threads."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from ringdance.doctor.check import WARNING, Check, Finding, Host

@@ -1,5 +1,7 @@
 """Directories for logs, checkpoints and temporary files."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Iterator
 from typing import Any

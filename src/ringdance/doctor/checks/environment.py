@@ -1,5 +1,7 @@
 """Variables of the shell."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from ringdance.doctor.check import ERROR, NOTE, WARNING, Check, Finding, Host

@@ -1,5 +1,7 @@
 """GPUs, their driver, and whether frameworks can be imported and use them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """How other hosts answer, and whether they are alike; ssh's files."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Iterator
 

@@ -1,5 +1,7 @@
 """What earlier jobs have left."""
 
+from __future__ import annotations
+
 import shlex
 
 from ringdance.doctor.check import NOTE, WARNING, Check, Finding, Host

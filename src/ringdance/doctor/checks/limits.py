@@ -1,5 +1,7 @@
 """Limits of the user's processes (``ulimit``)."""
 
+from __future__ import annotations
+
 import math
 
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host

@@ -1,5 +1,7 @@
 """Connections between each two hosts, as measured."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """Memory and shared memory."""
 
+from __future__ import annotations
+
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host
 from ringdance.doctor.rows import GB, MB, limit, size
 

@@ -1,5 +1,7 @@
 """The MPI library and its launchers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from ringdance.doctor.check import ERROR, WARNING, Check, Finding, Host

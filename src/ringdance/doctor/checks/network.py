@@ -1,5 +1,7 @@
 """Names and interfaces of hosts; measured connections are in links.py."""
 
+from __future__ import annotations
+
 import ipaddress
 from collections.abc import Iterator
 from typing import Any

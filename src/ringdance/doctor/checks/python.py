@@ -1,5 +1,7 @@
 """The interpreter and what is installed, here and on the other hosts."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 

@@ -1,5 +1,7 @@
 """Cores: their number, those that may be used, instruction sets, load."""
 
+from __future__ import annotations
+
 import os
 import platform
 from typing import Any

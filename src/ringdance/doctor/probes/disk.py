@@ -1,5 +1,7 @@
 """Directories: whether they can be written, free space, file system. Sizes in bytes."""
 
+from __future__ import annotations
+
 import os
 from typing import Any
 

@@ -3,6 +3,8 @@
 Values that may hold secrets never leave the machine: of a proxy only the variable's name is reported.
 """
 
+from __future__ import annotations
+
 import os
 import warnings
 from typing import Any

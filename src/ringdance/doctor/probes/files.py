@@ -1,5 +1,7 @@
 """What several probes share."""
 
+from __future__ import annotations
+
 import subprocess
 import tempfile
 from collections.abc import Sequence

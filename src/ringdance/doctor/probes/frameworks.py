@@ -1,5 +1,7 @@
 """Frameworks, imported in processes of their own: whether that works, and the GPUs that they see."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -1,5 +1,7 @@
 """GPUs of the machine, and the driver's table of them."""
 
+from __future__ import annotations
+
 import glob
 import os
 from typing import Any

@@ -1,5 +1,7 @@
 """What earlier jobs have left: ranks without a launcher, files in /dev/shm."""
 
+from __future__ import annotations
+
 import os
 import re
 import stat

@@ -1,5 +1,7 @@
 """Limits of one process or one user."""
 
+from __future__ import annotations
+
 import resource
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Name, system, user and container of the machine; modes of ssh's files."""
 
+from __future__ import annotations
+
 import getpass
 import glob
 import os

@@ -1,5 +1,7 @@
 """Memory, shared memory and swap. All sizes in bytes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import psutil

@@ -1,5 +1,7 @@
 """The MPI library that mpi4py loads, the mpiexecs in PATH, Slurm's support of MPI."""
 
+from __future__ import annotations
+
 import glob
 import os
 import re

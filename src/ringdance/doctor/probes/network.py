@@ -1,5 +1,7 @@
 """Names, addresses and interfaces."""
 
+from __future__ import annotations
+
 import glob
 import ipaddress
 import os

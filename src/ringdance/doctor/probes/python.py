@@ -1,5 +1,7 @@
 """The interpreter, what is installed beside it, and what would be imported in its place."""
 
+from __future__ import annotations
+
 import glob
 import importlib.machinery
 import importlib.metadata

@@ -1,5 +1,7 @@
 """Two ranks, started as `ringdance run` would start them: whether they are one world."""
 
+from __future__ import annotations
+
 import os
 import shlex
 import sys

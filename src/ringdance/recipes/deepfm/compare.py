@@ -27,6 +27,8 @@ already is kept, so that the same command goes on where it was stopped; --again 
 exit code: 0 if all strategies have figures, 1 if some failed, 2 for a wrong argument
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -1,5 +1,7 @@
 """What compare.py measured, as a table, as curves, and as advice that follows from the figures."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

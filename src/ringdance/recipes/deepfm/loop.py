@@ -1,5 +1,7 @@
 """The loop of train_torch.py and train_keras.py: options, epochs, evaluation, checkpoints, what is shown."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import zipfile

@@ -11,6 +11,8 @@ kinds it prints AUC, log-loss and calibration too. Rows without a label get any,
 The table of embeddings is read from the disk as rows are needed: it may be greater than the memory.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time

@@ -4,6 +4,8 @@ compare.py starts it, as each process of each strategy, by `ringdance run`. What
 lines of JSON after a mark, so that it arrives from every host without a common file system.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import json

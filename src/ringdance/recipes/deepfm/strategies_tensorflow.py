@@ -5,6 +5,8 @@ their gradients summed, once. The optimizers are TensorFlow's fused operations o
 a variable, as variables of Mirrored- and ParameterServerStrategy have several: Keras 3 supports neither here.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections import deque

@@ -5,6 +5,8 @@ table that a batch has, Adam on the rest. A batch's ids are made unique first, s
 their gradients summed, once.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Iterable

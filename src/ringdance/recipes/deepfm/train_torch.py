@@ -24,6 +24,8 @@ No rank waits for rank 0: all take part in an evaluation; checkpoints are copied
 background. What one rank has to do alone, the export, is marked by hvd.pause_stall_check().
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 from pathlib import Path

@@ -5,6 +5,8 @@ Sources: Müller and Hutter 2021, arXiv 2103.10158; Zhang et al. 2018, arXiv 171
 alone, for a batch on seed, step and rank: a training that goes on draws the same.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The options of train_torch.py and train_keras.py."""
 
+from __future__ import annotations
+
 import argparse
 
 from presets import PRESETS  # type: ignore[import-not-found]  # beside this file

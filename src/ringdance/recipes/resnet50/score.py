@@ -9,6 +9,8 @@ class of prepared data, or the name of the image's directory, if that is a class
 With labels it prints top-1 and top-5 too. Images are cut as in an evaluation: the square in the centre.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

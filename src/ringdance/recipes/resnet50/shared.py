@@ -1,5 +1,7 @@
 """What train_torch.py and train_keras.py do alike: data, learning rate, beginning, steps, evaluation, end."""
 
+from __future__ import annotations
+
 import argparse
 import os
 from pathlib import Path

@@ -33,6 +33,8 @@ with the best top-1 on `validation` is kept in --checkpoints; --evaluate prints 
 The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

@@ -33,6 +33,8 @@ is kept in --checkpoints; --evaluate prints its figures again, and --export writ
 The last images of an epoch that are fewer than a whole batch are left out: others in each epoch.
 """
 
+from __future__ import annotations
+
 import argparse
 import pickle
 from collections import OrderedDict

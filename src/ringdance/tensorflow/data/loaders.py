@@ -1,5 +1,7 @@
 """Loaders that yield eager tensors, and their batches as a ``tf.data.Dataset``."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any

@@ -1,5 +1,7 @@
 """Images and tables of TFRecords by ``tf.data`` alone, in TensorFlow's threads."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """This rank's share of a ``tf.data.Dataset`` or of tensors."""
 
+from __future__ import annotations
+
 import itertools
 from typing import Any
 

@@ -4,6 +4,8 @@ The functions are those of tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h, sta
 called with the GIL held (``PyDLL``): each is short, and releasing the GIL would cost more than the call.
 """
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import math

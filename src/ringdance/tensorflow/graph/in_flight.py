@@ -7,6 +7,8 @@ have not been started are refused, so that the other ranks' runs fail too. Other
 would be reduced with an earlier one of theirs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 from collections.abc import Sequence

@@ -7,6 +7,8 @@ stateful), so all ranks start in one order, and a wait comes when all it waits f
 thread is enough.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Compress gradients for the exchange: by a pair of functions around it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 

@@ -1,5 +1,7 @@
 """The interface between a binding's gradients and ``optimizer.GradientExchange``."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,5 +1,7 @@
 """Data loaders that prepare batches ahead in a thread."""
 
+from __future__ import annotations
+
 import abc
 import logging
 import queue

@@ -1,5 +1,7 @@
 """Loaders of images, of a table's rows and of named pipes, for all bindings."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A loader of rows from named pipes, one for each rank of a host, for the ranks of a job."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable, Iterator
