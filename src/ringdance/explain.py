@@ -31,8 +31,6 @@ from ringdance.launch.system import linux
 from ringdance.monitor.processes import open_ring
 from ringdance.observe.files import NO_FORMAT, read_regular
 
-__all__ = ["main"]
-
 _EPILOG = """\
 examples:
   ringdance explain                  the job that runs on this machine

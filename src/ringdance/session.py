@@ -33,11 +33,6 @@ from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
 from ringdance.transport.single import SingleTransport
 
-__all__ = [
-    "CAUSE_MARK", "add_profiler", "at_init", "engine", "init", "is_initialized", "mark_step",
-    "metrics", "pause_stall_check", "regroup", "shutdown", "start_timeline", "stop_timeline",
-]
-
 _log = logging.getLogger("ringdance")
 
 # Begins a line on stderr with which a failing rank gives the launcher the reason; JSON follows.
@@ -80,7 +75,7 @@ def engine() -> Engine:
 
 
 def is_initialized() -> bool:
-    """Return whether ``init()`` has been called, and ``shutdown()`` has not."""
+    """Return whether this process has joined a job, and has not left it."""
     return _process.engine is not None
 
 
@@ -103,25 +98,56 @@ def at_init(function: Callable[[], None]) -> None:
 
 
 def metrics() -> dict[str, Any]:
-    """Return this rank's figures. Raises NotInitializedError before ``init()``."""
+    """Return what this rank has done so far; local and cheap, so call it as often as you like.
+
+    Returns:
+        ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
+        first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds`` in which training
+        waited for results, as ``exposed_share`` of the time since the first step, and
+        ``recent_exposed_share`` since the last call; ``batches``, ``tensors`` and ``bytes`` exchanged.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+    """
     found = engine()
     found.recorder.publish()
     return {"rank": found.rank, "size": found.size, "host": found.identity.host} | found.summary.metrics()
 
 
-def start_timeline(path: str, mark_cycles: bool) -> None:
-    """See ``Monitoring.start_timeline``. Raises NotInitializedError before ``init()``."""
-    _process.monitoring.start_timeline(engine(), path, mark_cycles)
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Start writing a timeline of all ranks; see the setting ``timeline``.
+
+    Args:
+        file_path: on rank 0's host; overwritten.
+        mark_cycles: mark each round of agreement too.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
+    """
+    _process.monitoring.start_timeline(engine(), os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
-    """See ``Monitoring.stop_timeline``. Raises NotInitializedError before ``init()``."""
+    """Complete the timeline's file. Raises NotInitializedError before ``init()``."""
     _process.monitoring.stop_timeline(engine())
 
 
-def pause_stall_check(what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Mark what takes long on this rank; see ``training.basics.pause_stall_check``."""
-    return engine().pause_stall_check(what, seconds) if is_initialized() else contextlib.nullcontext()
+def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.AbstractContextManager[None]:
+    """Mark what takes long on one rank: ``with hvd.pause_stall_check("evaluation"):``.
+
+    Meanwhile no rank warns that it waits for this one, nor gives up after the stall shutdown time.
+
+    Args:
+        what: a word or two; after ``timeout`` the warnings name it.
+        timeout: seconds that it may take.
+
+    Raises:
+        ArgumentError: ``timeout`` is not above 0.
+    """
+    if not timeout > 0:
+        raise ArgumentError(f"pause_stall_check(timeout={timeout!r}): give a number of seconds above 0.")
+    return engine().pause_stall_check(str(what), timeout) if is_initialized() else contextlib.nullcontext()
 
 
 def init(comm: Any = None) -> None:
@@ -163,7 +189,7 @@ def init(comm: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job. All ranks stop: what is pending on others fails with ShutDownError."""
+    """Leave the job. All ranks stop: what other ranks wait for with this one fails with ShutDownError."""
     found = _leave()
     if found is not None:
         if _process.pid == os.getpid():

@@ -105,7 +105,7 @@ def start(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 def load(outcome: Outcome, name: str) -> dict[str, Any]:
-    return torch.load(outcome.directory / name)  # type: ignore[no-any-return]
+    return torch.load(outcome.directory / name)
 
 
 def assert_close(mine: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:

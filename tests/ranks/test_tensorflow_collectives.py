@@ -25,7 +25,7 @@ ROWS = [17, 32, 81, 12]
 
 def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a tf.function."""
-    return tf.function(function, autograph=True)  # type: ignore[no-any-return]
+    return tf.function(function, autograph=True)
 
 
 def at_once(function: Callable[..., Any]) -> Callable[..., Any]:

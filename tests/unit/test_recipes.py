@@ -142,9 +142,9 @@ def test_the_warm_up_begins_above_0(
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    ("--mixup -1", "--mixup -1.0: give 0 or more"), ("--rate nan", "--rate nan: give 0 or more"),
+    ("--mixup -1", "--mixup: -1: give 0 or more"), ("--rate nan", "--rate: nan: give 0 or more"),
     ("--epochs 4 --preset 256", "4 epochs, but 5 of warm-up: give --epochs or --warmup-epochs"),
-    ("--ema 1", "--ema 1.0: give 0 or more, less than 1"), ("--evaluation-size 0", "give 1 or more"),
+    ("--ema 1", "--ema: 1: give 0 or more, less than 1"), ("--evaluation-size 0", "give 1 or more"),
     ("--lr 1", "unrecognized arguments: --lr 1"), ("--width 8 --model resnet18", "leave it out, or --model"),
     ("--evaluate", "--evaluate: give either --checkpoints DIR or --weights FILE"),
 ])

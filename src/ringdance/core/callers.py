@@ -32,8 +32,6 @@ from typing import Any
 from ringdance.core.reports.procfs import task_ids, wakeable
 from ringdance.core.request import Work
 
-__all__ = ["Callers"]
-
 _IN_WAITS = ("ringdance", "threading", "json")  # packages whose functions a wait calls
 _LOCKS = frozenset({"threading", "concurrent"})  # in which no call into C waits but for Python's locks
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)

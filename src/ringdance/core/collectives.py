@@ -18,8 +18,6 @@ from ringdance.core.exchange.chunks import even_rows
 from ringdance.core.request import Collective, Description, ReduceOp, Request, Work
 from ringdance.errors import MismatchError
 
-__all__ = ["AgreedRequest", "allreduce_flat", "complete_alone", "execute"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -47,8 +47,6 @@ from ringdance.errors import (
 )
 from ringdance.transport.base import Transport
 
-__all__ = ["EngineEnd"]
-
 _OF_NOTES = {"StallError": StallError, "DeadlockError": DeadlockError}  # others are RankLostError to peers
 _FIGURES_S = 1.0  # all ranks send them at the same time
 _REASON_S = 0.2  # the note with the reason can be slower than the round

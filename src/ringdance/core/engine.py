@@ -36,8 +36,6 @@ from ringdance.errors import (
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 
-__all__ = ["Engine"]
-
 _REFUSED = (-2,)
 
 

@@ -17,8 +17,6 @@ from ringdance.errors import StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 
-__all__ = ["Note", "Peers"]
-
 Note = dict[str, Any]
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 
-__all__ = ["Placement", "pin", "placement"]
-
 
 class Placement(NamedTuple):
     """Rank and size on this host, and among the ranks with this local rank on all hosts."""

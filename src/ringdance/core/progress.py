@@ -30,8 +30,6 @@ from ringdance.core.recorder import Recorder
 from ringdance.core.request import Work
 from ringdance.transport.eventcount import yield_core
 
-__all__ = ["ProgressEngine", "Stepped"]
-
 _CHECK_EVERY = 0.1  # seconds between checks of the peers
 _CHECK_STEPS = 32  # steps that achieve something between checks, in an exchange too long for a sleep
 _IDLE = 0.1

@@ -20,8 +20,6 @@ from ringdance.core.request import Collective, Work
 from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
 from ringdance.transport.base import Identity
 
-__all__ = ["BatchRecord", "Profiler", "Recorder", "StepMark", "without_number"]
-
 _NAME = re.compile(r"ringdance-(flight|stall|stacks)-rank\d+-\d+\.(json|txt)")
 _KEPT_S = 7 * 86400.0
 _KEPT_FILES = 32

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Collective", "Description", "ReduceOp", "Request", "Work"]
-
 
 class Collective(enum.IntEnum):
     """What a request asks for."""

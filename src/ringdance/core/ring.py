@@ -24,23 +24,6 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = [
-    "MASK",
-    "RECORD",
-    "RING_NAME",
-    "Kind",
-    "Label",
-    "Record",
-    "Ring",
-    "RingReader",
-    "Who",
-    "Word",
-    "memories",
-    "records",
-    "shared_memory",
-    "steps_text",
-]
-
 RING_NAME = "ringdance-ring"
 """Name of the memory, in /proc/PID/fd of its process."""
 

@@ -30,8 +30,6 @@ from ringdance.errors import DeadlockError, StallError
 from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 
-__all__ = ["StallWatch"]
-
 _DEADLOCK = (
     "All ranks wait, each for an operation that another has not submitted, and nothing was submitted for "
     "{:g} s (setting deadlock_time): none of them can ever go on."

@@ -27,14 +27,12 @@ def needed(module: str) -> ModuleType:
 
 def crc32c(data: bytes) -> int:
     """Return the CRC-32C of bytes."""
-    found: int = needed("google_crc32c").value(data)
-    return found
+    return needed("google_crc32c").value(data)
 
 
 def crc32c_extend(crc: int, data: bytes) -> int:
     """Return the CRC-32C of what `crc` is of, followed by `data`."""
-    found: int = needed("google_crc32c").extend(crc, data)
-    return found
+    return needed("google_crc32c").extend(crc, data)
 
 
 def file_crc32c(path: Path) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from ringdance.errors import ArgumentError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-_SEEDS = 1 << 32
+SEEDS = 1 << 32  # of NumPy's frozen generator: its numbers are the same in all versions
 
 
 def permutation(length: int, seed: int, epoch: int) -> Indices:
@@ -91,7 +91,7 @@ class Plan:
         check_positive(length=length, batch_size=batch_size, size=size)
         if not 0 <= rank < size:
             raise ArgumentError(f"rank={rank} is not one of {size} ranks: give 0 to {size - 1}.")
-        if not 0 <= seed < _SEEDS:
+        if not 0 <= seed < SEEDS:
             raise ArgumentError(f"seed={seed}: give an integer from 0 to 2**32 - 1.")
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
         if drop_last and length < batch_size * size:
@@ -114,7 +114,7 @@ class Plan:
         Raises:
             ArgumentError: the epoch has fewer samples.
         """
-        if not 0 <= epoch < _SEEDS:
+        if not 0 <= epoch < SEEDS:
             raise ArgumentError(f"epoch={epoch}: give an integer from 0 to 2**32 - 1.")
         if not 0 <= position <= self.length:
             raise ArgumentError(
@@ -178,8 +178,7 @@ class _Blocks:
 
     def __getitem__(self, part: slice) -> Indices:
         at = np.arange(part.start, part.stop)
-        found: Indices = self._shift[np.searchsorted(self._ends, at, "right")] + at
-        return found
+        return self._shift[np.searchsorted(self._ends, at, "right")] + at
 
 
 def check_positive(**counts: int) -> None:

@@ -94,8 +94,7 @@ class Remote:
         for line in self._process.stdout:
             if line.startswith(MARK):
                 late.cancel()
-                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return found
+                return json.loads(line.removeprefix(MARK))
             self._noise += line
         expired = not late.is_alive()
         late.cancel()

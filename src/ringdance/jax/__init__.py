@@ -10,6 +10,7 @@ One process for each rank, each with devices of its own. The collectives work on
 
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
 
+from ringdance.jax import operations
 from ringdance.jax.loaders import image_loader, pipe_loader, table_loader
 from ringdance.jax.memory import Compression
 from ringdance.jax.operations import *
@@ -21,8 +22,6 @@ from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    *__all__, "Compression", "Compressor", "DistributedState", "Shard", "allgather", "allreduce", "alltoall",
-    "barrier", "broadcast", "broadcast_parameters", "distributed", "grouped_allgather", "grouped_allreduce",
-    "grouped_broadcast", "grouped_reducescatter", "image_loader", "join", "pipe_loader",
-    "reducescatter", "shard", "table_loader",
+    *__all__, *operations.__all__, "Compression", "Compressor", "DistributedState", "Shard",
+    "broadcast_parameters", "distributed", "image_loader", "pipe_loader", "shard", "table_loader",
 ]

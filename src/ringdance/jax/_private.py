@@ -10,11 +10,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = [
-    "EFFECT", "SPMDAxisContext", "abstract_token", "drop_tokens", "lowering_to_hlo", "no_trace",
-    "one_device_of", "replace_lowering_to_hlo",
-]
-
 
 def _find(module: str, name: str, default: Any = None) -> Any:
     try:
@@ -69,7 +64,7 @@ one_device_of: Callable[..., Any] | None = _find("callback", "_callback_op_shard
 # Without it programs with exchanges are started by JAX's Python code.
 def lowering_to_hlo() -> Callable[..., Any] | None:
     """Return JAX's function that lowers a program, None if it is unknown."""
-    return _find("interpreters.pxla", "_cached_lowering_to_hlo")  # type: ignore[no-any-return]
+    return _find("interpreters.pxla", "_cached_lowering_to_hlo")
 
 
 def replace_lowering_to_hlo(function: Callable[..., Any]) -> None:

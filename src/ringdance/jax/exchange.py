@@ -33,8 +33,6 @@ from ringdance.jax.programs import by_address, settle, start_quickly
 from ringdance.training.collectives import Call
 from ringdance.training.elastic import remember
 
-__all__ = ["JaxCall", "Shapes", "compiled", "eager", "in_program", "is_traced"]
-
 Array = np.ndarray[Any, Any]
 Shapes = tuple[tuple[int, ...], ...]
 

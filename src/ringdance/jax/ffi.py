@@ -22,8 +22,6 @@ import numpy as np
 
 from ringdance.training.memory import array_at
 
-__all__ = ["TARGET", "available", "set_handler"]
-
 TARGET = "ringdance_exchange"
 
 Array = np.ndarray[Any, Any]
@@ -134,8 +132,7 @@ def _handle(frame: Any) -> int | None:
         )
         api = frame.contents.api.contents
         create = ctypes.CFUNCTYPE(c_void_p, POINTER(ErrorCreate))(api.XLA_FFI_Error_Create)
-        made: int | None = create(ctypes.byref(arguments))
-        return made
+        return create(ctypes.byref(arguments))
 
 
 def _fill(metadata: Any) -> None:

@@ -10,8 +10,6 @@ import jax
 from ringdance.data.loader import Batch
 from ringdance.training.loaders.binding import Loaders
 
-__all__ = ["image_loader", "pipe_loader", "table_loader"]
-
 
 class _Loaders(Loaders):
     def tensor(self, array: Any, device: Any) -> Any:

@@ -16,8 +16,6 @@ from ringdance.errors import ArgumentError
 from ringdance.training.gradients.compression import compression_for
 from ringdance.training.memory import array_at
 
-__all__ = ["Compression", "array_of", "exact", "from_array"]
-
 Array = np.ndarray[Any, Any]
 
 
@@ -49,8 +47,7 @@ def array_of(value: Any) -> Array:
         return view.copy()
     if view.flags.writeable:
         return view
-    writable: Array = array_at(view.__array_interface__["data"][0], view.shape, view.dtype, view)
-    return writable
+    return array_at(view.__array_interface__["data"][0], view.shape, view.dtype, view)
 
 
 def from_array(array: Array, like: Any = None) -> Any:

@@ -19,8 +19,6 @@ from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes, pattern_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
-__all__ = ["DistributedState", "distributed"]
-
 _numbers = itertools.count()  # all ranks make their transformations in one order
 
 
@@ -145,7 +143,7 @@ def distributed(
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if passes == 1:
-            return step(gradients, state, params, extra)  # type: ignore[no-any-return]
+            return step(gradients, state, params, extra)
         total = _cast(jax.tree.map(jnp.add, state.gradients, gradients), state.gradients)
 
         def exchange(total: Any, state: Any) -> Any:

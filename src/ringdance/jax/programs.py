@@ -28,8 +28,6 @@ from ringdance import session
 from ringdance.jax import _private, ffi
 from ringdance.jax._private import EFFECT
 
-__all__ = ["by_address", "settle", "start_quickly"]
-
 _log = logging.getLogger("ringdance")
 
 

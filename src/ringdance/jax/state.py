@@ -12,8 +12,6 @@ from ringdance.jax.operations import grouped_broadcast
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
-__all__ = ["broadcast_parameters"]
-
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray))

@@ -11,8 +11,6 @@ from ringdance.training import basics
 from ringdance.training.gradients.options import share_of_cores
 from ringdance.training.process_sets import ProcessSet
 
-__all__ = ["init"]
-
 # Both are XLA's; the second is the older one.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
 

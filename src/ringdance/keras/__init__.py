@@ -19,6 +19,7 @@ from ringdance.training.exports import *  # isort: skip  # first: some names are
 
 from ringdance.keras import callbacks as callbacks
 from ringdance.keras import elastic as elastic
+from ringdance.keras import values
 from ringdance.keras.lars import LARS
 from ringdance.keras.library import Compression
 from ringdance.keras.loaders import image_loader, pipe_loader, table_loader
@@ -31,8 +32,7 @@ from ringdance.training.gradients.compression import Compressor
 from ringdance.training.sharding import Shard, shard
 
 __all__ = [
-    *__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer", "PartialDistributedOptimizer",
-    "Shard", "allgather", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_variables",
-    "callbacks", "elastic", "image_loader", "load_model", "pipe_loader", "reducescatter",
-    "set_learning_rate", "shard", "table_loader",
+    *__all__, *values.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
+    "PartialDistributedOptimizer", "Shard", "callbacks", "elastic", "image_loader", "load_model",
+    "pipe_loader", "set_learning_rate", "shard", "table_loader",
 ]

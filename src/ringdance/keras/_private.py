@@ -14,10 +14,6 @@ from typing import Any
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras
 
-__all__ = [
-    "accumulators", "check_accumulation", "layers_in", "register_as", "trainable_variables", "without_xla",
-]
-
 # Optimizer._backend_apply_gradients and ._clip_gradients: overridden, Keras calls them with the variables and
 # with the gradients of an update. Optimizer._iterations: counts the steps, not the updates. Without
 # them gradient accumulation is refused.

@@ -17,8 +17,6 @@ from ringdance.keras.library import keras
 from ringdance.keras.reduction import Distributed
 from ringdance.tensorflow.passes import Pairs, PassSums, reduce_pairs
 
-__all__ = ["Keras2Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
-
 
 class Keras2Distributed(Distributed):
     """Reduces in ``compute_gradients``, or else in ``apply_gradients``."""

@@ -20,8 +20,6 @@ from ringdance.keras import _private
 from ringdance.keras.library import keras
 from ringdance.keras.reduction import Distributed, is_distributed, true_on_all
 
-__all__ = ["Keras3Distributed", "adapt", "class_options", "front", "pass_options", "unwrapped"]
-
 
 class Keras3Distributed(Distributed):
     """For the optimizers of Keras 3."""
@@ -64,10 +62,9 @@ class Keras3Distributed(Distributed):
         # On JAX this runs in every step, and its result is dropped in those that only accumulate.
         known: Any = self
         update = (known._iterations + 1) % steps == 0
-        done: list[Any] = keras.ops.cond(
+        return keras.ops.cond(
             update, lambda: self._reduce(gradients, variables), lambda: list(gradients)
         )
-        return done
 
 
 class _ScalesLoss(Keras3Distributed):

@@ -10,8 +10,6 @@ from typing import Any
 from ringdance.errors import ArgumentError
 from ringdance.keras.library import KERAS2, keras, ops
 
-__all__ = ["LARS"]
-
 
 class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
     """Momentum SGD whose rate follows, layer by layer, the norms of weights and gradients.

@@ -16,11 +16,6 @@ import numpy as np
 from ringdance.errors import pip_install
 from ringdance.training.gradients.compression import compression_for
 
-__all__ = [
-    "KERAS2", "Compression", "described", "forms", "is_built", "keras", "number", "ops", "optimizer_types",
-    "read", "variables_of",
-]
-
 KERAS2 = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")  # as TensorFlow reads it
 
 keras: Any

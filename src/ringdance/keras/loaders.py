@@ -9,8 +9,6 @@ from ringdance.data.tables import Table, TableBatch
 from ringdance.keras.batches import BatchSequence
 from ringdance.training.loaders.binding import arrays
 
-__all__ = ["image_loader", "pipe_loader", "table_loader"]
-
 pipe_loader = arrays.pipe_loader
 
 

@@ -26,8 +26,6 @@ from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "is_distributed", "load_model"]
-
 hooks: Any = importlib.import_module(f"ringdance.keras.keras{2 if KERAS2 else 3}")
 
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from ringdance.keras.library import number, variables_of
 
-__all__ = ["set_learning_rate"]
-
 
 def set_learning_rate(optimizer: Any, rate: float, momentum_correction: bool = True) -> None:
     """Set an optimizer's learning rate; its momentum continues at the new one.

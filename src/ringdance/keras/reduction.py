@@ -17,8 +17,6 @@ from ringdance.training import basics
 from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_shared, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-__all__ = ["Distributed", "GradientReduction", "binding", "init", "is_distributed", "true_on_all"]
-
 OPTIONS_FILE = "ringdance.json"  # among the assets in a .keras file
 BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -102,8 +100,7 @@ class GradientReduction:
         """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""
         if self._in_tensorflow is not None:
             self._in_tensorflow.name = self.name
-            done: list[Any] = self._in_tensorflow.reduce(gradients, variables)
-            return done
+            return self._in_tensorflow.reduce(gradients, variables)
         if not takes_part(self.process_set):
             if keras.backend.backend() == "torch":
                 session.mark_step()

@@ -8,8 +8,6 @@ from typing import Any
 from ringdance.keras import _private
 from ringdance.keras.library import KERAS2, is_built, keras, optimizer_types, variables_of
 
-__all__ = ["is_complete", "optimizers_of", "variables_with"]
-
 
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer that a model was compiled with, and those that it holds as attributes."""

@@ -13,27 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError, RingdanceError
-from ringdance.launch.parser import Parser
 from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, diverged
 
 Array = np.ndarray[Any, Any]
-
-
-class Options(Parser):
-    """A parser of options whose errors are printed by one rank."""
-
-    def error(self, message: str) -> NoReturn:
-        """End all ranks, which have the same options."""
-        hvd.init()
-        if hvd.rank() == 0:
-            super().error(message)
-        sys.exit(2)
 
 
 class Model(Protocol):

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["RECORDS", "check_moments", "in_xla_context", "numpy_of", "profiler_running", "record"]
-
 
 def _find(module: str, name: str, default: Any = None) -> Any:
     try:

@@ -12,8 +12,6 @@ from ringdance.tensorflow._private import check_moments
 from ringdance.tensorflow.operations import allreduce
 from ringdance.training.exports import Sum
 
-__all__ = ["SyncBatchNormalization"]
-
 keras: Any = tf.keras  # Keras 3, or 2 with TF_USE_LEGACY_KERAS=1
 
 

@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from ringdance.training.gradients.compression import compression_for
 
-__all__ = ["Compression"]
-
 
 def _floating_dtype(tensor: Any) -> Any:
     """Return the tensor's data type if it is floating, else None."""

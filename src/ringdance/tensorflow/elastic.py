@@ -55,8 +55,7 @@ class TensorFlowState(VariablesState):
 
     def _read(self) -> list[Any]:
         if self._session is not None:
-            values: list[Any] = self._session.run(self._listed)
-            return values
+            return self._session.run(self._listed)
         return [np.array(variable_of(one).numpy()) for one in self._listed]
 
     def _assign(self, values: list[Any]) -> None:

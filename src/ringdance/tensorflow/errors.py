@@ -17,8 +17,6 @@ import tensorflow as tf
 from ringdance import errors
 from ringdance.training.checks import UnsupportedOperationError
 
-__all__ = ["as_tensorflow", "code_of"]
-
 # The first that fits; those that Horovod raises for a mismatch, a wrong argument and so on.
 _KINDS: tuple[tuple[type[BaseException], Any], ...] = (
     (errors.MismatchError, tf.errors.FailedPreconditionError),

@@ -27,8 +27,6 @@ from ringdance.tensorflow.errors import as_tensorflow
 from ringdance.tensorflow.graph import kernels
 from ringdance.training.collectives import Call, Keep
 
-__all__ = ["in_session", "number", "perform", "perform_all", "plain", "reduce_rows"]
-
 Array = np.ndarray[Any, Any]
 Tensor = Any
 
@@ -41,8 +39,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def plain(function: Function) -> Function:
     """Return a function that AutoGraph does not convert where a ``tf.function`` calls it."""
-    unconverted: Function = tf.autograph.experimental.do_not_convert(function)
-    return unconverted
+    return tf.autograph.experimental.do_not_convert(function)
 
 
 def in_session() -> bool:

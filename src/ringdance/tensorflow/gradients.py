@@ -38,8 +38,6 @@ from ringdance.training.gradients.options import (
 )
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
-__all__ = ["GradientReducer", "groups_of", "variable_of"]
-
 Tensor = Any
 
 

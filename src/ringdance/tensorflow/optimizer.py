@@ -19,8 +19,6 @@ from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer"]
-
 
 def _delegated(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,6 @@ import tensorflow as tf
 from ringdance.errors import ArgumentError
 from ringdance.tensorflow.exchange import in_session, plain
 
-__all__ = ["Pairs", "PassSums", "reduce_pairs"]
-
 Pairs = list[tuple[Any, Any]]  # of a gradient and its variable
 Reduce = Callable[[list[Any], Sequence[Any]], list[Any]]
 

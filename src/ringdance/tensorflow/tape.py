@@ -15,8 +15,6 @@ from ringdance.tensorflow.gradients import GradientReducer, groups_of
 from ringdance.training.exports import Average
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
-
 
 class _Tape:
     """The methods of a distributed tape, a base before the tape's own class."""

@@ -15,8 +15,6 @@ from ringdance.training import basics
 from ringdance.training.gradients.options import share_of_cores, usable_cores
 from ringdance.training.process_sets import ProcessSet
 
-__all__ = ["computing_threads", "init"]
-
 
 def _chosen() -> int:
     """Return the user's number of threads within an operation, 0 if there is none."""

@@ -6,6 +6,7 @@ Names, signatures and results are those of Horovod's torch module; see the funct
 from ringdance.training.exports import *  # isort: skip  # first: some names are replaced below
 
 from ringdance.torch import elastic as elastic
+from ringdance.torch import operations
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.batch_norm import SyncBatchNorm
 from ringdance.torch.lars import LARS, parameter_groups
@@ -26,13 +27,7 @@ broadcast_object = compiler_disable(objects.broadcast_object)
 mark_step = compiler_disable(basics.mark_step)
 
 __all__ = [
-    *__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer", "HorovodInternalError",
-    "SyncBatchNorm", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
-    "broadcast_async", "broadcast_async_", "broadcast_optimizer_state", "broadcast_parameters",
-    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "image_loader", "join", "parameter_groups", "pipe_loader", "poll",
-    "reducescatter", "reducescatter_async", "shard", "snapshot", "sparse_allreduce_async", "sparse_routes",
-    "synchronize", "table_loader",
+    *__all__, *operations.__all__, "LARS", "Compression", "Compressor", "DistributedOptimizer",
+    "HorovodInternalError", "SyncBatchNorm", "broadcast_optimizer_state", "broadcast_parameters",
+    "image_loader", "parameter_groups", "pipe_loader", "shard", "snapshot", "sparse_routes", "table_loader",
 ]

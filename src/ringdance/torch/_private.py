@@ -14,21 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.autograd.function import BackwardCFunction
 
-__all__ = [
-    "BatchNorm",
-    "compiler_disable",
-    "counts_steps",
-    "divided_by",
-    "graph_task",
-    "has_end_callback",
-    "hooks_run_inside",
-    "note_step",
-    "outermost_function_node",
-    "profiler_running",
-    "queue_callback",
-    "sparse_entries",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MESSAGE = "Ringdance exchanges data between processes, which no graph can hold"
@@ -140,7 +125,7 @@ def hooks_run_inside(step: Any) -> None:
 # torch.nn.modules.batchnorm._BatchNorm: the base of all batch norms. Without it only BatchNorm1d, its
 # subclasses and torch's SyncBatchNorm are converted.
 if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 else:
     BatchNorm = getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d)
 

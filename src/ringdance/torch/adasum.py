@@ -15,8 +15,6 @@ from ringdance.torch._private import compiler_disable
 from ringdance.torch.wrapped import Wrapped
 from ringdance.training.exports import Adasum
 
-__all__ = ["AdasumOptimizer"]
-
 
 class AdasumOptimizer(Wrapped):
     """Put in front of the optimizer's class: a step is made locally, and its changes are combined by Adasum.

@@ -13,8 +13,6 @@ from ringdance.torch import operations as ops
 from ringdance.torch._private import BatchNorm, compiler_disable
 from ringdance.training.exports import Sum
 
-__all__ = ["SyncBatchNorm"]
-
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
@@ -141,8 +139,7 @@ class SyncBatchNorm(BatchNorm):
         output, mean, variance, total = apply(input, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(mean, variance, float(total))
-        result: Tensor = output
-        return result
+        return output
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
         known: Any = self  # its statistics are not None

@@ -19,8 +19,6 @@ from ringdance.training import handles
 from ringdance.training.checks import UnsupportedOperationError
 from ringdance.training.collectives import Call, Keep
 
-__all__ = ["copy_back", "run", "run_in_place", "start", "submit"]
-
 Tensors = Sequence[Tensor]
 
 # What a wrong argument may raise while it is converted; see Note [Refused calls].

@@ -15,8 +15,6 @@ from ringdance.torch.memory import Array, Compression, from_array, host_tensor, 
 from ringdance.training.gradients.source import AS_DENSE, DENSE
 from ringdance.training.gradients.sparse import Rows
 
-__all__ = ["Gradients", "host_copies"]
-
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return pinned CPU copies of tensors on a GPU: all copies start before the first is waited for."""

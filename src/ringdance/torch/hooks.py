@@ -11,8 +11,6 @@ from ringdance.errors import ArgumentError
 from ringdance.torch import _private
 from ringdance.torch._private import compiler_disable
 
-__all__ = ["Hooks"]
-
 
 class Hooks:
     """Calls back for each gradient that backward has accumulated, and at the end of the pass.

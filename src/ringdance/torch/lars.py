@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ringdance.errors import ArgumentError
 
-__all__ = ["LARS", "parameter_groups"]
-
 
 class LARS(torch.optim.Optimizer):
     """Momentum SGD whose rate follows, layer by layer, the norms of weights and gradients.

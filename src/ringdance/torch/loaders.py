@@ -11,8 +11,6 @@ import torch
 from ringdance.data.loader import Batch
 from ringdance.training.loaders.binding import Loaders
 
-__all__ = ["image_loader", "pipe_loader", "table_loader"]
-
 
 class _Loaders(Loaders):
     def tensor(self, array: Any, device: Any) -> torch.Tensor:

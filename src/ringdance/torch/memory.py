@@ -12,8 +12,6 @@ from ringdance.errors import ArgumentError
 from ringdance.torch._private import divided_by
 from ringdance.training.gradients.compression import compression_for
 
-__all__ = ["Compression", "array_of", "check_in_place", "from_array", "host_tensor", "view_of"]
-
 Array = np.ndarray[Any, Any]
 
 Compression = compression_for(

@@ -118,8 +118,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """Reduce several tensors in place and return them."""
     call = allreduce_call(name, average, op, prescale_factor, postscale_factor, process_set, True)
-    reduced: list[Tensor] = run_in_place(call, tensors)
-    return reduced
+    return run_in_place(call, tensors)
 
 
 @compiler_disable

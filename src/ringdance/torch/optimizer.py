@@ -40,8 +40,6 @@ from ringdance.training.gradients.exchange import GradientExchange
 from ringdance.training.gradients.options import check_groups, check_passes, scales_of, wants_overlap
 from ringdance.training.process_sets import ProcessSet, bind, global_process_set, set_id
 
-__all__ = ["DistributedOptimizer"]
-
 Closure = Callable[[], Any]
 
 

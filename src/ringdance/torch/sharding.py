@@ -13,8 +13,6 @@ from ringdance.training import sharding
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import Shard
 
-__all__ = ["ShardedStream", "shard"]
-
 
 class ShardedStream(IterableDataset[Any]):
     """This rank's items of an ``IterableDataset``, in a loader with workers shared out between these.

@@ -17,8 +17,6 @@ from ringdance.training.collectives import movement
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "snapshot"]
-
 
 def _pairs(params: Any) -> list[tuple[str, Tensor]]:
     if isinstance(params, dict):

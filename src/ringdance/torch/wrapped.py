@@ -20,10 +20,6 @@ from ringdance.torch._private import compiler_disable
 from ringdance.training.gradients.options import check_passes
 from ringdance.training.process_sets import ProcessSet
 
-__all__ = [
-    "Options", "Wrapped", "check_optimizer", "check_whole", "names_of", "warn_of_local_batch_norm", "wrap",
-]
-
 
 @dataclass
 class Options:

@@ -6,21 +6,20 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from ringdance import session
 from ringdance.core.recorder import StepMark
 from ringdance.errors import ArgumentError, MismatchError
+from ringdance.session import is_initialized, shutdown
 from ringdance.training import handles
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, bind, ranks_of
 
 __all__ = [
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mark_step", "metrics", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "pause_stall_check", "rank", "rocm_built",
-    "shutdown", "size", "start_timeline", "stop_timeline",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mark_step", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown", "size",
 ]
 
 _log = logging.getLogger("ringdance")
@@ -104,16 +103,6 @@ def _register_sets(process_sets: list[ProcessSet]) -> None:
     bind(process_sets)
 
 
-def shutdown() -> None:
-    """Leave the job. Work that other ranks still wait for with this one fails there."""
-    session.shutdown()
-
-
-def is_initialized() -> bool:
-    """Return whether this process has joined a job."""
-    return session.is_initialized()
-
-
 def mark_step() -> None:
     """Mark the end of a training step, for timelines, metrics and reports.
 
@@ -121,21 +110,6 @@ def mark_step() -> None:
     call on the optimizers' own marks do not count. Without a job it does nothing.
     """
     session.mark_step(StepMark.SCRIPT)
-
-
-def metrics() -> dict[str, Any]:
-    """Return what this rank has done so far; local and cheap, so call it as often as you like.
-
-    Returns:
-        ``rank``, ``size``, ``host``; ``seconds`` since ``init()``; ``steps``; ``steps_per_second`` since the
-        first step and ``recent_steps_per_second`` since the last call; ``exposed_seconds`` in which training
-        waited for results, as ``exposed_share`` of the time since the first step, and
-        ``recent_exposed_share`` since the last call; ``batches``, ``tensors`` and ``bytes`` exchanged.
-
-    Raises:
-        NotInitializedError: before ``init()``.
-    """
-    return session.metrics()
 
 
 def rank() -> int:
@@ -224,39 +198,3 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Return False."""
     return False
-
-
-def pause_stall_check(what: str, timeout: float = 3600.0) -> AbstractContextManager[None]:
-    """Mark what takes long on one rank: ``with hvd.pause_stall_check("evaluation"):``.
-
-    Meanwhile no rank warns that it waits for this one, nor gives up after the stall shutdown time.
-
-    Args:
-        what: a word or two; after ``timeout`` the warnings name it.
-        timeout: seconds that it may take.
-
-    Raises:
-        ArgumentError: ``timeout`` is not above 0.
-    """
-    if not timeout > 0:
-        raise ArgumentError(f"pause_stall_check(timeout={timeout!r}): give a number of seconds above 0.")
-    return session.pause_stall_check(str(what), timeout)
-
-
-def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Start writing a timeline of all ranks; see the setting ``timeline``.
-
-    Args:
-        file_path: on rank 0's host; overwritten.
-        mark_cycles: mark each round of agreement too.
-
-    Raises:
-        NotInitializedError: before ``init()``.
-        ArgumentError: the setting ``timeline`` was not given ("DYNAMIC" prepares for it).
-    """
-    session.start_timeline(os.fspath(file_path), mark_cycles)
-
-
-def stop_timeline() -> None:
-    """Complete the timeline's file. Raises NotInitializedError before ``init()``."""
-    session.stop_timeline()

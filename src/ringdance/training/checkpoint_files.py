@@ -24,11 +24,6 @@ from typing import IO, Any, NamedTuple
 from ringdance.data.files import sync_path
 from ringdance.errors import RingdanceError
 
-__all__ = [
-    "TABLE", "CheckpointError", "CheckpointFiles", "SavedCheckpoint", "partial_path", "present_path",
-    "table_path", "tokens",
-]  # fmt: skip
-
 _log = logging.getLogger("ringdance")
 _MOST_BYTES = 1 << 16  # of a manifest
 TABLE = ".npy"

@@ -120,10 +120,9 @@ class Checkpoints:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the complete checkpoints in the order in which they were saved."""
-        found: list[int] = self._on_rank_zero(
+        return self._on_rank_zero(
             lambda: [one.number for one in self._files.scan() if not one.problem]
         )
-        return found
 
     def read(
         self, number: int | None = None, table: EmbeddingTable | None = None

@@ -16,10 +16,6 @@ from ringdance.settings import level_of_caller
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = [
-    "UnsupportedOperationError", "check_root", "describe", "is_random_state", "pick_operation", "split_rows",
-]
-
 Array = np.ndarray[Any, Any]
 
 # dtype.name is computed anew at each access (2 µs); a lookup takes 0.1.

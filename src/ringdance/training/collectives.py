@@ -31,11 +31,6 @@ from ringdance.training.process_sets import ProcessSet, set_id
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = [
-    "Backward", "Call", "Keep", "allreduce_call", "barrier", "join", "movement", "on_join", "prepared",
-    "reducescatter_call", "reduction",
-]
-
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, ...]
 

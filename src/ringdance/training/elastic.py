@@ -36,11 +36,6 @@ from ringdance.errors import ArgumentError, CollectiveError, HostsUpdatedInterru
 from ringdance.training import basics
 from ringdance.training.objects import broadcast_object
 
-__all__ = [
-    "ElasticIndices", "ObjectState", "State", "VariablesState", "remember", "restart", "run", "run_fn",
-    "run_translating",
-]
-
 _log = logging.getLogger("ringdance")
 
 # Failures in a row without a new commit after which training is not started again.

@@ -2,6 +2,7 @@
 
 from ringdance.core.request import ReduceOp as _ReduceOp
 from ringdance.errors import CollectiveError as CollectiveError
+from ringdance.session import metrics, pause_stall_check, start_timeline, stop_timeline
 from ringdance.training.basics import *
 from ringdance.training.checkpoints import *
 from ringdance.training.embedding import *

@@ -10,8 +10,6 @@ from ringdance import session
 from ringdance.core.request import Work
 from ringdance.errors import ArgumentError
 
-__all__ = ["clear", "hold", "known", "poll", "synchronize"]
-
 Finish = Callable[[Work], Any]
 
 # Shared by all loopback ranks of a process: numbers are unique, and handles are local to a rank.

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["array_at"]
-
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any = None) -> Any:
     """Return a writable array over memory; it keeps ``owner``, to which the memory belongs, alive."""

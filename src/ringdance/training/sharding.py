@@ -21,19 +21,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringdance import session
-from ringdance.data.order import permutation
+from ringdance.data.order import SEEDS, Indices, block, permutation
 from ringdance.errors import ArgumentError, MismatchError
 from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["Shard", "check_plan", "shard", "stream_share"]
-
 T = TypeVar("T")
-Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 ENDS = ("pad", "drop", "join")
 LAYOUTS = ("strided", "contiguous")
-_SEEDS = 1 << 32  # of NumPy's frozen generator: its numbers are the same in all versions
 
 
 class Shard:
@@ -65,7 +61,7 @@ class Shard:
     ) -> None:
         self.length = _whole("length", length)
         self.shuffle = bool(shuffle)
-        self.seed = _whole("seed", seed, _SEEDS)
+        self.seed = _whole("seed", seed, SEEDS)
         if layout not in LAYOUTS:
             raise ArgumentError(f"layout={layout!r}: choose 'strided' or 'contiguous'.")
         self.ends = ends
@@ -80,7 +76,7 @@ class Shard:
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch. Call it before each one, with the same number on all ranks."""
-        self.epoch = _whole("epoch", epoch, _SEEDS)
+        self.epoch = _whole("epoch", epoch, SEEDS)
 
     def indices(self, epoch: int | None = None) -> Indices:
         """Return this rank's samples in order, shape (len(self),), of an epoch or of the one that is set."""
@@ -89,9 +85,8 @@ class Shard:
             positions %= self.length  # positions behind the end are the first ones again
         if not self.shuffle:
             return positions
-        number = self.epoch if epoch is None else _whole("epoch", epoch, _SEEDS)
-        chosen: Indices = permutation(self.length, self.seed, number)[positions]
-        return chosen
+        number = self.epoch if epoch is None else _whole("epoch", epoch, SEEDS)
+        return permutation(self.length, self.seed, number)[positions]
 
     def positions(self) -> Indices:
         """Return this rank's positions in the order of an epoch; those from ``length`` on are padding."""
@@ -103,9 +98,8 @@ class Shard:
         total = total_of(self.length, self.size, self.ends)
         if self.layout == "strided":
             return self.rank, total, self.size
-        each, more = divmod(total, self.size)
-        start = self.rank * each + min(self.rank, more)
-        return start, start + each + (self.rank < more), 1
+        start, stop = block(total, self.rank, self.size)
+        return start, stop, 1
 
     def batches(self, batch_size: int) -> Iterator[Indices]:
         """Yield the indices of ``indices()`` in parts of ``batch_size``, the last one as long as is left."""

@@ -12,8 +12,6 @@ import numpy as np
 
 from ringdance.core.exchange import Exchange, Steps
 
-__all__ = ["adasum", "combine_pair"]
-
 Array = np.ndarray[Any, Any]
 
 

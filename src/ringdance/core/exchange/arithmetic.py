@@ -26,8 +26,6 @@ from ringdance.core.request import ReduceOp
 # come out of the engine, or break it under `python -W error`.
 warnings.filterwarnings("ignore", r"(overflow|invalid value)", RuntimeWarning, r"ringdance\.core")
 
-__all__ = ["Reduction", "dtype_named", "neutral_element", "reduction", "two_stages"]
-
 Array = np.ndarray[Any, Any]
 
 _OPERATIONS: dict[ReduceOp, tuple[Any, str | None]] = {  # NumPy's, and a transport's

@@ -15,8 +15,6 @@ from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.exchange.chunks import segments
 from ringdance.core.recorder import Recorder
 
-__all__ = ["Context", "Exchange", "Steps", "aligned_empty", "as_bytes", "copy_range"]
-
 Array = np.ndarray[Any, Any]
 _char = ctypes.c_char
 _COPY_BYTES = 16 << 20

@@ -13,8 +13,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Segment", "chunks", "even_rows", "segments"]
-
 _LINE = 16  # elements: whole cache lines for 4-byte numbers
 
 

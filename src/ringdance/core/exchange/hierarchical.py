@@ -14,8 +14,6 @@ from ringdance.core.exchange.shared_memory import MIN_BLOCK_BYTES, SharedMemoryE
 from ringdance.transport.base import Hierarchy, Transport
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["HierarchicalExchange"]
-
 
 class HierarchicalExchange(MpiExchange):
     """As ``MpiExchange``, but large all-reduces are reduced inside each host first, if in two stages.

@@ -13,8 +13,6 @@ from ringdance.core.exchange.base import Array, Context, Exchange, Steps, as_byt
 from ringdance.core.exchange.chunks import chunks, even_rows
 from ringdance.transport.base import Pending, Transport
 
-__all__ = ["ChunkPipeline", "MpiExchange"]
-
 _IN_FLIGHT = 4  # chunks: enough that packing, the network and unpacking overlap
 _AHEAD = 2  # of them are sent before the first is reduced, to keep the network busy
 _POLLS = 8  # consecutive tests for completion: the library moves data in each

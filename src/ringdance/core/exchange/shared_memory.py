@@ -21,8 +21,6 @@ from ringdance.core.exchange.base import Array, Context, Exchange, Steps, copy_r
 from ringdance.core.exchange.chunks import Segment, chunks
 from ringdance.transport.window import Window
 
-__all__ = ["MIN_BLOCK_BYTES", "SharedMemoryExchange"]
-
 MIN_BLOCK_BYTES = 256  # of a chunk for each member: 16 elements of any dtype
 # Of an all-reduce's chunk for each member, at most. Two members are 7% faster with chunks of 384 KiB than of
 # 768 KiB, which leave the L2 cache; from four on, fewer synchronization points win.

@@ -29,8 +29,6 @@ from ringdance.core.exchange.arithmetic import Reduction
 from ringdance.core.recorder import BatchRecord
 from ringdance.core.request import Description
 
-__all__ = ["PIGGYBACK_ENTRIES", "UNNAMED", "CacheEntry", "ResponseCache", "VectorLayout", "set_bits"]
-
 CONTINUE, NO_WAITER, HAS_UNNAMED = 1, 2, 4
 UNNAMED = 8  # unnamed requests that a round can match
 PIGGYBACK_ENTRIES = 1 << 16  # a vector has 16 bits for the number of an entry

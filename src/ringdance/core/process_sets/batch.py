@@ -9,8 +9,6 @@ from typing import Any
 from ringdance.core.exchange.arithmetic import dtype_named
 from ringdance.core.request import Collective, Description, ReduceOp
 
-__all__ = ["description_bytes", "plan_batches"]
-
 
 def description_bytes(description: Description) -> int:
     """Return the bytes of a request whose description has full shapes."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from ringdance.core.request import Collective, Description, ReduceOp
 
-__all__ = ["decode_call", "decode_misses", "encode_call", "encode_misses"]
-
 # The description of a request and why it was refused, if it was.
 Call = tuple[Description, str | None]
 

@@ -24,8 +24,6 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
 from ringdance.transport.base import Transport
 
-__all__ = ["Executor"]
-
 _MAX_PLANS = 256
 Plan = list[tuple[int, list[CacheEntry], tuple[str, ...], Reduction, BatchRecord]]
 

@@ -11,8 +11,6 @@ from ringdance.core.process_sets.agreement import ResponseCache
 from ringdance.core.request import Collective, Description, Work
 from ringdance.errors import DuplicateNameError
 
-__all__ = ["PendingRequests"]
-
 
 class PendingRequests:
     """Requests in flight: by name, by order, and by whether they are in the response cache.

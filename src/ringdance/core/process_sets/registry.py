@@ -22,8 +22,6 @@ from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 from ringdance.transport.eventcount import EventCount
 
-__all__ = ["ProcessSets", "RegisteredSet", "buffer_bytes", "vector_bytes"]
-
 _MIN_BUFFER = 1 << 16  # some cache lines for each of hundreds of members, however small the chunks
 
 

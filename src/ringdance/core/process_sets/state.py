@@ -35,8 +35,6 @@ from ringdance.core.request import Collective, Description, ReduceOp, Work
 from ringdance.core.ring import Kind
 from ringdance.transport.window import PIGGYBACK_BYTES, Window
 
-__all__ = ["ProcessSetState"]
-
 _MISSES_AT_ONCE = 256
 _MAX_BACKOFF = 0.010
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from ringdance.core.reports.stall_message import pending_names
 
-__all__ = ["deadlocked_for"]
-
 
 def deadlocked_for(sets: Mapping[int, Sequence[int]], statuses: Mapping[int, dict[str, Any]]) -> float:
     """Return for how long all ranks have been blocked by what can never begin; negative if not.

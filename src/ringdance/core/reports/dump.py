@@ -21,8 +21,6 @@ from pathlib import Path
 from ringdance.core.reports.procfs import thread_state
 from ringdance.core.ring import memories
 
-__all__ = ["enable", "main_frames", "own_lines", "stack_of", "stacks_of"]
-
 _NAME = "ringdance-stacks"
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 12
 _WRITE_S = 0.3
@@ -39,14 +37,6 @@ def enable() -> None:
         _memory = os.memfd_create(_NAME)
         os.write(_memory, f"{threading.main_thread().ident or 0:x}\n".encode())
         faulthandler.register(_SIGNAL, file=_memory, all_threads=True)
-
-
-def stack_of(pid: int) -> list[str]:
-    """Return the main thread's frames of a process of this host, innermost first; [] if they are not known.
-
-    A frame reads ``file:line in function``.
-    """
-    return main_frames(stacks_of(pid))
 
 
 def stacks_of(pid: int) -> str:
@@ -81,7 +71,10 @@ def own_lines(frames: list[str]) -> list[str]:
 
 
 def main_frames(text: str) -> list[str]:
-    """Return the main thread's frames in what ``stacks_of`` returns, as from ``stack_of``."""
+    """Return the main thread's frames in what ``stacks_of`` returns, innermost first; [] if not known.
+
+    A frame reads ``file:line in function``.
+    """
     if '"MainThread"' in text:  # by py-spy
         thread = text.partition('"MainThread"')[2].partition("\nThread")[0]
         return [f"{file}:{line} in {name}" for name, file, line in _PY_SPY.findall(thread)]

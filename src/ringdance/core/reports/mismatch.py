@@ -8,8 +8,6 @@ from typing import Any
 from ringdance.core.request import Collective, Description
 from ringdance.transport.base import Identity
 
-__all__ = ["mismatch_message"]
-
 
 def _shape(description: Description) -> str:
     free_first = description.kind in (Collective.ALLGATHER, Collective.ALLTOALL)

@@ -13,8 +13,6 @@ import struct
 import time
 from typing import NamedTuple
 
-__all__ = ["CpuSample", "activity", "describe_threads", "sample_cpu", "task_ids", "thread_state", "wakeable"]
-
 _COMPUTES = 0.3  # of a core
 _IN_CALL = ", probably in a call that holds Python's lock"
 _LOCKED = "waits for a lock, a queue or another thread"

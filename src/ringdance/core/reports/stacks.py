@@ -17,8 +17,6 @@ from typing import Any
 
 from ringdance.core.reports.procfs import activity, sample_cpu
 
-__all__ = ["all_stacks", "place_of", "thread_locations", "user_frames"]
-
 _OWN = ("ringdance", "horovod")
 _PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")

@@ -11,8 +11,6 @@ from ringdance.core.reports.stacks import place_of
 from ringdance.errors import OUT_OF_DATA
 from ringdance.transport.base import Identity
 
-__all__ = ["Stall", "pending_names", "stall_message"]
-
 _MOST_NAMES = 6
 _MOST_THREADS = 3
 # What often one rank does alone, by the names of its functions or by what its thread does.

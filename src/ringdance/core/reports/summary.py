@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from ringdance.core.ring import Word
 from ringdance.transport.base import Identity
 
-__all__ = ["Figures", "RunSummary", "summary_lines"]
-
 _UNKNOWN = (
     "exposed communication, slowest rank: unknown: the script polled for results, or never waited "
     "for one; where else it waits cannot be seen"

@@ -167,8 +167,7 @@ def cuts(directory: Path, runs: Sequence[Run], kind: int, ranks: Array) -> Array
             found = np.load(directory / f"{run.name}.keys.npy", mmap_mode="r")
             yield np.asarray(found[begin : begin + run.classes[kind]])
 
-    found: Array = divide(keys, ranks) + np.array(begins)
-    return found
+    return divide(keys, ranks) + np.array(begins)
 
 
 def _between(directory: Path, names: Sequence[str], begins: Array, ends: Array) -> tuple[Array, Array]:

@@ -104,8 +104,7 @@ def mixed(value: Array) -> Array:
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found: Array = value ^ (value >> np.uint64(31))
-    return found
+    return value ^ (value >> np.uint64(31))
 
 
 def header_size(data: Array) -> int:

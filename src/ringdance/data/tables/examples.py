@@ -133,8 +133,7 @@ def _floats(data: Array, feature: Feature, count: int) -> Array:
     kind, begin, end = feature
     if (kind != FLOAT_LIST).any() or (end - begin != 4 * count).any():
         raise RowError(f"{_EXPECTED}; as many values as ids, {count} here")
-    found: Array = np.lib.stride_tricks.sliding_window_view(data, 4 * count)[begin].view("<f4")
-    return found
+    return np.lib.stride_tricks.sliding_window_view(data, 4 * count)[begin].view("<f4")
 
 
 def _integers(data: Array, feature: Feature, count: int) -> Array:

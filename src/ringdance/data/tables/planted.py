@@ -144,8 +144,7 @@ def _power_law(uniform: Array, count: int) -> Array:
     """Return categories from 0, by frequency, of uniform numbers in [0, 1)."""
     power = 1 - _POWER
     found = (1 + uniform * ((count + 1) ** power - 1)) ** (1 / power)
-    ranks: Array = np.minimum(found.astype(np.int64) - 1, count - 1)
-    return ranks
+    return np.minimum(found.astype(np.int64) - 1, count - 1)
 
 
 def _texts(words: Array, there: Array) -> criteo.Texts:
@@ -159,5 +158,4 @@ _DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
 def _sigmoid(logits: Array) -> Array:
-    found: Array = 1 / (1 + np.exp(-logits))
-    return found
+    return 1 / (1 + np.exp(-logits))

@@ -49,5 +49,4 @@ def _import(name: str) -> dict[str, Any]:
     text = output.rpartition(_MARK)[2]
     if code or not text:
         return {"error": files.last_line(errors) or f"exit code {code}"}
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return json.loads(text)

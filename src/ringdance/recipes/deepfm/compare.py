@@ -49,6 +49,7 @@ from comparison import Result, report  # type: ignore[import-not-found]
 
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError
+from ringdance.recipes.options import count, number, widths
 from ringdance.recipes.training import text_file
 
 FRAMEWORKS = {
@@ -71,16 +72,16 @@ def options() -> argparse.Namespace:
     add("data", metavar="DATA")
     add("--strategies", default=",".join(ALL), metavar="A,B", help="default: all")
     add("--framework", default=",".join(FRAMEWORKS), metavar="A,B", help="default: tensorflow,torch")
-    add("-np", "--num-proc", type=int, metavar="N", help="processes, or devices of one; default: the cores")
+    add("-np", "--num-proc", type=count, metavar="N", help="processes, or devices of one; default: the cores")
     add("-H", "--hosts", metavar="H1[:N],H2[:M]", help="where; one process alone runs on the first")
-    add("--rows", type=int, metavar="N", help="to train on; default: all, once")
-    add("--seconds", type=float, default=40, metavar="S", help="of training, at most; default: 40")
-    add("--batch-size", type=int, default=4096, metavar="N", help="of all processes together; default: 4096")
-    add("--validation-rows", type=int, default=30_000, metavar="N", help="default: 30,000")
-    add("--dim", type=int, default=16, help="factors of a row of the table; default: 16")
-    add("--hidden", default="400,400,400", metavar="A,B", help="widths of the layers; default: 400,400,400")
-    add("--parameter-servers", type=int, metavar="N", help="default: half of -np, at least 2")
-    add("--table-size", type=int, default=1_000_000, metavar="N", help="for a raw file; default: 1,000,000")
+    add("--rows", type=count, metavar="N", help="to train on; default: all, once")
+    add("--seconds", type=number(float, 0.01), default=40, metavar="S", help="of training; default: 40")
+    add("--batch-size", type=count, default=4096, metavar="N", help="of all processes; default: 4096")
+    add("--validation-rows", type=count, default=30_000, metavar="N", help="default: 30,000")
+    add("--dim", type=count, default=16, help="factors of a row of the table; default: 16")
+    add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
+    add("--parameter-servers", type=count, metavar="N", help="default: half of -np, at least 2")
+    add("--table-size", type=count, default=1_000_000, metavar="N", help="for a raw file; default: 1,000,000")
     add("--output", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
     add("--again", action="store_true", help="run what is in --output already once more")
     add("--child", help=argparse.SUPPRESS)
@@ -92,14 +93,6 @@ def options() -> argparse.Namespace:
     given.hosts = parse_hosts(given.hosts) if given.hosts else []
     given.num_proc = given.num_proc or sum(slots for _, slots in given.hosts) or max(2, _CORES)
     given.parameter_servers = given.parameter_servers or max(2, given.num_proc // 2)
-    for name in ("num_proc", "rows", "seconds", "batch_size", "validation_rows", "dim", "parameter_servers"):
-        value = getattr(given, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} {value}: give a positive number")
-    try:
-        given.hidden = [int(width) for width in given.hidden.split(",")]
-    except ValueError:
-        parser.error(f"--hidden {given.hidden}: give widths such as 400,400,400")
     if given.batch_size % given.num_proc:
         parser.error(f"--batch-size {given.batch_size} cannot be divided among {given.num_proc} processes")
     for text, known in ((given.strategies, ALL), (given.framework, FRAMEWORKS)):
@@ -172,18 +165,18 @@ def _ringdance(words: Sequence[str]) -> None:
 
 def command(given: argparse.Namespace, framework: str, name: str, more: Sequence[str]) -> list[str]:
     """Return the command line that starts a strategy's processes."""
-    hosts, count = [list(one) for one in given.hosts], given.num_proc
+    hosts, ranks = [list(one) for one in given.hosts], given.num_proc
     if name in _ONE_PROCESS:
-        hosts, count = [[host, 1] for host, _ in hosts[:1]], 1
+        hosts, ranks = [[host, 1] for host, _ in hosts[:1]], 1
     elif name == "parameter_server":  # servers and the coordinator beside the workers
         for number in [0, *range(given.parameter_servers)] if hosts else []:
             hosts[number % len(hosts)][1] += 1
-        count += given.parameter_servers + 1
+        ranks += given.parameter_servers + 1
     where = ["-H", ",".join(f"{host}:{slots}" for host, slots in hosts)] if hosts else []
     same = ("rows", "seconds", "batch_size", "validation_rows", "parameter_servers", "num_proc")
     passed = [word for one in same for word in (f"--{one.replace('_', '-')}", str(getattr(given, one)))]
     return [
-        sys.executable, "-m", "ringdance", "run", "-np", str(count), *where, "--output-json", "--quiet",
+        sys.executable, "-m", "ringdance", "run", "-np", str(ranks), *where, "--output-json", "--quiet",
         "-x", "TF_CPP_MIN_LOG_LEVEL=2", "-x", "RINGDANCE_STALL_CHECK_TIME=600",
         "python", os.path.abspath(__file__), given.data, "--child", name, "--framework", framework,
         "--sizes", json.dumps(given.sizes), *passed, *more,

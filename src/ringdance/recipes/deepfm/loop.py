@@ -16,7 +16,8 @@ import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
 from ringdance.errors import ArgumentError
 from ringdance.recipes.log import TRAINED_ON, TrainingLog, scores_of
-from ringdance.recipes.training import Options, Position, Training, about_model, write
+from ringdance.recipes.options import Options, count, number, widths
+from ringdance.recipes.training import Position, Training, about_model, write
 
 Array = np.ndarray[Any, Any]
 
@@ -29,12 +30,12 @@ def options(manual: str) -> argparse.Namespace:
     add("data", metavar="DATA", nargs="?", default=os.environ.get("SM_CHANNEL_TRAIN"), help=text)
     add("--table-size", type=int, metavar="N", help="for a file: rows of the table; default: 1,000,000")
     add("--validation", metavar="DATA", help="default: the split `validation` of DATA, else its own rows")
-    add("--epochs", type=int, default=1, metavar="N", help="default: 1")
-    add("--steps", type=int, metavar="N", help="end after so many steps of this run, with a checkpoint")
+    add("--epochs", type=count, default=1, metavar="N", help="default: 1")
+    add("--steps", type=count, metavar="N", help="end after so many steps of this run, with a checkpoint")
     add("--time-limit", type=float, metavar="S", help="end after so many seconds of this run, the same way")
-    add("--batch-size", type=int, default=2048, metavar="N", help="rows for each rank; default: 2048")
-    add("--dim", type=int, default=16, metavar="N", help="factors of each row of the table; default: 16")
-    add("--hidden", default="400,400,400", metavar="A,B", help="widths of the layers; default: 400,400,400")
+    add("--batch-size", type=count, default=2048, metavar="N", help="rows for each rank; default: 2048")
+    add("--dim", type=count, default=16, metavar="N", help="factors of each row of the table; default: 16")
+    add("--hidden", type=widths, default="400,400,400", metavar="A,B", help="widths; default: 400,400,400")
     shown = "; default: %(default)g"
     add("--rate", type=float, default=rates.RATE, metavar="R", help=f"Adam, for the layers{shown}")
     text = f"Adagrad, for the table{shown}"
@@ -45,31 +46,21 @@ def options(manual: str) -> argparse.Namespace:
     add("--scale-rate", type=float, default=rates.SCALE_RATE, metavar="F", help=text)
     add("--warmup", type=int, default=rates.WARMUP, metavar="STEPS", help=f"from 0 to the rates{shown}")
     add("--sharded", action="store_true", help="each rank has a part of the table, not all of it")
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1, metavar="N", help="of each rank that read and parse; default: 1")
-    add("--evaluate-every", type=int, metavar="STEPS", help="default: after each epoch")
-    add("--patience", type=int, metavar="N", help="end after N evaluations without a better AUC")
+    add("--seed", type=number(int, 0), default=0)
+    add("--threads", type=count, default=1, metavar="N", help="of each rank that read and parse; default: 1")
+    add("--evaluate-every", type=count, metavar="STEPS", help="default: after each epoch")
+    add("--patience", type=count, metavar="N", help="end after N evaluations without a better AUC")
     add("--checkpoints", metavar="DIR", help="write them there; go on from the newest; keep the best model")
-    add("--checkpoint-every", type=int, default=1000, metavar="STEPS", help="default: 1000")
-    add("--keep", type=int, default=2, metavar="N", help="checkpoints; default: 2")
+    add("--checkpoint-every", type=count, default=1000, metavar="STEPS", help="default: 1000")
+    add("--keep", type=count, default=2, metavar="N", help="checkpoints; default: 2")
     add("--warm-start", metavar="MODEL", help="begin with a model that --export has written")
     add("--export", metavar="MODEL", help="write the best model (without --checkpoints: the last)")
-    add("--log-every", type=int, default=50, metavar="STEPS", help="default: 50")
+    add("--log-every", type=count, default=50, metavar="STEPS", help="default: 50")
     add("--price-per-hour", type=float, metavar="P", help="of all machines together: print the cost so far")
     add("--tensorboard", metavar="DIR", help="write loss, speed and AUC there")
     given = parser.parse_args()
     if given.data is None:
         parser.error("DATA is missing")
-    try:
-        given.hidden = [int(one) for one in given.hidden.split(",")]
-    except ValueError:
-        parser.error(f"--hidden {given.hidden}: give widths such as 400,400,400")
-    for name in ("epochs", "steps", "batch_size", "dim", "evaluate_every", "patience",
-                 "checkpoint_every", "log_every", "threads", "keep"):  # fmt: skip
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give 1 or more")
-    if given.seed < 0:
-        parser.error(f"--seed {given.seed}: give 0 or more")
     if given.patience and not given.checkpoints:
         parser.error("--patience needs --checkpoints DIR, where the best model is kept")
     return given

@@ -63,8 +63,7 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, values: Tensor) -> Tensor:
         """Return logits of ids and factors, both (n, fields)."""
         unique, where = torch.unique(ids, return_inverse=True)
-        logits: Tensor = self.layers(self.table(unique), where, values)
-        return logits
+        return self.layers(self.table(unique), where, values)
 
     def optimizers(self, sizes: Sizes) -> list[torch.optim.Optimizer]:
         """Return Adam, whose gradients come first, and Adagrad of the table's rows."""

@@ -120,8 +120,7 @@ class Model:
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, shape (n,)."""
         rows, places = self.table.lookup(ids, training=False)
-        scores: Array = self._predict(rows, places, values).numpy()
-        return scores
+        return self._predict(rows, places, values).numpy()
 
     def _score(self, rows: Any, places: Any, values: Any) -> Any:
         return tf.sigmoid(self.layers(rows, places, values))

@@ -68,8 +68,7 @@ class Layers(nn.Module):
         factors = rows[:, 1:].index_select(0, where).view(*values.shape, -1) * values.unsqueeze(2)
         pairs = factors.sum(1).square() - factors.square().sum(1)
         deep = self.deep(factors.flatten(1)).squeeze(1)
-        logits: Tensor = self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep
-        return logits
+        return self.bias + linear.sum(1) + 0.5 * pairs.sum(1) + deep
 
 
 class Model:
@@ -106,8 +105,7 @@ class Model:
     def predict(self, ids: Array, values: Array) -> Array:
         """Return probabilities, shape (n,)."""
         arrays = *self.table.lookup(ids, training=False), values
-        scores: Array = self.layers(*map(torch.as_tensor, arrays)).sigmoid().numpy()
-        return scores
+        return self.layers(*map(torch.as_tensor, arrays)).sigmoid().numpy()
 
     def state(self) -> dict[str, Array]:
         """Return copies of the layers' weights and of Adam's state."""

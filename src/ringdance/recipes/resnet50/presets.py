@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
-__all__ = ["PRESETS", "Preset"]
-
 
 @dataclass(frozen=True)
 class Preset:

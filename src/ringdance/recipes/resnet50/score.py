@@ -71,7 +71,7 @@ def program_of(model: Path, framework: str, backend: str) -> Callable[[Array], A
     os.environ.setdefault("KERAS_BACKEND", backend)
     import keras
 
-    return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch  # type: ignore
+    return keras.models.load_model(model / "model.keras", compile=False).predict_on_batch
 
 
 def main() -> None:

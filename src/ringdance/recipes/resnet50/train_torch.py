@@ -257,8 +257,7 @@ class Model:
 
     def best_model(self) -> nn.Module:
         """Return the averaged model, if there is one."""
-        model: nn.Module = self.average.module if self.average else self.model
-        return model
+        return self.average.module if self.average else self.model
 
     def average_statistics(self) -> None:
         """Average normalization's running means and variances, which each rank has of its own images."""

@@ -14,8 +14,6 @@ from ringdance.tensorflow.exchange import plain
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 
-__all__ = ["image_pipeline", "table_pipeline"]
-
 Tensor = Any
 _FEATURES = {
     "image/encoded": tf.io.FixedLenFeature((), tf.string),

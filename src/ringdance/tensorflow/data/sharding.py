@@ -12,8 +12,6 @@ from ringdance.tensorflow.exchange import plain
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import Shard, check_plan, total_of
 
-__all__ = ["shard"]
-
 Dataset = Any
 
 

@@ -24,8 +24,6 @@ from ringdance.tensorflow.errors import code_of
 from ringdance.training.elastic import remember
 from ringdance.training.memory import array_at
 
-__all__ = ["Context", "Slot", "drop", "register"]
-
 Array = np.ndarray[Any, Any]
 
 # The type of the result, then those of the arguments: p pointer, s char*, i int, q int64_t, n size_t, b bool.
@@ -151,8 +149,7 @@ class Context:
         """Return a tensor's memory, valid as long as TensorFlow holds the tensor."""
         library = self._library
         shape = tuple([library.TF_Dim(tensor, axis) for axis in range(library.TF_NumDims(tensor))])
-        view: Array = array_at(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
-        return view
+        return array_at(library.TF_TensorData(tensor), shape, _dtype(library.TF_TensorType(tensor)))
 
     def inputs(self) -> list[Array]:
         """Return views of all inputs, valid until the kernel returns."""

@@ -21,8 +21,6 @@ from ringdance.errors import RingdanceError
 from ringdance.tensorflow.graph.capi import drop
 from ringdance.training.collectives import Call
 
-__all__ = ["Group", "InFlight", "abandon", "add", "begin", "on_freed", "pending", "release", "take"]
-
 _FAILED = "the run of its graph ended in an error before it came to the call; see the output of that rank."
 
 

@@ -31,8 +31,6 @@ from ringdance.training.collectives import Call
 from ringdance.training.gradients.options import usable_cores, wants_overlap
 from ringdance.training.gradients.sparse import submit
 
-__all__ = ["NUMBERS", "call_of", "register_all", "run", "text_of"]
-
 Array = np.ndarray[Any, Any]
 
 _log = logging.getLogger("ringdance")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Compressor", "NoneCompressor", "compression_for"]
-
 
 @runtime_checkable
 class Compressor(Protocol):

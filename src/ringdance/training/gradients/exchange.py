@@ -51,8 +51,6 @@ from ringdance.training.gradients.sparse import SparseExchange
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["GradientExchange"]
-
 Array = np.ndarray[Any, Any]
 
 # Step numbers travel as two bytes of the mask, s + 1 and STEPS - s: both differ from the zeros

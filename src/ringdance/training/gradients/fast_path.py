@@ -20,8 +20,6 @@ from ringdance.training.gradients.source import GradientSource
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["DifferentStepsError", "FastPath"]
-
 Array = np.ndarray[Any, Any]
 
 # Steps are distinguished modulo this. A tag has an element for each: 1 for the rank's step, 0 for others.

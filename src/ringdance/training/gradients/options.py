@@ -17,11 +17,6 @@ from ringdance.errors import ArgumentError
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = [
-    "UseOrder", "check_groups", "check_passes", "own_cores", "parts_of", "pattern_of", "reduce_shared",
-    "scales_of", "share_of_cores", "spare_cores", "usable_cores", "wants_overlap",
-]
-
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""

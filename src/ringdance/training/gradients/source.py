@@ -11,8 +11,6 @@ import numpy as np
 from ringdance.core.request import Work
 from ringdance.training.gradients.sparse import Rows
 
-__all__ = ["AS_DENSE", "DENSE", "Bucket", "GradientSource", "State"]
-
 Array = np.ndarray[Any, Any]
 
 # Kinds in the mask: 0 nothing; d sparse with d sparse dimensions; AS_DENSE + d the same, but to be reduced as

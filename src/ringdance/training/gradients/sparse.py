@@ -33,8 +33,6 @@ from ringdance.training.collectives import Call
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
 
-__all__ = ["Rows", "SparseExchange", "merge", "route_of", "sparse_routes", "submit"]
-
 Array = np.ndarray[Any, Any]
 
 _log = logging.getLogger("ringdance")

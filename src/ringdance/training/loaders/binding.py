@@ -17,8 +17,6 @@ from ringdance.training.loaders.pipes import PipeLoader
 from ringdance.training.process_sets import ProcessSet, global_process_set
 from ringdance.training.sharding import check_plan
 
-__all__ = ["Loaders", "arrays"]
-
 
 class Loaders:
     """The loaders of a binding, as its methods. They yield NumPy arrays; a binding overrides ``tensor``."""

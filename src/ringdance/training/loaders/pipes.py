@@ -23,8 +23,6 @@ from ringdance.training.objects import allgather_json
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 from ringdance.training.sharding import check_plan
 
-__all__ = ["PipeLoader"]
-
 DIRECTORY = "/opt/ml/input/data"
 
 

@@ -28,7 +28,7 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     )
 
 
-def allreduce(  # type: ignore[no-redef]
+def allreduce(
     value: Any, name: str | None = None, average: bool | None = True, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, op: int | None = None, compression: Any = Compression.none,
 ) -> Any:

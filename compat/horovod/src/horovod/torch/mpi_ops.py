@@ -14,7 +14,7 @@ _basics = HorovodBasics(__file__)
 __all__ = list(_names)
 
 
-@compiler_disable  # type: ignore[no-redef]
+@compiler_disable
 def synchronize(handle: int) -> Any:
     """Wait for the operation and return its result; ``None`` for an unknown or already used handle.
 
