@@ -91,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds until all ranks must have started (default 60)",
     )
+    text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); a second one ends them"
+    add("--grace", type=float, default=30.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
     add("--format", choices=("table", "json"), default="table", help="of the plan (default: table)")
@@ -256,5 +258,6 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
         output_directory=arguments.output_filename or "",
         start_timeout=arguments.start_timeout,
         heartbeat_timeout=arguments.host_timeout,
+        grace=arguments.grace,
         verbose=arguments.verbose,
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +21,11 @@ from .loopback import restrict
 
 _DAEMON = "mpiexec's daemon"
 _DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
+_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where it begins in the command for the shell
+# It runs a program deaf to them: See Note [Signals to all processes]. Open MPI replaces handlers and what is
+# ignored, but unblocks nothing; a shell does.
+_BLOCK = "import os,signal,sys;signal.pthread_sigmask(0,(1,2,15));os.execv(sys.argv[1],sys.argv[1:])"
+_DEAF = [sys.executable, "-I", "-S", "-c", _BLOCK]
 _RESTRICT_S = 0.01  # between two scans for new sockets of mpiexec, until its first rank runs
 
 
@@ -53,9 +61,10 @@ class Programs:
                 directory by a placeholder; ``loopback``: whether no other host needs its sockets.
             directory: the job's.
         """
-        argv = message.get("argv")
-        if not argv:
-            command = message["command"].replace(OWN_DIRECTORY, directory)
+        argv = [*_DEAF, *message.get("argv", ())]
+        if "command" in message:
+            command = _DAEMON_PATH.sub(f"exec {shlex.join(_DEAF)} ", message["command"], 1)
+            command = command.replace(OWN_DIRECTORY, directory)
             if self._launcher_paths:
                 command = paths.translated_command(command, self._launcher_paths)
             argv = ["/bin/sh", "-c", command]

@@ -9,12 +9,20 @@ Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr
 ``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
 seconds since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
-reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
-ends the rank at once.
+reads; then ``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
+which mpiexec shall not learn of the rank's end; ``{"over"}`` when all ranks have ended; closing the
+connection ends the rank at once.
+
+Note [Signals to all processes]
+A scheduler that ends a job may signal every process of it: launcher, agents, mpiexec, wrappers and ranks.
+The launcher alone decides what follows. Agents catch these signals and do nothing; mpiexec, which would end
+the ranks within a second, has them blocked (programs.py); the front passes on only what mpiexec sends. The
+supervisor passes on none, but notes that its rank has got the signal too, for the launcher sends it as well.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -35,6 +43,7 @@ _VARIABLES = (
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
+_SAME_S = 2.0  # a signal to all processes, and the launcher's that follows from it
 _FULL = 1 << 20  # bytes free
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
@@ -74,7 +83,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
     signal.set_wakeup_fd(-1)
-    for number in (*_FORWARDED, signal.SIGPIPE):
+    for number in (*_FORWARDED, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     # "Save now" must not kill a program that has not installed its handler yet, or has none.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -118,14 +127,19 @@ class _Supervisor:
 
     Args:
         channel: to the launcher.
-        front: reading end of a pipe that closes when the front ends.
+        front: reading end of a pipe with the numbers of mpiexec's signals, closed when the front ends.
     """
 
     def __init__(self, channel: Channel, front: int) -> None:
         self._channel, self._front = channel, front
         self._wake = linux.wake_on_signals()
         self._child = 0
+        self._stay = _BEFORE_OTHERS_S
+        self._had: dict[int, float] = {}  # when signals came to all processes
         self._front_gone = self._told_to_end = False
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, _: self._had.update({number: time.monotonic()}))
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def run(self, command: list[str]) -> int:
         """Run the rank to its end; return its exit code as a shell has it."""
@@ -142,8 +156,6 @@ class _Supervisor:
         self._child = os.fork()
         if self._child == 0:
             _exec(command, where, port, [stdin, out[1], err[1]], parent)
-        for number in _FORWARDED:
-            signal.signal(number, lambda number, _: self._from_front(number))
         for descriptor in (stdin, *out, *err):
             os.close(descriptor)
         self._channel.send({"pid": self._child})
@@ -153,10 +165,11 @@ class _Supervisor:
         by_mpiexec = self._front_gone or (self._told_to_end and code == -signal.SIGTERM)
         why = reason_of(code, linux.killed_for_memory() > killed)
         self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec, "why": why})
-        if not self._front_gone:
-            # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
-            # code: give them a moment to report what they saw.
-            select.select([self._channel.sock.fileno(), self._front], [], [], _BEFORE_OTHERS_S)
+        # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
+        # code: give them a moment to report what they saw, or to end.
+        self._child, began, alive = 0, time.monotonic(), True
+        while alive and not self._front_gone and (left := began + self._stay - time.monotonic()) > 0:
+            alive = self._listen([self._channel.sock.fileno(), self._front], left)
         return code if code >= 0 else 128 - code
 
     def _announce(
@@ -173,40 +186,49 @@ class _Supervisor:
                 numbers, port = message.get("go", numbers), message.get("port", port)
         return (numbers, port, descriptors[0]) if descriptors else None
 
-    def _from_front(self, number: int) -> None:
-        self._told_to_end |= number == signal.SIGTERM
-        linux.send_signal(self._child, number)
-
-    def _kill(self) -> None:
-        # Not its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
-        linux.send_signal(self._child, signal.SIGKILL)
+    def _send(self, number: int) -> None:
+        # Not to its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
+        if self._child:
+            linux.send_signal(self._child, number)
 
     def _wait(self) -> int | None:
         """Wait for the rank, passing signals on; return its exit code or -signal, None without an agent."""
-        watched = [self._channel.sock.fileno(), self._wake, self._front]
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
                 self._channel.send({"stopped": os.WSTOPSIG(status)})
             elif pid:
                 return os.waitstatus_to_exitcode(status)
-            readable, _, _ = select.select(watched, [], [])
-            if self._wake in readable:
-                os.read(self._wake, 512)
-                continue  # a rank that has ended by itself is not one that mpiexec ends
-            if self._front in readable:
-                # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
-                watched.remove(self._front)
-                self._front_gone = True
-                self._kill()
-            if self._channel.sock.fileno() in readable and not self._handle_message():
-                self._kill()
+            watched = [self._channel.sock.fileno(), self._wake, *([] if self._front_gone else [self._front])]
+            if not self._listen(watched, None):
+                self._send(signal.SIGKILL)
                 return None
+
+    def _listen(self, watched: list[int], seconds: float | None) -> bool:
+        """Wait for one of these descriptors, and obey; return False if the agent is gone."""
+        readable, _, _ = select.select(watched, [], [], seconds)
+        if self._wake in readable:
+            os.read(self._wake, 512)
+            return True  # a rank that has ended by itself is not one that mpiexec ends
+        if self._front in readable:
+            numbers = os.read(self._front, 64)
+            for number in numbers:
+                self._told_to_end |= number == signal.SIGTERM
+                self._send(number)
+            if not numbers:
+                # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
+                self._front_gone = True
+                self._send(signal.SIGKILL)
+        return self._channel.sock.fileno() not in readable or self._handle_message()
 
     def _handle_message(self) -> bool:
         messages, _, alive = self._channel.receive()
         for message in messages:
-            linux.send_signal(self._child, message["signal"])
+            self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
+            number = message.get("signal", 0)
+            time.sleep(message.get("after", 0.0))
+            if number and time.monotonic() - self._had.pop(number, -math.inf) > _SAME_S:
+                self._send(number)
         return alive
 
 
@@ -228,6 +250,8 @@ def main(arguments: list[str]) -> None:
         os.environ[name] = host_shared(job)
     path = os.path.join(os.environ[DIRECTORY], "s")
     read, write = os.pipe()
+    mpiexec, awaited = os.getppid(), {*_FORWARDED, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # See Note [Signals to all processes]
     supervisor = os.fork()
     if supervisor == 0:
         os.setpgid(0, 0)
@@ -238,8 +262,12 @@ def main(arguments: list[str]) -> None:
             os._exit(1)
         os._exit(_Supervisor(channel, read).run(command))
     os.close(read)
-    for number in _FORWARDED:
-        signal.signal(number, lambda number, _: linux.send_signal(supervisor, number))
-    _, status = os.waitpid(supervisor, 0)
+    ended = 0
+    while not ended:
+        came = signal.sigwaitinfo(awaited)
+        if came.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(supervisor, os.WNOHANG)
+        elif came.si_pid == mpiexec:
+            os.write(write, bytes([came.si_signo]))
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
