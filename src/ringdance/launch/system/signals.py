@@ -24,7 +24,8 @@ class Signals:
         read.setblocking(False)
         write.setblocking(False)
         numbers = (*STOPPING, *PASSED_ON, signal.SIGTSTP)
-        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup's is not
+        # nohup's is not, nor what a shell without job control ignores for a program in the background
+        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
         self._descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
 
