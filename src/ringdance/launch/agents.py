@@ -220,11 +220,15 @@ class Agents:
 
     def check(self) -> float | None:
         """Find lost hosts, send what waits; return the seconds until this is due again, None for never."""
-        now = time.monotonic()
-        for agent in self._remotes:
-            late = agent.there and agent.ready and now - agent.heard > self._heartbeat_timeout
-            if late and not self._paused and self._silent(agent):
-                self._lose(agent, f"no heartbeat for {self._heartbeat_timeout:g} s (host or network down)")
+        now, limit = time.monotonic(), self._heartbeat_timeout
+        there = [] if self._paused else [agent for agent in self._remotes if agent.there and agent.ready]
+        late = [agent for agent in there if now - agent.heard > limit and self._silent(agent)]
+        if late and len(there) > 1 and all(now - agent.heard > limit - 2 * _PING_S for agent in there):
+            why = f"no heartbeat from any other host for {limit:g} s: this host's own network may be down"
+            self._listener.on_host_failed(self._local.host, why, lost=False)
+            late = there
+        for agent in late:
+            self._lose(agent, f"no heartbeat for {limit:g} s (host or network down)")
         for agent in self._all.values():
             self._send_on(agent)
         return _PING_S if self._remotes else None
