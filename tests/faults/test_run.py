@@ -346,6 +346,38 @@ def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str) -> Non
     assert left == []
 
 
+def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:
+    """A rank that notices the end of another one after SIGTERM, and prints it, is none either."""
+    path = script(
+        tmp_path,
+        """
+        import os, signal, traceback
+        import numpy as np, ringdance.numpy as hvd
+        hvd.init()
+        if hvd.rank() == 1:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            for step in range(1000000):
+                hvd.allreduce(np.ones(3), name="x")
+                if step == 3:
+                    print("ready", flush=True)
+        except hvd.RankLostError:
+            traceback.print_exc()
+            os._exit(1)
+        """,
+    )
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "2", "python", path, stdout=output, stderr=output)
+    assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
+    job.process.send_signal(signal.SIGTERM)
+    code = job.process.wait(20)
+    job.end()
+    said = [line for line in (tmp_path / "out").read_text().splitlines() if "ready" not in line]
+    assert code == 128 + signal.SIGTERM
+    assert said[-1] == "ringdance: the job was ended by SIGTERM to its launcher"
+    assert all("the ranks have 30 s" in line for line in said[:-1])
+
+
 def test_a_failed_job_waits_for_no_rank(tmp_path: Path) -> None:
     path = script(
         tmp_path,

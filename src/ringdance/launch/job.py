@@ -432,6 +432,9 @@ class Job:
         self._ranks.flush_merged(everything=True)
         unfinished = self._results is not None and not self._results.kept
         if self._signal and (verdict or unfinished):
+            if self._signal != signal.SIGINT:
+                name = signal_name(self._signal)
+                self._err(f"ringdance: the job was ended by {name} to its launcher\n".encode())
             return 128 + self._signal
         return verdict or 0
 
