@@ -378,6 +378,29 @@ def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:
     assert all("the ranks have 30 s" in line for line in said[:-1])
 
 
+def test_the_agents_backup_is_missed(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, time
+        print("ready", flush=True)
+        while not os.path.exists("end"):
+            time.sleep(0.02)
+        """,
+    )
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "1", "python", path, stdout=output, stderr=output, cwd=tmp_path)
+    assert wait_until(lambda: "ready" in (tmp_path / "out").read_text(), 20.0) is not None
+    agents = [process for process in job.processes() if "launch.agent.main" in " ".join(process.cmdline())]
+    (backup,) = [process for process in agents if process.ppid() in {agent.pid for agent in agents}]
+    backup.kill()
+    words = f"process {backup.pid}, which cleans up there if the job's agent is killed, was killed; the job"
+    assert wait_until(lambda: words in (tmp_path / "out").read_text(), 5.0) is not None
+    (tmp_path / "end").touch()
+    assert job.process.wait(20) == 0
+    assert job.leftovers() == []
+
+
 def test_a_failed_job_waits_for_no_rank(tmp_path: Path) -> None:
     path = script(
         tmp_path,

@@ -46,6 +46,8 @@ _TERM_S = 0.2  # after a failure, until ranks that have got SIGTERM are killed
 _QUIET_S = 0.8  # after a signal to the launcher, until it says how long it waits for the ranks
 _SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
 _STAY_S = 1.5
+_NO_PIPES = 186  # code of Open MPI's mpiexec that cannot make them for all its ranks
+_FEW_FILES = ": it may open too few files (ulimit -n); 30 and five for each rank of a host are enough"
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 
 
@@ -424,7 +426,8 @@ class Job:
             output = b"".join(self._banner.unshown).decode(errors="replace").strip()
             self._fail(
                 f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
-                "their end" + (f"; its output:\n{output}" if output else ""),
+                "their end" + (_FEW_FILES if code == _NO_PIPES else "")
+                + (f"; its output:\n{output}" if output else ""),
                 abs(code or 1),
             )
             verdict, _ = self._ranks.judge(self._outside, code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..directories import OWN_DIRECTORY
@@ -79,7 +80,7 @@ class Programs:
                 start_new_session=True,
             )
         except OSError as error:
-            text = f"ringdance: cannot start {argv[0]}: {error.strerror}\n"
+            text = f"ringdance: cannot start {(message.get('argv') or argv)[0]}: {error.strerror}\n"
             self._launcher.send({"output": True}, text.encode())
             self._launcher.send({"exited": message["spawn"], "pid": 0, "code": 127, "time": time.time()})
             return
@@ -121,18 +122,14 @@ class Programs:
             while self._read(output):
                 pass
 
-    def reap(self) -> None:
-        """Take the exit status of all dead children, also those adopted, and report those that matter."""
-        while True:
-            try:
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if dead is None:
-                    return
+    def reap(self) -> Iterator[int]:
+        """Take the exit status of all dead children, also adopted ones; report what matters, yield all."""
+        with contextlib.suppress(ChildProcessError):
+            while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)
                 _, status = os.waitpid(dead.si_pid, 0)
-            except ChildProcessError:
-                return
-            self._on_exit(dead.si_pid, os.waitstatus_to_exitcode(status), name)
+                self._on_exit(dead.si_pid, os.waitstatus_to_exitcode(status), name)
+                yield dead.si_pid
 
     def _on_exit(self, pid: int, code: int, name: str) -> None:
         if pid in self._running:
