@@ -322,8 +322,8 @@ class Job:
         rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec, why=why)
         self.on_note(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
-            reports = code is not None and (code > 0 or -code in STOPPING)
-            self._handle(Event.FAILURE, _SEE_S if reports else _SEE_KILLED_S)
+            killed = code is None or (code < 0 and -code not in STOPPING)
+            self._handle(Event.FAILURE, _SEE_KILLED_S if killed else _SEE_S)
         if self._ranks.over or (self._state is State.STOPPING and self._ranks.idle):
             self._ranks.send({"over": True})
             soon = self._ranks.failed or by_launcher or self._mpiexec_code is not None

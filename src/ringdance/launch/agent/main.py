@@ -51,10 +51,7 @@ _DRAIN_S = 3.0
 _ANSWER_S = 0.5
 _RESULT_BYTES = 1 << 20  # of a result's file in a message
 _SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
-_NO_BACKUP = (
-    "ringdance: host %s: process %d, which cleans up there if the job's agent is killed, was killed; "
-    "the job goes on without it\n"
-)
+_NO_BACKUP = "which cleans up there if the job's agent is killed, was killed; the job goes on without it"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 
 
@@ -223,7 +220,8 @@ class _Agent:
             pass
         for pid in self._programs.reap():
             if self._cleanup and pid == self._cleanup.backup:
-                self._launcher.send({"output": True}, (_NO_BACKUP % (os.uname().nodename, pid)).encode())
+                text = f"ringdance: host {os.uname().nodename}: process {pid}, {_NO_BACKUP}\n"
+                self._launcher.send({"output": True}, text.encode())
 
     def _clean(self, failed: bool, wanted: bool) -> None:
         """End: nothing of the job is left here, and all that its ranks have written is on its way."""

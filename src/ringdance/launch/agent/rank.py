@@ -199,12 +199,12 @@ class _Supervisor:
                 self._channel.send({"stopped": os.WSTOPSIG(status)})
             elif pid:
                 return os.waitstatus_to_exitcode(status)
-            watched = [self._channel.sock.fileno(), self._wake, *([] if self._front_gone else [self._front])]
-            if not self._listen(watched, None):
+            front = [] if self._front_gone else [self._front]
+            if not self._listen([self._channel.sock.fileno(), self._wake, *front]):
                 self._send(signal.SIGKILL)
                 return None
 
-    def _listen(self, watched: list[int], seconds: float | None) -> bool:
+    def _listen(self, watched: list[int], seconds: float | None = None) -> bool:
         """Wait for one of these descriptors, and obey; return False if the agent is gone."""
         readable, _, _ = select.select(watched, [], [], seconds)
         if self._wake in readable:
@@ -212,22 +212,18 @@ class _Supervisor:
             return True  # a rank that has ended by itself is not one that mpiexec ends
         if self._front in readable:
             numbers = os.read(self._front, 64)
-            for number in numbers:
-                self._told_to_end |= number == signal.SIGTERM
+            self._front_gone, self._told_to_end = not numbers, signal.SIGTERM in numbers or self._told_to_end
+            # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
+            for number in numbers or [signal.SIGKILL]:
                 self._send(number)
-            if not numbers:
-                # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
-                self._front_gone = True
-                self._send(signal.SIGKILL)
-        return self._channel.sock.fileno() not in readable or self._handle_message()
-
-    def _handle_message(self) -> bool:
+        if self._channel.sock.fileno() not in readable:
+            return True
         messages, _, alive = self._channel.receive()
         for message in messages:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
-            number = message.get("signal", 0)
             time.sleep(message.get("after", 0.0))
-            if number and time.monotonic() - self._had.pop(number, -math.inf) > _SAME_S:
+            number = message.get("signal", 0)  # 0 is none
+            if time.monotonic() - self._had.pop(number, -math.inf) > _SAME_S:
                 self._send(number)
         return alive
 
@@ -261,7 +257,6 @@ def main(arguments: list[str]) -> None:
         except OSError:  # the agent is gone
             os._exit(1)
         os._exit(_Supervisor(channel, read).run(command))
-    os.close(read)
     ended = 0
     while not ended:
         came = signal.sigwaitinfo(awaited)
