@@ -7,7 +7,6 @@ import os
 import re
 import selectors
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -20,8 +19,7 @@ from ..system import linux
 from . import paths
 from .loopback import restrict
 
-_DAEMON = "mpiexec's daemon"
-_DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
+_DAEMONS = ("prted", "orted", "hydra", "pmi_proxy")
 _DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where it begins in the command for the shell
 # It runs a program deaf to them: See Note [Signals to all processes]. Open MPI replaces handlers and what is
 # ignored, but unblocks nothing; a shell does.
@@ -140,8 +138,5 @@ class Programs:
             if pid == self._restricted:
                 self.restricting = None
             self._launcher.send({"exited": number, "pid": pid, "code": code, "time": time.time()})
-            shell = process.args[0] == "/bin/sh"  # type: ignore[index]
-            if shell and code == 128 + signal.SIGKILL:  # it reports that the daemon was killed
-                code, name = -signal.SIGKILL, _DAEMON
         if code < 0 and name.startswith(_DAEMONS):  # other processes are the user's
             self._launcher.send({"died": pid, "name": name, "signal": -code})

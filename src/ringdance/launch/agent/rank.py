@@ -5,7 +5,7 @@ knows and may SIGKILL at any moment (Hydra does so as soon as a rank aborts), an
 outlives it long enough to end the rank and to report. The rank's stdout and stderr are pipes whose reading
 ends are sent over that socket, so output has a rank under every MPI library. Standard library only; 30 ms.
 
-Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, then
+Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
 seconds since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
@@ -29,17 +29,17 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from ..directories import SHARED, bases, host_directory, host_shared
 from ..messages import Channel
 from ..system import linux
 from . import paths
 
-PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _VARIABLES = (
-    [f"OMPI_COMM_WORLD_{name}" for name in PLACE[:4]],
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
@@ -55,21 +55,15 @@ _TORCH = {
 """torchrun's names for the same, which torch.distributed, Accelerate, Transformers and Lightning read."""
 
 
-def rank_numbers(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the numbers of this process by the launcher's variables; keys as in :data:`PLACE`.
-
-    The cross rank is right if ranks fill hosts evenly; the launcher, which knows the plan, sends its own.
+def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, by the launcher's variables.
 
     Raises:
         LookupError: none of the known launchers' variables are set.
     """
-    for rank, size, local_rank, local_size in _VARIABLES:
+    for rank, size in _VARIABLES:
         if rank in environ and size in environ:
-            n, of = int(environ[rank]), int(environ[size])
-            local = int(environ.get(local_rank, n))
-            per_host = max(1, int(environ.get(local_size, of)))
-            values = (n, of, local, per_host, (n - local) // per_host, -(-of // per_host))
-            return dict(zip(PLACE, values, strict=True))
+            return int(environ[rank]), int(environ[size])
     raise LookupError("mpiexec set none of OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID for this process")
 
 
@@ -144,11 +138,12 @@ class _Supervisor:
     def run(self, command: list[str]) -> int:
         """Run the rank to its end; return its exit code as a shell has it."""
         try:
-            where = rank_numbers(os.environ)
+            rank, size = rank_and_size(os.environ)
         except LookupError as error:
             sys.exit(f"ringdance: {error}")
         out, err = os.pipe(), os.pipe()
-        go = self._announce(where, [out[0], err[0]])
+        hello = {"rank": rank, "size": size, "host": os.uname().nodename}
+        go = self._announce(hello, [out[0], err[0]])
         if go is None:
             return 1
         where, port, stdin = go
@@ -173,17 +168,14 @@ class _Supervisor:
         return code if code >= 0 else 128 - code
 
     def _announce(
-        self, where: Mapping[str, int], streams: list[int]
+        self, hello: dict[str, Any], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
         """Hand over the streams; return the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
-        hello = {name.lower(): value for name, value in where.items()}
-        if not self._channel.send({**hello, "host": os.uname().nodename}, streams):
-            return None
-        alive, descriptors, numbers, port = True, list[int](), dict(where), 0
+        alive, descriptors, numbers, port = self._channel.send(hello, streams), list[int](), {}, 0
         while alive and not descriptors:
             messages, descriptors, alive = self._channel.receive()
             for message in messages:
-                numbers, port = message.get("go", numbers), message.get("port", port)
+                numbers, port = message["go"], message["port"]
         return (numbers, port, descriptors[0]) if descriptors else None
 
     def _send(self, number: int) -> None:
