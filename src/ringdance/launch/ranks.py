@@ -38,11 +38,6 @@ class Rank:
     pid: int = 0
     ended: Ended | None = None
 
-    @property
-    def running(self) -> bool:
-        """Whether it has started and not ended."""
-        return bool(self.pid) and self.ended is None
-
 
 class RankTable:
     """All ranks of a job, by number once they have connected.
@@ -163,7 +158,8 @@ class RankTable:
 
     def own_failure_reported(self) -> bool:
         """Return whether one that still runs has reported a failure of its own."""
-        marks = [mark for rank in self._ranks.values() if rank.running for mark in rank.streams[1].marks]
+        running = [rank for rank in self._ranks.values() if rank.pid and not rank.ended]
+        marks = [mark for rank in running for mark in rank.streams[1].marks]
         return any(not mark.follows for mark in marks)
 
     def local_pids(self) -> list[int]:

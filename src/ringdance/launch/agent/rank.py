@@ -22,7 +22,6 @@ supervisor passes on none, but notes that its rank has got the signal too, for t
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
@@ -77,7 +76,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
     signal.set_wakeup_fd(-1)
-    for number in (*_FORWARDED, signal.SIGCHLD, signal.SIGPIPE):
+    for number in (*_FORWARDED, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     # "Save now" must not kill a program that has not installed its handler yet, or has none.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -215,7 +214,7 @@ class _Supervisor:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
             time.sleep(message.get("after", 0.0))
             number = message.get("signal", 0)  # 0 is none
-            if time.monotonic() - self._had.pop(number, -math.inf) > _SAME_S:
+            if time.monotonic() - self._had.pop(number, 0.0) > _SAME_S:
                 self._send(number)
         return alive
 
