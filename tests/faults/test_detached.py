@@ -76,7 +76,8 @@ def job(ringdance: Ringdance, tmp_path: Path) -> Callable[..., str]:
     """Starts one of two ranks; gives its name once both run."""
 
     def start(*words: str) -> str:
-        done = ringdance("run", "-np", "2", "--detach", "python", script(tmp_path, TALKS), *words)
+        options = ("-np", "2", "--grace", "1.5", "--detach")
+        done = ringdance("run", *options, "python", script(tmp_path, TALKS), *words)
         assert done.returncode == 0, done.stderr
         name = done.stdout.strip()
         assert f"ringdance attach {name}" in done.stderr
@@ -151,8 +152,8 @@ def test_interrupting_attach_leaves_it_running(
 
 def test_stop_is_orderly_then_hard(job: Callable[..., str], ringdance: Ringdance, tmp_path: Path) -> None:
     name = job("stubborn")
-    done = ringdance("stop", name, "--grace", "1")
-    assert done.stdout == f"job {name} was killed after 1 s\n"
+    done = ringdance("stop", name)
+    assert done.stdout == f"job {name} was killed after 1.5 s\n"
     assert wait_until(lambda: not living(tmp_path), 10.0) is not None
     assert "asked to end" in ringdance("attach", name).stdout
     assert state(ringdance, name)["code"] == 128 + signal.SIGTERM

@@ -270,7 +270,7 @@ def test_a_window_makes_no_noise(program: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> None:
+def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> None:
     """Ranks that ignore SIGTERM are ended too; the launcher alone gets the signal, mpiexec is elsewhere."""
     path = script(
         tmp_path,
@@ -288,6 +288,9 @@ def test_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> None:
         )
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
     os.killpg(job.process.pid, number)
+    words = f"ringdance: {signal.Signals(number).name}: the ranks have 30 s to end; Ctrl-C or another signal"
+    assert wait_until(lambda: words in (tmp_path / "out").read_text(), 5.0) is not None
+    os.killpg(job.process.pid, number)
     gone = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
     left = job.leftovers()
     job.end()
@@ -296,6 +299,126 @@ def test_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> None:
     assert job.process.returncode == code, said
     assert said.count("asked to end") == 2
     assert "Traceback" not in said
+
+
+SAVES = """
+    import os, signal, time
+    from mpi4py import MPI
+    got = []
+    if os.environ["RINGDANCE_RANK"] == "1":
+        signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+    MPI.COMM_WORLD.Barrier()
+    print("ready", flush=True)
+    while not got:
+        time.sleep(0.02)
+    time.sleep({seconds})
+    print("saved after", len(got), "signal", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "whom"),
+    [
+        (3, "the launcher"),
+        (3, "all processes, the launcher last"),
+        (3, "all processes, the launcher first"),
+        pytest.param(20, "all processes, the launcher first", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str) -> None:
+    """One rank of three saves, the others die of SIGTERM; it gets one, also where a scheduler signals all."""
+    path = script(tmp_path, SAVES.format(seconds=seconds))
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
+    assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 3, 20.0) is not None
+    found = {process.pid for process in job.processes()} if "all" in whom else set()
+    for pid in sorted(found | {job.process.pid}, reverse="last" in whom):
+        os.kill(pid, signal.SIGTERM)
+    ended = wait_until(lambda: job.process.poll() is not None, seconds + 30.0)
+    left = job.leftovers()
+    job.end()
+    said = (tmp_path / "out").read_text()
+    assert ended is not None, said
+    assert "[1] saved after 1 signal" in said
+    assert job.process.returncode == 128 + signal.SIGTERM, said
+    assert "the job failed" not in said
+    assert left == []
+
+
+def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:
+    """A rank that notices the end of another one after SIGTERM, and prints it, is none either."""
+    path = script(
+        tmp_path,
+        """
+        import os, signal, traceback
+        import numpy as np, ringdance.numpy as hvd
+        hvd.init()
+        if hvd.rank() == 1:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            for step in range(1000000):
+                hvd.allreduce(np.ones(3), name="x")
+                if step == 3:
+                    print("ready", flush=True)
+        except hvd.RankLostError:
+            traceback.print_exc()
+            os._exit(1)
+        """,
+    )
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "2", "python", path, stdout=output, stderr=output)
+    assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
+    job.process.send_signal(signal.SIGTERM)
+    code = job.process.wait(20)
+    job.end()
+    said = [line for line in (tmp_path / "out").read_text().splitlines() if "ready" not in line]
+    assert code == 128 + signal.SIGTERM
+    assert said[-1] == "ringdance: the job was ended by SIGTERM to its launcher"
+    assert all("the ranks have 30 s" in line for line in said[:-1])
+
+
+def test_the_agents_backup_is_missed(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, time
+        print("ready", flush=True)
+        while not os.path.exists("end"):
+            time.sleep(0.02)
+        """,
+    )
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "1", "python", path, stdout=output, stderr=output, cwd=tmp_path)
+    assert wait_until(lambda: "ready" in (tmp_path / "out").read_text(), 20.0) is not None
+    agents = [process for process in job.processes() if "launch.agent.main" in " ".join(process.cmdline())]
+    (backup,) = [process for process in agents if process.ppid() in {agent.pid for agent in agents}]
+    backup.kill()
+    words = f"process {backup.pid}, which cleans up there if the job's agent is killed, was killed; the job"
+    assert wait_until(lambda: words in (tmp_path / "out").read_text(), 5.0) is not None
+    (tmp_path / "end").touch()
+    assert job.process.wait(20) == 0
+    assert job.leftovers() == []
+
+
+def test_a_failed_job_waits_for_no_rank(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+        if os.environ["RINGDANCE_RANK"] == "1":
+            time.sleep(0.5)
+            sys.exit("bad data")
+        while True:
+            time.sleep(1)
+        """,
+    )
+    began = time.monotonic()
+    done = run("-np", "2", "--grace", "60", "python", path)
+    assert done.returncode == 1
+    assert "asked to end" in done.stdout
+    assert time.monotonic() - began < 15.0
 
 
 def test_sigusr1_reaches_handlers_and_harms_nobody_else(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import here_hosts
 import pytest
 from processes import script, wait_until
 
+from ringdance.launch.mpi import find_mpi
+
 RUN = f"{sys.executable} -m ringdance run -np 2"
 FULL = "No space left on device; nothing more is written there, and the job goes on"
 SPACES = pytest.mark.skipif(bool(here_hosts.why_not()), reason=f"namespaces: {here_hosts.why_not()}")
@@ -73,6 +75,7 @@ def test_training_goes_on(program: str, tmp_path: Path, line: str, words: str) -
             "/proc is not mounted",
             marks=SPACES,
         ),
+        ("ulimit -f 64; {run} true", "files may have 64 KiB at most"),
         pytest.param(NEW + " --net {run} true", "the loopback interface is down", marks=SPACES),
     ],
 )
@@ -81,6 +84,13 @@ def test_what_no_job_can_do_without_is_told_in_a_line(tmp_path: Path, line: str,
     assert done.returncode == 2
     assert done.stderr.startswith(f"ringdance run: {words}")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(find_mpi().family != "openmpi", reason="its code")
+def test_too_few_open_files(tmp_path: Path) -> None:
+    done = shell(f"ulimit -n 24; {RUN} true", tmp_path)
+    assert done.returncode == 186
+    assert "it may open too few files (ulimit -n)" in done.stderr
 
 
 def test_a_stdout_that_does_not_block_gets_everything(tmp_path: Path) -> None:

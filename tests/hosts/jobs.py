@@ -37,3 +37,19 @@ torch.distributed.all_reduce(summed)
 print(summed.item(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
 torch.distributed.destroy_process_group()
 """
+
+# One rank of each host need some seconds after SIGTERM; the others die of it.
+SAVES = """
+import os, signal, sys, time
+from mpi4py import MPI
+got = []
+if os.environ["RINGDANCE_LOCAL_RANK"] == "1":
+    signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+MPI.COMM_WORLD.Barrier()
+print("ready", flush=True)
+while not got:
+    time.sleep(0.02)
+time.sleep(float(sys.argv[1]))
+print("saved after", len(got), "signal", flush=True)
+os._exit(0)
+"""

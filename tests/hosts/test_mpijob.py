@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import hosts
 import pytest
-from jobs import TRAINING
+from jobs import SAVES, TRAINING
 from pods import DOMAIN, Pods
 
 from ringdance.launch.mpi import find_mpi
 from ringdance.submit.kubernetes.job import JobRequest
-from ringdance.submit.kubernetes.manifest import SSH_DIRECTORY, manifest
+from ringdance.submit.kubernetes.manifest import SSH_DIRECTORY, UNTIL_RANKS_END, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(300)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +79,24 @@ def test_without_arguments_and_names_that_come_late(pods: Pods, script: str) -> 
         later.join()
     check(done, pods, "[{rank}]<{host}> ")
     assert f"waiting for h2.{DOMAIN[pods.kind]}, h3.{DOMAIN[pods.kind]}" in done.stderr
+
+
+def test_ranks_have_time_to_save(pods: Pods, tmp_path: Path) -> None:
+    """The kubelet sends SIGTERM to the first process of the launcher's container."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    log, path = tmp_path / "log", f"PATH={BIN}{os.pathsep}{os.environ['PATH']}"
+    words = [path, *(f"{name}={value}" for name, value in pods.environ.items()), "ringdance", "run"]
+    outer = pods.hosts.start("h1", "env", *words, "python", str(tmp_path / "saves.py"), "20", log=log)
+    assert hosts.wait_until(lambda: log.read_text().count("ready") == 4, 60.0) is not None, log.read_text()
+    (launcher,) = [pid for pid, line in pods.hosts.processes("h1").items() if "ringdance run" in line]
+    os.kill(launcher, signal.SIGTERM)
+    began = time.monotonic()
+    waits = pods.hosts.run("h2", *UNTIL_RANKS_END)
+    assert (waits.returncode, waits.stderr) == (0, "")
+    assert 19.0 < time.monotonic() - began < 30.0
+    assert hosts.wait_until(lambda: outer.poll() is not None, 40.0) is not None, log.read_text()
+    assert log.read_text().count("saved after 1 signal") == 2, log.read_text()
+    assert outer.returncode == 128 + signal.SIGTERM
 
 
 def test_horovods_line(pods: Pods, script: str) -> None:

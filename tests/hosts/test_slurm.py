@@ -12,7 +12,7 @@ import hosts
 import pytest
 import slurm
 from hosts import Hosts, wait_until
-from jobs import PLACES, TRAINING
+from jobs import PLACES, SAVES, TRAINING
 from slurm import Slurm
 
 from ringdance.launch.mpi import find_mpi
@@ -116,6 +116,18 @@ def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
     assert wait_until(lambda: out.exists() and out.read_text().count("works") == 6, 60.0) is not None
     cluster.run("scancel", done.stdout.strip())
     assert wait_until(lambda: not cluster.leftovers(), 20.0) is not None, cluster.leftovers()
+
+
+def test_ranks_of_a_cancelled_job_have_time_to_save(cluster: Slurm, tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to all processes of the job: its batch script's, and the agents' on other hosts."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    out, script = tmp_path / "out", tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\nexec {' '.join(RUN)} --no-check python {tmp_path}/saves.py 20\n")
+    done = cluster.run("sbatch", "--parsable", "-N3", "--ntasks-per-node=2", f"--output={out}", str(script))
+    assert wait_until(lambda: out.exists() and out.read_text().count("ready") == 6, 60.0) is not None
+    cluster.run("scancel", done.stdout.strip())
+    assert wait_until(lambda: not cluster.leftovers(), 40.0) is not None, cluster.leftovers()
+    assert out.read_text().count("saved after 1 signal") == 3, out.read_text()
 
 
 def test_srun_alone(cluster: Slurm, training: str) -> None:

@@ -83,7 +83,7 @@ class Run:
         """
         start = time.monotonic()
         while self.running and (timeout is None or time.monotonic() - start < timeout):
-            for host, message, data in self._hosts.step(0.2 if timeout else 1.0):
+            for host, message, data in self._hosts.step(min(0.2, timeout) if timeout else 1.0):
                 if message and "output" in message:
                     self.results[host].output += data
                     self._show(host, self._lines[host].feed(data))

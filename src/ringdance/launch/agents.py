@@ -239,17 +239,23 @@ class Agents:
         now, timeout = time.monotonic(), self._heartbeat_timeout
         shown = min(timeout, _SHOWN_S)
         limit = shown if failed else timeout
+        there = [] if self._paused else [agent for agent in self._remotes if agent.there and agent.ready]
+        silent = [agent for agent in there if now - agent.heard > shown and self._silent(agent)]
+        late = [agent for agent in silent if now - agent.heard > limit]
+        if late and len(there) > 1 and all(now - agent.heard > limit - 2 * _PING_S for agent in there):
+            why = f"no heartbeat from any other host for {limit:g} s: this host's own network may be down"
+            self._listener.on_host_failed(self._local.host, why, lost=False)
+            late = there
+        for agent in late:
+            self._lose(agent, f"no heartbeat for {limit:g} s (host or network down)")
+        for agent in silent:
+            if agent.there and not agent.silent:
+                agent.silent = True
+                text = f"no heartbeat for {shown:g} s; after {timeout:g} s (--host-timeout) it is lost"
+                self._listener.on_silence(agent.host, text)
         for agent in self._all.values():
             if agent.frames.unsent:
                 self._send_on(agent)
-            silence = 0.0 if agent.local or self._paused else now - agent.heard
-            if silence > shown and agent.there and agent.ready and self._silent(agent):
-                if silence > limit:
-                    self._lose(agent, f"no heartbeat for {limit:g} s (host or network down)")
-                elif not agent.silent:
-                    agent.silent = True
-                    text = f"no heartbeat for {shown:g} s; after {timeout:g} s (--host-timeout) it is lost"
-                    self._listener.on_silence(agent.host, text)
         return _PING_S if self._remotes else None
 
     def _send_on(self, agent: Remote) -> None:

@@ -30,6 +30,7 @@ def run(
     output_filename: str | os.PathLike[str] | None = None,
     prefix: bool = True,
     start_timeout: float = 60.0,
+    grace: float = 30.0,
     verbose: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on `np` new ranks and wait for them.
@@ -44,6 +45,7 @@ def run(
         output_filename: directory for each rank's output, as of ``ringdance run --output-filename``.
         prefix: whether output lines carry their rank.
         start_timeout: seconds until all ranks must have started.
+        grace: seconds that ranks have to end after Ctrl-C or SIGTERM; a second one ends them at once.
         verbose: whether to show steps.
 
     Returns:
@@ -61,6 +63,7 @@ def run(
         style=None if prefix else Style(""),
         output_directory=os.fspath(output_filename) if output_filename else "",
         start_timeout=start_timeout,
+        grace=grace,
         verbose=verbose,
     )
     return call(spec, fn, args, kwargs)

@@ -15,8 +15,8 @@ from typing import Any
 
 from ringdance.cluster.hostfile import HostList
 from ringdance.errors import LaunchError
-from ringdance.launch.agent.rank import PLACE
 
+_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _AT_ONCE, _KEPT_S = 64, 300.0  # names that are looked up at a time; how long an answer holds
 
@@ -145,7 +145,7 @@ def rank_numbers(hosts: Sequence[Host]) -> list[dict[str, int]]:
         for local_rank, rank in enumerate(host.ranks):
             column = [other for other in hosts if len(other.ranks) > local_rank]
             numbers = (rank, size, local_rank, len(host.ranks), column.index(host), len(column))
-            found.append(dict(zip(PLACE, numbers, strict=True)))
+            found.append(dict(zip(_PLACE, numbers, strict=True)))
     return found
 
 

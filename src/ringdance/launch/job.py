@@ -35,13 +35,19 @@ from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, folded, start_local, together
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, WELL, Event, State
 from ringdance.launch.system.cleanup import Cleanup
-from ringdance.launch.system.signals import PASSED_ON, Signals
+from ringdance.launch.system.signals import PASSED_ON, STOPPING, Signals
 
 _SEE_S = 1.0  # after the first failure the other ranks may report what they see
-# (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's)
+# (a rank that has reported a failure of its own gets as much again: its exit code becomes the job's;
+# and one that a signal to end has ended: the launcher may get it too, a little later)
 _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it could have reported
 _CAUSE_S = 1.0  # another host may report the failure that others follow from
-_TERM_S = 0.2  # after SIGTERM ranks may save their work
+_TERM_S = 0.2  # after a failure, until ranks that have got SIGTERM are killed
+_QUIET_S = 0.8  # after a signal to the launcher, until it says how long it waits for the ranks
+_SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
+_STAY_S = 1.5
+_NO_PIPES = 186  # code of Open MPI's mpiexec that cannot make them for all its ranks
+_FEW_FILES = ": it may open too few files (ulimit -n); 30 and five for each rank of a host are enough"
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 
 
@@ -55,7 +61,6 @@ class Job:
         stdin: file descriptor of rank 0's input; -1 for none.
         files: contents of files in the job's directory on every host, by name, for the ranks (call.py).
         results: takes the ranks' ``result.*.pkl`` from there if all complete, or None.
-        grace: seconds that ranks have to end after a signal to the launcher; a second signal ends them.
 
     Raises (also from :meth:`run`):
         LaunchError: the job could not be started at all; the directory for output cannot be made.
@@ -70,7 +75,6 @@ class Job:
         stdin: int = -1,
         files: Mapping[str, bytes] | None = None,
         results: Results | None = None,
-        grace: float = 0.8,
     ) -> None:
         directory = prepared.spec.output_directory
         try:
@@ -81,7 +85,7 @@ class Job:
         self._prepared, self._screen, self._err = prepared, screen, screen.of(1)
         self._spec, self._plan, self._remotes = prepared.spec, prepared.plan, prepared.remotes
         self.id = id or uuid.uuid4().hex
-        self._stdin, self._files, self._results, self._grace = stdin, files or {}, results, grace
+        self._stdin, self._files, self._results = stdin, files or {}, results
         self._collected: dict[str, CollectedFile] = {}
         self._began = time.time()
         self._state, self._deadline = State.PREPARING, math.inf
@@ -91,6 +95,7 @@ class Job:
         self._outside: list[Cause] = []  # failures that are no rank's
         self._mpiexec_code: int | None = None
         self._signal = 0
+        self._end_by = 0.0  # when ranks must have ended after it
         self._cause_until = 0.0
         self._rsh_used = self._retried = self._waited = False
         self._bases: list[str] = []
@@ -192,7 +197,7 @@ class Job:
     def _enter(self, state: State) -> None:
         self._banner.quiet = state in ENDING
         if state is State.STOPPING:
-            self._ranks.signal(int(signal.SIGTERM))
+            self._ranks.send(self._term())
             if self._ranks.idle:
                 self._deadline = time.monotonic()
         elif state is State.CLEANING_REMOTE:  # before this host: they report to here
@@ -211,6 +216,10 @@ class Job:
             text = f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
             text += f"{self._spec.start_timeout:g} s (--start-timeout)"
             self._fail("\n  ".join([text, *folded(self._ranks.not_started())]))
+        elif state is State.STOPPING and now < self._end_by and not self._ranks.idle:
+            self._deadline = self._end_by
+            text = f"the ranks have {self._spec.grace:g} s to end; Ctrl-C or another signal ends them now"
+            self._err(f"ringdance: {signal_name(self._signal)}: {text}\n".encode())
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
             self._waited, self._deadline = True, now + _SEE_S
         elif state not in CLEANING and not self._ranks.completed and self._cause_is_awaited():
@@ -250,10 +259,23 @@ class Job:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._agents.pause(False)
             elif number in PASSED_ON:
-                self._ranks.signal(number)
+                self._ranks.send({"signal": number})
             else:
-                again, self._signal = self._signal, self._signal or number
-                self._handle(Event.STOP, 0.0 if again else self._grace)
+                self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        """End the job after a signal to the launcher: the first one leaves the ranks time."""
+        now, again, self._signal = time.monotonic(), self._signal, self._signal or number
+        if self._state is State.FAILED and self._ranks.told_to_end and not self._outside:
+            self._deadline = math.inf  # by a signal to all processes, of which this is the launcher's
+        self._end_by = now if again else min(now + self._spec.grace, self._deadline)
+        self._handle(Event.STOP, min(self._end_by - now, _QUIET_S))
+
+    def _term(self) -> dict[str, Any]:
+        """Return the message that asks a rank to end; mpiexec, which would end the others, learns later."""
+        stay = max(self._end_by - time.monotonic(), 0.0) + _STAY_S
+        after = 0.0 if self._signal in (0, signal.SIGINT) else _SAME_S
+        return {"signal": int(signal.SIGTERM), "after": after, "stay": stay}
 
     # --- ranks ---------------------------------------------------------------------------------
 
@@ -270,7 +292,7 @@ class Job:
             rank.pid = message["pid"]
             self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
             if self._state is State.STOPPING:  # it was about to start when the others got theirs
-                link.send({"signal": int(signal.SIGTERM)})
+                link.send(self._term())
             if self._ranks.started:
                 self._handle(Event.STARTED)
         elif rank and "stopped" in message:
@@ -299,9 +321,10 @@ class Job:
         rank.ended = Ended(rank.rank, rank.host, rank.pid, code, when, "", by_launcher, by_mpiexec, why=why)
         self.on_note(f"rank {rank.rank} ended: {code}")
         if rank.ended.failed:
-            self._handle(Event.FAILURE, _SEE_S if code is not None and code > 0 else _SEE_KILLED_S)
-        if self._ranks.over:
-            self._ranks.release()
+            killed = code is None or (code < 0 and -code not in STOPPING)
+            self._handle(Event.FAILURE, _SEE_KILLED_S if killed else _SEE_S)
+        if self._ranks.over or (self._state is State.STOPPING and self._ranks.idle):
+            self._ranks.send({"over": True})
             soon = self._ranks.failed or by_launcher or self._mpiexec_code is not None
             self._handle(Event.OVER, 0.05 if soon else _EXIT_S)
 
@@ -405,7 +428,8 @@ class Job:
             output = b"".join(self._banner.unshown).decode(errors="replace").strip()
             self._fail(
                 f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
-                "their end" + (f"; its output:\n{output}" if output else ""),
+                "their end" + (_FEW_FILES if code == _NO_PIPES else "")
+                + (f"; its output:\n{output}" if output else ""),
                 abs(code or 1),
             )
             verdict, _ = self._ranks.judge(self._outside, code)
@@ -413,6 +437,9 @@ class Job:
         self._ranks.flush_merged(everything=True)
         unfinished = self._results is not None and not self._results.kept
         if self._signal and (verdict or unfinished):
+            if self._signal != signal.SIGINT:
+                name = signal_name(self._signal)
+                self._err(f"ringdance: the job was ended by {name} to its launcher\n".encode())
             return 128 + self._signal
         return verdict or 0
 

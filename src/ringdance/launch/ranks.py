@@ -15,6 +15,7 @@ from ringdance.launch.output.merge import LineMerger, spans
 from ringdance.launch.output.screen import Screen
 from ringdance.launch.output.stream import Stream, make_streams
 from ringdance.launch.prepare import PreparedJob
+from ringdance.launch.system.signals import STOPPING
 
 
 @dataclass
@@ -36,11 +37,6 @@ class Rank:
     streams: Sequence[Stream]
     pid: int = 0
     ended: Ended | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether it has started and not ended."""
-        return bool(self.pid) and self.ended is None
 
 
 class RankTable:
@@ -145,6 +141,12 @@ class RankTable:
         return any(rank.ended and rank.ended.failed for rank in self._ranks.values())
 
     @property
+    def told_to_end(self) -> bool:
+        """Whether signals to end have ended all that have failed."""
+        ends = [rank.ended for rank in self._ranks.values() if rank.ended and rank.ended.failed]
+        return all(end.code is not None and -end.code in STOPPING for end in ends)
+
+    @property
     def completed(self) -> bool:
         """Whether all have ended well."""
         return self.over and not self.failed
@@ -166,7 +168,8 @@ class RankTable:
 
     def own_failure_reported(self) -> bool:
         """Return whether one that still runs has reported a failure of its own."""
-        marks = [mark for rank in self._ranks.values() if rank.running for mark in rank.streams[1].marks]
+        running = [rank for rank in self._ranks.values() if rank.pid and not rank.ended]
+        marks = [mark for rank in running for mark in rank.streams[1].marks]
         return any(not mark.follows for mark in marks)
 
     def local_pids(self) -> list[int]:
@@ -175,16 +178,11 @@ class RankTable:
 
     # --- actions -------------------------------------------------------------------------------
 
-    def signal(self, number: int) -> None:
-        """Send a signal to all that run."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send to the wrappers of all that have started."""
         for rank in self._ranks.values():
-            if rank.running:
-                rank.link.send({"signal": number})
-
-    def release(self) -> None:
-        """Let mpiexec see that all ranks have ended."""
-        for rank in self._ranks.values():
-            rank.link.send({"over": True})
+            if rank.pid:
+                rank.link.send(message)
 
     # --- output that waits ---------------------------------------------------------------------
 

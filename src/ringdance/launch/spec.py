@@ -49,6 +49,7 @@ class JobSpec:
         timeline_steps: of which it tells, as the setting; "" for all.
         start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
         heartbeat_timeout: seconds without a heartbeat after which a host is lost.
+        grace: seconds that ranks have to end after a signal to the launcher; a second signal ends them.
         verbose: whether to show steps.
         binding: options of mpiexec in place of ours that bind ranks to no cores.
         mpi_args: more options of mpiexec.
@@ -73,6 +74,7 @@ class JobSpec:
     timeline_steps: str = ""
     start_timeout: float = 60.0
     heartbeat_timeout: float = 30.0
+    grace: float = 30.0
     verbose: bool = False
     binding: Sequence[str] | None = None
     mpi_args: Sequence[str] = ()
@@ -85,6 +87,8 @@ class JobSpec:
         """
         if not self.start_timeout > 0:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
+        if not self.grace >= 0:
+            raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more")
         spec, shell, found = self, self.shell, detect(os.environ)
         names = [name for name, _ in found.hosts] if found else []
         # Oversubscribing a single machine is allowed.

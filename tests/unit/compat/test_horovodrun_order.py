@@ -48,6 +48,12 @@ def test_number_of_processes(words, ranks):
     assert prepare(order(*words)).plan.ranks == ranks
 
 
+def test_ranks_have_horovods_time_to_end():
+    assert order("-np", "2").grace == 5.0
+    with pytest.raises(LaunchError, match=r"--grace -1: it must be 0 seconds or more"):
+        JobSpec(["x"], ranks=1, grace=-1.0).resolved()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -51,6 +51,7 @@ _DRAIN_S = 3.0
 _ANSWER_S = 0.5
 _RESULT_BYTES = 1 << 20  # of a result's file in a message
 _SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
+_NO_BACKUP = "which cleans up there if the job's agent is killed, was killed; the job goes on without it"
 _RESULT = re.compile(r"result\.\d+\.pkl")
 
 
@@ -217,7 +218,10 @@ class _Agent:
             os.read(self._wake, 512)
         except BlockingIOError:
             pass
-        self._programs.reap()
+        for pid in self._programs.reap():
+            if self._cleanup and pid == self._cleanup.backup:
+                text = f"ringdance: host {os.uname().nodename}: process {pid}, {_NO_BACKUP}\n"
+                self._launcher.send({"output": True}, text.encode())
 
     def _clean(self, failed: bool, wanted: bool) -> None:
         """End: nothing of the job is left here, and all that its ranks have written is on its way."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import selectors
-import signal
+import shlex
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..directories import OWN_DIRECTORY
@@ -16,8 +19,12 @@ from ..system import linux
 from . import paths
 from .loopback import restrict
 
-_DAEMON = "mpiexec's daemon"
-_DAEMONS = (_DAEMON, "prted", "orted", "hydra", "pmi_proxy")
+_DAEMONS = ("prted", "orted", "hydra", "pmi_proxy")
+_DAEMON_PATH = re.compile(r"(?:^|(?<=;))(?=\"?/[^\s;=]* )")  # where it begins in the command for the shell
+# It runs a program deaf to them: See Note [Signals to all processes]. Open MPI replaces handlers and what is
+# ignored, but unblocks nothing; a shell does.
+_BLOCK = "import os,signal,sys;signal.pthread_sigmask(0,(1,2,15));os.execv(sys.argv[1],sys.argv[1:])"
+_DEAF = [sys.executable, "-I", "-S", "-c", _BLOCK]
 _RESTRICT_S = 0.01  # between two scans for new sockets of mpiexec, until its first rank runs
 
 
@@ -53,9 +60,10 @@ class Programs:
                 directory by a placeholder; ``loopback``: whether no other host needs its sockets.
             directory: the job's.
         """
-        argv = message.get("argv")
-        if not argv:
-            command = message["command"].replace(OWN_DIRECTORY, directory)
+        argv = [*_DEAF, *message.get("argv", ())]
+        if "command" in message:
+            command = _DAEMON_PATH.sub(f"exec {shlex.join(_DEAF)} ", message["command"], 1)
+            command = command.replace(OWN_DIRECTORY, directory)
             if self._launcher_paths:
                 command = paths.translated_command(command, self._launcher_paths)
             argv = ["/bin/sh", "-c", command]
@@ -70,7 +78,7 @@ class Programs:
                 start_new_session=True,
             )
         except OSError as error:
-            text = f"ringdance: cannot start {argv[0]}: {error.strerror}\n"
+            text = f"ringdance: cannot start {(message.get('argv') or argv)[0]}: {error.strerror}\n"
             self._launcher.send({"output": True}, text.encode())
             self._launcher.send({"exited": message["spawn"], "pid": 0, "code": 127, "time": time.time()})
             return
@@ -112,18 +120,14 @@ class Programs:
             while self._read(output):
                 pass
 
-    def reap(self) -> None:
-        """Take the exit status of all dead children, also those adopted, and report those that matter."""
-        while True:
-            try:
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if dead is None:
-                    return
+    def reap(self) -> Iterator[int]:
+        """Take the exit status of all dead children, also adopted ones; report what matters, yield all."""
+        with contextlib.suppress(ChildProcessError):
+            while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 name = linux.name_of(dead.si_pid)
                 _, status = os.waitpid(dead.si_pid, 0)
-            except ChildProcessError:
-                return
-            self._on_exit(dead.si_pid, os.waitstatus_to_exitcode(status), name)
+                self._on_exit(dead.si_pid, os.waitstatus_to_exitcode(status), name)
+                yield dead.si_pid
 
     def _on_exit(self, pid: int, code: int, name: str) -> None:
         if pid in self._running:
@@ -134,8 +138,5 @@ class Programs:
             if pid == self._restricted:
                 self.restricting = None
             self._launcher.send({"exited": number, "pid": pid, "code": code, "time": time.time()})
-            shell = process.args[0] == "/bin/sh"  # type: ignore[index]
-            if shell and code == 128 + signal.SIGKILL:  # it reports that the daemon was killed
-                code, name = -signal.SIGKILL, _DAEMON
         if code < 0 and name.startswith(_DAEMONS):  # other processes are the user's
             self._launcher.send({"died": pid, "name": name, "signal": -code})

@@ -5,12 +5,19 @@ knows and may SIGKILL at any moment (Hydra does so as soon as a rank aborts), an
 outlives it long enough to end the rank and to report. The rank's stdout and stderr are pipes whose reading
 ends are sent over that socket, so output has a rank under every MPI library. Standard library only; 30 ms.
 
-Supervisor to launcher: ``{"rank", "size", ..., "host"}`` with stdout and stderr to read, then
+Supervisor to launcher: ``{"rank", "size", "host"}`` with stdout and stderr to read, then
 ``{"pid"}``, ``{"stopped": signal}`` when it is stopped, then ``{"ended": exit code or -signal, "time":
 seconds since the epoch, "by_mpiexec": did mpiexec end it, "why": what its host shows of a signal's reason}``.
 Launcher to supervisor: ``{"go": the rank's numbers, "port": MASTER_PORT}`` with a descriptor of what the rank
-reads; then ``{"signal": n}`` for the rank; ``{"over"}`` when all ranks have ended; closing the connection
-ends the rank at once.
+reads; then ``{"signal": n}`` for the rank, with ``"after"``, seconds until then, and ``"stay"``, seconds in
+which mpiexec shall not learn of the rank's end; ``{"over"}`` when all ranks have ended; closing the
+connection ends the rank at once.
+
+Note [Signals to all processes]
+A scheduler that ends a job may signal every process of it: launcher, agents, mpiexec, wrappers and ranks.
+The launcher alone decides what follows. Agents catch these signals and do nothing; mpiexec, which would end
+the ranks within a second, has them blocked (programs.py); the front passes on only what mpiexec sends. The
+supervisor passes on none, but notes that its rank has got the signal too, for the launcher sends it as well.
 """
 
 from __future__ import annotations
@@ -21,20 +28,21 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from ..directories import SHARED, bases, host_directory, host_shared, is_own
 from ..messages import Channel
 from ..system import linux
 from . import paths
 
-PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _VARIABLES = (
-    [f"OMPI_COMM_WORLD_{name}" for name in PLACE[:4]],
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
+_SAME_S = 2.0  # a signal to all processes, and the launcher's that follows from it
 _FULL = 1 << 20  # bytes free
 DIRECTORY = "RINGDANCE_JOB_DIRECTORY"
 """Environment variable of the rank: the job's directory on its host."""
@@ -46,21 +54,15 @@ _TORCH = {
 """torchrun's names for the same, which torch.distributed, Accelerate, Transformers and Lightning read."""
 
 
-def rank_numbers(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the numbers of this process by the launcher's variables; keys as in :data:`PLACE`.
-
-    The cross rank is right if ranks fill hosts evenly; the launcher, which knows the plan, sends its own.
+def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, by the launcher's variables.
 
     Raises:
         LookupError: none of the known launchers' variables are set.
     """
-    for rank, size, local_rank, local_size in _VARIABLES:
+    for rank, size in _VARIABLES:
         if rank in environ and size in environ:
-            n, of = int(environ[rank]), int(environ[size])
-            local = int(environ.get(local_rank, n))
-            per_host = max(1, int(environ.get(local_size, of)))
-            values = (n, of, local, per_host, (n - local) // per_host, -(-of // per_host))
-            return dict(zip(PLACE, values, strict=True))
+            return int(environ[rank]), int(environ[size])
     raise LookupError("mpiexec set none of OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID for this process")
 
 
@@ -118,23 +120,29 @@ class _Supervisor:
 
     Args:
         channel: to the launcher.
-        front: reading end of a pipe that closes when the front ends.
+        front: reading end of a pipe with the numbers of mpiexec's signals, closed when the front ends.
     """
 
     def __init__(self, channel: Channel, front: int) -> None:
         self._channel, self._front = channel, front
         self._wake = linux.wake_on_signals()
         self._child = 0
+        self._stay = _BEFORE_OTHERS_S
+        self._had: dict[int, float] = {}  # when signals came to all processes
         self._front_gone = self._told_to_end = False
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, _: self._had.update({number: time.monotonic()}))
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def run(self, command: list[str]) -> int:
         """Run the rank to its end; return its exit code as a shell has it."""
         try:
-            where = rank_numbers(os.environ)
+            rank, size = rank_and_size(os.environ)
         except LookupError as error:
             sys.exit(f"ringdance: {error}")
         out, err = os.pipe(), os.pipe()
-        go = self._announce(where, [out[0], err[0]])
+        hello = {"rank": rank, "size": size, "host": os.uname().nodename}
+        go = self._announce(hello, [out[0], err[0]])
         if go is None:
             return 1
         where, port, stdin = go
@@ -142,8 +150,6 @@ class _Supervisor:
         self._child = os.fork()
         if self._child == 0:
             _exec(command, where, port, [stdin, out[1], err[1]], parent)
-        for number in _FORWARDED:
-            signal.signal(number, lambda number, _: self._from_front(number))
         for descriptor in (stdin, *out, *err):
             os.close(descriptor)
         self._channel.send({"pid": self._child})
@@ -153,60 +159,63 @@ class _Supervisor:
         by_mpiexec = self._front_gone or (self._told_to_end and code == -signal.SIGTERM)
         why = reason_of(code, linux.killed_for_memory() > killed)
         self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec, "why": why})
-        if not self._front_gone:
-            # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
-            # code: give them a moment to report what they saw.
-            select.select([self._channel.sock.fileno(), self._front], [], [], _BEFORE_OTHERS_S)
+        # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
+        # code: give them a moment to report what they saw, or to end.
+        self._child, began, alive = 0, time.monotonic(), True
+        while alive and not self._front_gone and (left := began + self._stay - time.monotonic()) > 0:
+            alive = self._listen([self._channel.sock.fileno(), self._front], left)
         return code if code >= 0 else 128 - code
 
     def _announce(
-        self, where: Mapping[str, int], streams: list[int]
+        self, hello: dict[str, Any], streams: list[int]
     ) -> tuple[dict[str, int], int, int] | None:
         """Hand over the streams; return the rank's numbers, MASTER_PORT and stdin, or None: no launcher."""
-        hello = {name.lower(): value for name, value in where.items()}
-        if not self._channel.send({**hello, "host": os.uname().nodename}, streams):
-            return None
-        alive, descriptors, numbers, port = True, list[int](), dict(where), 0
+        alive, descriptors, numbers, port = self._channel.send(hello, streams), list[int](), {}, 0
         while alive and not descriptors:
             messages, descriptors, alive = self._channel.receive()
             for message in messages:
-                numbers, port = message.get("go", numbers), message.get("port", port)
+                numbers, port = message["go"], message["port"]
         return (numbers, port, descriptors[0]) if descriptors else None
 
-    def _from_front(self, number: int) -> None:
-        self._told_to_end |= number == signal.SIGTERM
-        linux.send_signal(self._child, number)
-
-    def _kill(self) -> None:
-        # Not its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
-        linux.send_signal(self._child, signal.SIGKILL)
+    def _send(self, number: int) -> None:
+        # Not to its group: helpers in it remove shared memory when they are alone; the sweep ends them later.
+        if self._child:
+            linux.send_signal(self._child, number)
 
     def _wait(self) -> int | None:
         """Wait for the rank, passing signals on; return its exit code or -signal, None without an agent."""
-        watched = [self._channel.sock.fileno(), self._wake, self._front]
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
                 self._channel.send({"stopped": os.WSTOPSIG(status)})
             elif pid:
                 return os.waitstatus_to_exitcode(status)
-            readable, _, _ = select.select(watched, [], [])
-            if self._wake in readable:
-                os.read(self._wake, 512)
-                continue  # a rank that has ended by itself is not one that mpiexec ends
-            if self._front in readable:
-                # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
-                watched.remove(self._front)
-                self._front_gone = True
-                self._kill()
-            if self._channel.sock.fileno() in readable and not self._handle_message():
-                self._kill()
+            front = [] if self._front_gone else [self._front]
+            if not self._listen([self._channel.sock.fileno(), self._wake, *front]):
+                self._send(signal.SIGKILL)
                 return None
 
-    def _handle_message(self) -> bool:
+    def _listen(self, watched: list[int], seconds: float | None = None) -> bool:
+        """Wait for one of these descriptors, and obey; return False if the agent is gone."""
+        readable, _, _ = select.select(watched, [], [], seconds)
+        if self._wake in readable:
+            os.read(self._wake, 512)
+            return True  # a rank that has ended by itself is not one that mpiexec ends
+        if self._front in readable:
+            numbers = os.read(self._front, 64)
+            self._front_gone, self._told_to_end = not numbers, signal.SIGTERM in numbers or self._told_to_end
+            # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
+            for number in numbers or [signal.SIGKILL]:
+                self._send(number)
+        if self._channel.sock.fileno() not in readable:
+            return True
         messages, _, alive = self._channel.receive()
         for message in messages:
-            linux.send_signal(self._child, message["signal"])
+            self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
+            time.sleep(message.get("after", 0.0))
+            number = message.get("signal", 0)  # 0 is none
+            if time.monotonic() - self._had.pop(number, 0.0) > _SAME_S:
+                self._send(number)
         return alive
 
 
@@ -228,6 +237,8 @@ def main(arguments: list[str]) -> None:
         os.environ[name] = host_shared(job)
     path = os.path.join(os.environ[DIRECTORY], "s")
     read, write = os.pipe()
+    mpiexec, awaited = os.getppid(), {*_FORWARDED, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # See Note [Signals to all processes]
     supervisor = os.fork()
     if supervisor == 0:
         os.setpgid(0, 0)
@@ -237,9 +248,12 @@ def main(arguments: list[str]) -> None:
         except OSError:  # the agent is gone
             os._exit(1)
         os._exit(_Supervisor(channel, read).run(command))
-    os.close(read)
-    for number in _FORWARDED:
-        signal.signal(number, lambda number, _: linux.send_signal(supervisor, number))
-    _, status = os.waitpid(supervisor, 0)
+    ended = 0
+    while not ended:
+        came = signal.sigwaitinfo(awaited)
+        if came.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(supervisor, os.WNOHANG)
+        elif came.si_pid == mpiexec:
+            os.write(write, bytes([came.si_signo]))
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)

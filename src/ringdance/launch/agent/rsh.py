@@ -7,15 +7,18 @@ agent's socket, ssh's options (passed over), the host, and the words of the comm
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from ..messages import Channel
+from ..system.signals import STOPPING
 
 _WITH_VALUE = ("-p", "-i", "-l", "-o", "-F", "-J")
 
 
 def main(arguments: list[str]) -> None:
     """Exit with the exit code of the command."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # See Note [Signals to all processes]
     path, words = arguments[0], arguments[1:]
     while words and words[0].startswith("-"):
         del words[: 2 if words[0] in _WITH_VALUE else 1]

@@ -45,7 +45,7 @@ _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "  ringdance stop 3f2a91c0 --grace 60      it needs time to save\n\n"
         "exit code: 0 if the job has ended",
         "--grace",
-        {"type": float, "default": 10.0, "metavar": "S", "help": "seconds until SIGKILL (default 10)"},
+        {"type": float, "metavar": "S", "help": "seconds until SIGKILL (default: the job's --grace, 30)"},
     ),
 }
 """By name: description, epilog, and the one option beside JOB."""
@@ -117,10 +117,10 @@ def _stop(arguments: argparse.Namespace) -> int:
     record = records.find(arguments.job)
     if record.state == "elsewhere":
         raise LaunchError(f"job {record.short} was started on {record.launcher_host}; stop it there")
-    outcome = "had ended before"
+    outcome, grace = "had ended before", record.grace if arguments.grace is None else arguments.grace
     for number, seconds, after in (
-        (signal.SIGTERM, arguments.grace, "has ended"),
-        (signal.SIGTERM, _KILL_S, f"was killed after {arguments.grace:g} s"),
+        (signal.SIGTERM, grace, "has ended"),
+        (signal.SIGTERM, _KILL_S, f"was killed after {grace:g} s"),
         (signal.SIGKILL, _KILL_S, "was killed, with its launcher"),  # the agents end the ranks
     ):
         if record.state != "running":

@@ -55,13 +55,13 @@ def start(spec: JobSpec, check: Check, log: Log) -> int:
 
 def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
     """Run the job in the child, write its name to the pipe, and return its exit code."""
-    prepared = prepare(spec, log)
+    prepared = prepare(replace(spec, grace=max(spec.grace, GRACE_S)), log)
     try:
         check(prepared, log)
         screen = Screen((records.log_sink(1), records.log_sink(2)))
-        job = Job(prepared, screen, grace=GRACE_S)
+        job = Job(prepared, screen)
         hosts = {host.name: len(host.ranks) for host in prepared.plan.hosts}
-        record = records.create(job.id, list(prepared.plan.command), hosts)
+        record = records.create(job.id, list(prepared.plan.command), hosts, spec.grace)
     except BaseException:
         prepared.close()
         raise

@@ -38,6 +38,7 @@ class Record:
         began: seconds since the epoch.
         ended: the same, or None.
         code: its exit code, or None.
+        grace: seconds that `ringdance stop` gives its ranks.
     """
 
     job: str
@@ -51,6 +52,7 @@ class Record:
     began: float
     ended: float | None = None
     code: int | None = None
+    grace: float = 30.0
 
     @property
     def short(self) -> str:
@@ -117,14 +119,15 @@ def base() -> Path:
     return Path(state) / "ringdance" / "jobs"
 
 
-def create(job: str, command: list[str], hosts: dict[str, int]) -> Record:
+def create(job: str, command: list[str], hosts: dict[str, int], grace: float = 30.0) -> Record:
     """Create the record of a job that this process runs, and redirect its stdout and stderr to the job's log.
 
     Raises:
         LaunchError: its directory cannot be made, or no home directory is known.
     """
     pid, machine = os.getpid(), (os.uname().nodename, identity())
-    record = Record(job, command, hosts, os.getcwd(), *machine, pid, linux.start_of(pid), time.time())
+    began = linux.start_of(pid), time.time()
+    record = Record(job, command, hosts, os.getcwd(), *machine, pid, *began, grace=grace)
     try:
         base().mkdir(mode=0o700, parents=True, exist_ok=True)
         record.directory.mkdir(mode=0o700)

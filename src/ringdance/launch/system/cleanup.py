@@ -111,7 +111,8 @@ class Cleanup:
         self._before: set[int] = set()  # inodes of files that were there before the job
         self._seen: set[int] = set()  # inodes, while the job ran
         self._watching = False
-        self._backup = 0  # pid
+        self.backup = 0
+        """Pid of the process that cleans up if this one is killed."""
 
     def run(self, failed: bool = True) -> bool:
         """Kill and remove; return whether nothing is left.
@@ -130,8 +131,8 @@ class Cleanup:
         self._remove_shared()
         if failed:
             _remove_dead_managers(self._began)
-        if self._backup:
-            linux.send_signal(self._backup, signal.SIGKILL)
+        if self.backup:
+            linux.send_signal(self.backup, signal.SIGKILL)
         return not left
 
     def note(self, pid: int) -> None:
@@ -182,8 +183,8 @@ class Cleanup:
     def fork_backup(self) -> None:
         """Fork a process that cleans up if this one is killed, and ends with the cleanup itself."""
         read, write = os.pipe()
-        self._backup = os.fork()
-        if self._backup:
+        self.backup = os.fork()
+        if self.backup:
             os.close(read)  # `write` is closed by this process's end, and by that alone
             return
         os.close(write)
@@ -201,7 +202,7 @@ class Cleanup:
         """Kill until none is found twice in a row: a process may fork while the table is being read."""
         began, quiet, left, limit = time.monotonic(), 0, set[int](), _LIMIT_S
         while quiet < 2 and (passed := time.monotonic() - began) < limit:
-            left = linux.job_processes(self._job, self._root) - {self._backup}
+            left = linux.job_processes(self._job, self._root) - {self.backup}
             self._mapped |= _used_by(left - self._inspected, _INSPECT_S)[0]
             self._inspected |= left
             self._pids |= left

@@ -11,6 +11,7 @@ import glob
 import os
 import platform
 import re
+import resource
 import socket
 import struct
 import sys
@@ -21,6 +22,7 @@ from . import linux
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _IFF_UP = 1
+_FILE_BYTES = 32 << 20
 
 
 def facts() -> dict[str, Any]:
@@ -102,6 +104,10 @@ def problem() -> str:
         return "/proc is not mounted, and MPI and the launcher need it: mount -t proc proc /proc"
     if _loopback_down():
         return "the loopback interface is down, and MPI needs it: ip link set lo up"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if 0 <= limit < _FILE_BYTES:
+        most = f"files may have {limit >> 10} KiB at most, also in shared memory (ulimit -f)"
+        return f"{most}, and MPI needs {_FILE_BYTES >> 20} MiB: ulimit -f unlimited"
     return ""
 
 

@@ -11,7 +11,7 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, and SIGTSTP, from now on.
+    """Catch the signals of :data:`STOPPING` and :data:`PASSED_ON`, and SIGTSTP, but for those ignored so far.
 
     Only the main thread can: elsewhere (``ringdance.run`` in a thread) nothing is caught.
     """
@@ -24,7 +24,9 @@ class Signals:
         read.setblocking(False)
         write.setblocking(False)
         numbers = (*STOPPING, *PASSED_ON, signal.SIGTSTP)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        # nohup's is not, nor what a shell without job control ignores for a program in the background
+        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
         self._descriptor = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
 
     @property

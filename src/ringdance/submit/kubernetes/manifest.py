@@ -16,6 +16,10 @@ SSH_PORT = 2222
 USER = 1000
 SSH_DIRECTORY = "/home/mpiuser/.ssh"
 GPU = "nvidia.com/gpu"
+_GRACE_S = 60  # more than the launcher's --grace: it cleans up after that
+_WAIT = "while grep -qs launch.agent[.]main /proc/[0-9]*/cmdline; do sleep 1; done"
+UNTIL_RANKS_END = ["/bin/sh", "-c", _WAIT]
+"""In a worker that is deleted, before SIGTERM: ``sshd`` ends at once then, and all processes with it."""
 
 
 def manifest(request: JobRequest) -> list[Document]:
@@ -136,6 +140,7 @@ def _worker_pod(request: JobRequest, container: str) -> Document:
         "resources": _given({"limits": limits}),
         "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
         "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "initialDelaySeconds": 1, "periodSeconds": 2},
+        "lifecycle": {"preStop": {"exec": {"command": UNTIL_RANKS_END}}},
     }
     return _given({**_pod(request, main), "nodeSelector": dict(request.node_selector)})
 
@@ -187,5 +192,6 @@ def _pod(request: JobRequest, main: Document) -> Document:
         "volumes": volumes,
         "imagePullSecrets": [{"name": name} for name in request.pull_secrets],
         "serviceAccountName": request.service_account,
+        "terminationGracePeriodSeconds": _GRACE_S,
     }
     return _given(pod)

@@ -32,3 +32,18 @@ def test_only_the_launchers_signals_are_taken(handled: list[int]) -> None:
     finally:
         signals.restore()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As under nohup, and what a shell without job control starts in the background."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals = Signals()
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.take() == [signal.SIGTERM]
+        signals.restore()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signals.restore()
+        signal.signal(signal.SIGHUP, before)

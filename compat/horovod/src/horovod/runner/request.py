@@ -59,6 +59,7 @@ def order_of(args: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         output_directory=args.output_filename or "",
         timeline=timeline,
         start_timeout=args.start_timeout,
+        grace=5.0,  # Horovod's
         verbose=args.verbose,
         binding=None if args.binding_args is None else _words("--binding-args", args.binding_args),
         mpi_args=_words("--mpi-args", args.mpi_args or ""),

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from ringdance.launch.agent.rank import rank_numbers
+from ringdance.launch.agent.rank import rank_and_size
 
 __all__ = ["IGNORE_REGEXES", "LOG_LEVEL_STR", "RUNTIME_PATHS", "get_env_rank_and_size", "is_exportable"]
 
@@ -26,7 +26,6 @@ def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int
     if "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ:
         return int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])
     try:
-        found = rank_numbers(environ)
+        return rank_and_size(environ)
     except LookupError:
         return 0, 1
-    return found["RANK"], found["SIZE"]
