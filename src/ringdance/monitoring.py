@@ -27,6 +27,7 @@ class Monitoring:
         self._ring: Ring | None = None
         self._client: MonitorClient | None = None
         self._started = False  # for an engine before
+        self._killed = ""  # how the monitor was that wrote the timeline
 
     def prepare(self) -> Ring:
         """Make the ring before the ranks meet: a monitor that starts then finds those of all ranks."""
@@ -79,6 +80,7 @@ class Monitoring:
         how = self._client.killed() if self._client else ""
         if not how:
             return
+        self._killed = how
         self._client, engine.on_check = None, lambda: None
         lacks = ["the timeline lacks what its ranks do from now on"] * bool(engine.settings.timeline)
         goes_on = ["another one goes on with the metrics"] * _wants_metrics(engine.settings)
@@ -114,7 +116,9 @@ class Monitoring:
         self._ask(engine, MonitorClient.stop)
 
     def _ask(self, engine: Engine, ask: Callable[[MonitorClient], None]) -> None:
-        if self._client is not None and not engine.rank:
+        if self._killed and not engine.rank:
+            _log.error("ringdance: the timeline is not written: %s", self._killed)
+        elif self._client is not None and not engine.rank:
             try:
                 ask(self._client)
             except OSError as error:

@@ -288,7 +288,8 @@ def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> Non
         )
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 2, 20.0) is not None
     os.killpg(job.process.pid, number)
-    words = f"ringdance: {signal.Signals(number).name}: the ranks have 30 s to end; Ctrl-C or another signal"
+    name = signal.Signals(number).name
+    words = f"ringdance: {name}: the ranks have 30 s to end; Ctrl-C (SIGINT) ends them now"
     assert wait_until(lambda: words in (tmp_path / "out").read_text(), 5.0) is not None
     os.killpg(job.process.pid, number)
     gone = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
@@ -344,6 +345,54 @@ def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str) -> Non
     assert job.process.returncode == 128 + signal.SIGTERM, said
     assert "the job failed" not in said
     assert left == []
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [(signal.SIGHUP, 0.0), (signal.SIGHUP, 0.0002)],  # a terminal that is closed
+        [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.01)],
+        [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.2)],  # LSF, whose next one is SIGKILL
+    ],
+)
+def test_signals_that_come_together_leave_ranks_their_time(
+    signals: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    path = script(tmp_path, SAVES.format(seconds=2))
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
+    assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 3, 20.0) is not None
+    for number, after in signals:
+        time.sleep(after)
+        job.process.send_signal(number)
+    code = job.process.wait(30)
+    job.end()
+    assert "[1] saved after 1 signal" in (tmp_path / "out").read_text()
+    assert code == 128 + signals[0][0]
+
+
+def test_a_signal_after_a_failure_hides_no_cause(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        if os.environ["RINGDANCE_RANK"] == "1":
+            raise ValueError("the real bug")
+        print("waits", flush=True)
+        time.sleep(60)
+        """,
+    )
+    with open(tmp_path / "out", "wb") as output:
+        job = start(tmp_path, "-np", "2", "--verbose", "python", path, stdout=output, stderr=output)
+    assert wait_until(lambda: "rank 1 ended: 1" in (tmp_path / "out").read_text(), 20.0) is not None
+    job.process.send_signal(signal.SIGTERM)
+    code = job.process.wait(30)
+    job.end()
+    said = (tmp_path / "out").read_text()
+    assert code == 1
+    assert "ValueError: the real bug" in said
+    assert "ended by SIGTERM to its launcher" not in said
 
 
 def test_what_follows_from_the_end_is_no_cause(tmp_path: Path) -> None:

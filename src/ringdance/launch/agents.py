@@ -13,6 +13,7 @@ from ringdance.launch.messages import watch
 from ringdance.launch.remote.connect import Remote, close_all
 
 _PING_S = 0.5
+_SLEPT_S = 2.0  # since the last check, of which there is one in each _PING_S
 _LATE_S = 1.5  # a host that has not answered for so long may be lost: worth waiting to know
 _SHOWN_S = 6.0  # such silence is shown; it ends the wait for a host once something has failed
 _CLOSE_S = 6.0  # for the local agent to clean up
@@ -103,7 +104,7 @@ class Agents:
         self._links: dict[tuple[str, int], RankLink] = {}
         self._programs: list[OnExit] = []
         self._input: tuple[RankLink, int] | None = None
-        self._paused = False
+        self._paused, self._checked = False, time.monotonic()
         for agent in self._all.values():
             fd = agent.frames.read_fd
             selector.register(fd, selectors.EVENT_READ, lambda agent=agent: self._read(agent))
@@ -237,6 +238,10 @@ class Agents:
             failed: whether the job has failed: a host that is silent may be why, and is waited for no longer.
         """
         now, timeout = time.monotonic(), self._heartbeat_timeout
+        if now - self._checked > _SLEPT_S:  # this process was stopped, or its machine: it has heard nothing
+            for agent in self._remotes:
+                agent.heard = now
+        self._checked = now
         shown = min(timeout, _SHOWN_S)
         limit = shown if failed else timeout
         there = [] if self._paused else [agent for agent in self._remotes if agent.there and agent.ready]

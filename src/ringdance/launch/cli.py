@@ -75,8 +75,8 @@ def parser() -> argparse.ArgumentParser:
     add("--color", "--colour", action="store_true", dest="colour", help=text)
     text = "seconds until all ranks must have started (default 60)"
     add("--start-timeout", type=seconds, default=60.0, metavar="S", help=text)
-    text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); a second one ends them"
-    add("--grace", type=seconds, default=30.0, metavar="S", help=text)
+    text = "seconds for the ranks to end after Ctrl-C, SIGTERM or SIGHUP (default 30); Ctrl-C again ends them"
+    add("--grace", type=float, default=30.0, metavar="S", help=text)
     add("--detach", action="store_true", help="run in the background, out of reach of this terminal")
     add("--dry-run", action="store_true", help="print the plan and start no rank")
     add("--json", action="store_true", help="the plan as JSON")

@@ -44,10 +44,10 @@ _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it cou
 _CAUSE_S = 1.0  # another host may report the failure that others follow from
 _TERM_S = 0.2  # after a failure, until ranks that have got SIGTERM are killed
 _QUIET_S = 0.8  # after a signal to the launcher, until it says how long it waits for the ranks
+_AGAIN_S = 0.5  # until a signal that comes again was sent again: a terminal that closes sends SIGHUP twice
+_BEFORE_KILL_S = 5.0  # after a signal of another kind, which a scheduler sends before SIGKILL
 _SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
 _STAY_S = 1.5
-_NO_PIPES = 186  # code of Open MPI's mpiexec that cannot make them for all its ranks
-_FEW_FILES = ": it may open too few files (ulimit -n); 30 and five for each rank of a host are enough"
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 
 
@@ -95,7 +95,8 @@ class Job:
         self._outside: list[Cause] = []  # failures that are no rank's
         self._mpiexec_code: int | None = None
         self._signal = 0
-        self._end_by = 0.0  # when ranks must have ended after it
+        self._signalled = self._end_by = 0.0  # when it came, and when ranks must have ended after it
+        self._failed_before = False  # for a reason of its own
         self._cause_until = 0.0
         self._rsh_used = self._retried = self._waited = False
         self._bases: list[str] = []
@@ -217,9 +218,9 @@ class Job:
             text += f"{self._spec.start_timeout:g} s (--start-timeout)"
             self._fail("\n  ".join([text, *folded(self._ranks.not_started())]))
         elif state is State.STOPPING and now < self._end_by and not self._ranks.idle:
-            self._deadline = self._end_by
-            text = f"the ranks have {self._spec.grace:g} s to end; Ctrl-C or another signal ends them now"
-            self._err(f"ringdance: {signal_name(self._signal)}: {text}\n".encode())
+            self._deadline, name = self._end_by, signal_name(self._signal)
+            text = f"the ranks have {self._spec.grace:g} s to end; Ctrl-C (SIGINT) ends them now"
+            self._err(f"ringdance: {name}: {text}\n".encode())
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
             self._waited, self._deadline = True, now + _SEE_S
         elif state not in CLEANING and not self._ranks.completed and self._cause_is_awaited():
@@ -228,6 +229,9 @@ class Job:
             self._deadline = math.inf
             self._agents.kill_local()
         else:
+            if state is State.STOPPING and self._signal and (late := self._ranks.running):
+                seconds = f"{now - self._signalled:.1f} s after {signal_name(self._signal)}"
+                self._err(f"ringdance: ranks {spans(late)} have not ended {seconds}: killed\n".encode())
             self._handle(Event.TIMEOUT, _TERM_S)
 
     def _cause_is_awaited(self) -> bool:
@@ -265,16 +269,26 @@ class Job:
 
     def _stop(self, number: int) -> None:
         """End the job after a signal to the launcher: the first one leaves the ranks time."""
-        now, again, self._signal = time.monotonic(), self._signal, self._signal or number
-        if self._state is State.FAILED and self._ranks.told_to_end and not self._outside:
-            self._deadline = math.inf  # by a signal to all processes, of which this is the launcher's
-        self._end_by = now if again else min(now + self._spec.grace, self._deadline)
-        self._handle(Event.STOP, min(self._end_by - now, _QUIET_S))
+        now = time.monotonic()
+        if not self._signal:
+            self._signal, self._signalled = number, now
+            # The launcher may get it a little later than ranks which all processes' signal has ended.
+            self._failed_before = bool(self._outside) or not self._ranks.told_to_end
+            if self._state is State.FAILED and not self._failed_before:
+                self._deadline = math.inf
+            self._end_by = min(now + self._spec.grace, self._deadline)
+        elif number in (signal.SIGINT, self._signal):
+            again = _SAME_S if number == signal.SIGINT else _AGAIN_S
+            if number != self._signal or now - self._signalled > again:
+                self._end_by = now
+        else:  # LSF sends SIGINT, SIGTERM, SIGKILL, each 10 s after the one before
+            self._end_by = min(self._end_by, max(now, self._signalled + _AGAIN_S) + _BEFORE_KILL_S)
+        self._handle(Event.STOP, max(0.0, min(self._end_by - now, _QUIET_S)))
 
     def _term(self) -> dict[str, Any]:
         """Return the message that asks a rank to end; mpiexec, which would end the others, learns later."""
         stay = max(self._end_by - time.monotonic(), 0.0) + _STAY_S
-        after = 0.0 if self._signal in (0, signal.SIGINT) else _SAME_S
+        after = _SAME_S if self._signal else 0.0
         return {"signal": int(signal.SIGTERM), "after": after, "stay": stay}
 
     # --- ranks ---------------------------------------------------------------------------------
@@ -428,15 +442,16 @@ class Job:
             output = b"".join(self._banner.unshown).decode(errors="replace").strip()
             self._fail(
                 f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
-                "their end" + (_FEW_FILES if code == _NO_PIPES else "")
-                + (f"; its output:\n{output}" if output else ""),
+                "their end" + (f"; its output:\n{output}" if output else ""),
                 abs(code or 1),
             )
             verdict, _ = self._ranks.judge(self._outside, code)
         self._ranks.show_held(verdict)
         self._ranks.flush_merged(everything=True)
         unfinished = self._results is not None and not self._results.kept
-        if self._signal and (verdict or unfinished):
+        if self._signal and (verdict or unfinished) and not self._failed_before:
+            for cause in self._outside:
+                self._err(f"ringdance: {cause.message}\n".encode())
             if self._signal != signal.SIGINT:
                 name = signal_name(self._signal)
                 self._err(f"ringdance: the job was ended by {name} to its launcher\n".encode())

@@ -144,7 +144,12 @@ class RankTable:
     def told_to_end(self) -> bool:
         """Whether signals to end have ended all that have failed."""
         ends = [rank.ended for rank in self._ranks.values() if rank.ended and rank.ended.failed]
-        return all(end.code is not None and -end.code in STOPPING for end in ends)
+        return all(end.code is not None and {-end.code, end.code - 128} & set(STOPPING) for end in ends)
+
+    @property
+    def running(self) -> list[int]:
+        """Numbers of those that run."""
+        return sorted(rank.rank for rank in self._ranks.values() if rank.pid and not rank.ended)
 
     @property
     def completed(self) -> bool:

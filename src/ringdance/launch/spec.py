@@ -87,8 +87,8 @@ class JobSpec:
         """
         if not self.start_timeout > 0:
             raise LaunchError(f"--start-timeout {self.start_timeout:g}: it must be more than 0 seconds")
-        if not self.grace >= 0:
-            raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more")
+        if not 0 <= self.grace < 1e9:
+            raise LaunchError(f"--grace {self.grace:g}: it must be 0 seconds or more, and less than 1e9")
         spec, shell, found = self, self.shell, detect(os.environ)
         names = [name for name, _ in found.hosts] if found else []
         # Oversubscribing a single machine is allowed.

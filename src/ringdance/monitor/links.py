@@ -115,6 +115,16 @@ class Follower:
         self.rings: dict[int, RemoteRing] = {}
         self.stopped = self.ended = False
 
+    def lacks(self) -> str:
+        """Return why not all of its records are in the file, or ""."""
+        if self.ended and self.clock.known:
+            return ""
+        if self.ended:
+            return "the offset of its clock is not known"
+        if self.frames.open:
+            return "it has not come in time"
+        return "its monitor was killed, or cannot be reached"
+
     def receive(self) -> bool:
         """Take in what has come; close the link at the end, and return False."""
         messages, alive = self.frames.receive()

@@ -184,8 +184,8 @@ class Monitor:
         expected = self._others if last else len(self._followers)
         while sum(f.stopped for f in self._followers) < expected and time.monotonic() < until:
             self._step(_POLL_S)
-        lost = [one.names() for one in self._followers if last and not one.ended]
-        lacks = [f"the end of {names}, whose monitor was killed" for names in lost]
+        late = [one for one in self._followers if last and one.lacks()]
+        lacks = [f"the end of {one.names()}: {one.lacks()}" for one in late]
         if last and (missing := self._others - len(self._followers)) > 0:
             others = "1 other host" if missing == 1 else f"{missing} other hosts"
             lacks.append(f"the ranks of {others}: no connection came from there")

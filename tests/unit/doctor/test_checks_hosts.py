@@ -126,7 +126,6 @@ def sshd(tmp_path: Path) -> Iterator[tuple[int, Path]]:
 def test_a_real_sshd(sshd: tuple[int, Path], tmp_path: Path) -> None:
     port, key = sshd
     own = ("-F", "none", "-o", f"UserKnownHostsFile={tmp_path}/known", "-o", "ConnectionAttempts=5")
-    own += ("-o", "StrictHostKeyChecking=accept-new")  # with -F nothing else says so
 
     def outcome(shell: RemoteShell) -> str:
         with gather.started(["127.0.0.1"], shell, ()) as remotes:

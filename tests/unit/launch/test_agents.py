@@ -129,3 +129,13 @@ def test_the_launchers_own_network(
     assert [call.args[0] for call in calls] == blamed
     own = "no heartbeat from any other host for 6 s: this host's own network may be down"
     assert (calls[0].args[1] == own) == (blamed[0] == "h1")
+
+
+def test_a_launcher_that_was_stopped_has_missed_the_answers(remotes: list[Remote]) -> None:
+    listener = Mock()
+    agents = Agents(remotes[0], remotes[1:], selectors.DefaultSelector(), listener, 6.0)
+    for remote in remotes[1:]:
+        remote.heard -= 7.0
+    agents._checked -= 7.0
+    agents.check(False)
+    listener.on_host_failed.assert_not_called()

@@ -1,13 +1,22 @@
-"""What a rank's wrapper finds out about a signal that has ended it."""
+"""What a rank's wrapper does about signals, and finds out about one that has ended the rank."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
+from ringdance.launch.agent.paths import bare_command
 from ringdance.launch.agent.rank import reason_of
 from ringdance.launch.cause import Ended, of_end
+from ringdance.launch.directories import host_directory
+from ringdance.launch.messages import Channel
 from ringdance.launch.system import linux
 
 
@@ -41,3 +50,36 @@ def test_other_signals() -> None:
     assert message(-signal.SIGKILL, True).endswith("the memory limit of its container (cgroup) was reached")
     assert message(-signal.SIGSEGV) == "killed by SIGSEGV (signal 11)"
     assert message(1, True) == "exited with code 1"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_rank_has_got_no_signal_that_came_before_it(early: bool) -> None:
+    """A signal to all processes reaches the wrapper; the rank gets it from there if it had not started."""
+    with tempfile.TemporaryDirectory(prefix="rdt-") as base, socket.socket(socket.AF_UNIX) as listener:
+        directory = Path(host_directory(base, job := os.urandom(16).hex()))
+        directory.mkdir(mode=0o700)
+        listener.bind(str(directory / "s"))
+        listener.listen()
+        listener.settimeout(20)
+        line = [*bare_command("agent.rank", base, job), "sleep", "5"]
+        process = subprocess.Popen(line, env={**os.environ, "PMI_RANK": "0", "PMI_SIZE": "1"})
+        channel = Channel(listener.accept()[0])
+        channel.receive()
+        supervisor = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+        if early:
+            os.kill(supervisor, signal.SIGTERM)
+            time.sleep(0.1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        channel.send({"go": {"RANK": 0, "SIZE": 1}, "port": 0}, [nothing])
+        ((pid,), _, _), began = channel.receive(), time.monotonic()
+        time.sleep(0.1)
+        if not early:
+            for one in (supervisor, pid["pid"]):
+                os.kill(one, signal.SIGTERM)
+        channel.send({"signal": int(signal.SIGTERM), "stay": 0.1})
+        ((ended,), _, _) = channel.receive()
+        assert ended["ended"] == -signal.SIGTERM
+        assert time.monotonic() - began < 4.0
+        os.close(nothing)
+        channel.sock.close()
+        process.wait(20)

@@ -49,6 +49,7 @@ _FULL = 4 << 20  # bytes waiting for the launcher, beyond which the ranks' outpu
 _FULL_LOCAL = 1 << 18
 _DRAIN_S = 3.0
 _ANSWER_S = 0.5
+_SLEPT_S = 2.0  # since the last turn of the loop, which has one in half a second
 _RESULT_BYTES = 1 << 20  # of a result's file in a message
 _SET = "Set TMPDIR, where the job is started, to a directory that can be written on all hosts"
 _NO_BACKUP = "which cleans up there if the job's agent is killed, was killed; the job goes on without it"
@@ -74,7 +75,7 @@ class _Agent:
         self._cleanup: Cleanup | None = None
         self._tasks: Any = None
         self._port = 0  # for MASTER_PORT
-        self._heard = self._answered = time.monotonic()
+        self._heard = self._answered = self._turned = time.monotonic()
         self._timeout: float | None = None  # for the launcher's heartbeat
         self._paused = self._full = self._over = False
         self._wake = linux.wake_on_signals()
@@ -106,8 +107,11 @@ class _Agent:
         return self._heartbeats.send() if self._local else 0.5
 
     def _launcher_is_silent(self) -> bool:
-        limit = None if self._paused else self._timeout
-        return limit is not None and time.monotonic() - self._heard > limit
+        limit, now = None if self._paused else self._timeout, time.monotonic()
+        if now - self._turned > _SLEPT_S:  # this process was stopped, or its machine: it has heard nothing
+            self._heard = now
+        self._turned = now
+        return limit is not None and now - self._heard > limit
 
     def _check_fullness(self) -> None:
         """Leave output where it is while the launcher takes none; write as soon as it does."""

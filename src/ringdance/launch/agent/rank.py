@@ -40,7 +40,8 @@ _VARIABLES = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BEFORE_OTHERS_S = 1.5
 _SAME_S = 2.0  # a signal to all processes, and the launcher's that follows from it
 _FULL = 1 << 20  # bytes free
@@ -81,6 +82,7 @@ def _exec(command: list[str], where: Mapping[str, int], port: int, streams: list
     # "Save now" must not kill a program that has not installed its handler yet, or has none.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for name, value in where.items():
         os.environ[f"RINGDANCE_{name}"] = os.environ[f"HOROVOD_{name}"] = str(value)
         if name in _TORCH:
@@ -147,9 +149,12 @@ class _Supervisor:
             return 1
         where, port, stdin = go
         parent, killed = os.getpid(), linux.killed_for_memory()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        self._had.clear()  # the rank was not there
         self._child = os.fork()
         if self._child == 0:
             _exec(command, where, port, [stdin, out[1], err[1]], parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         for descriptor in (stdin, *out, *err):
             os.close(descriptor)
         self._channel.send({"pid": self._child})
@@ -214,7 +219,9 @@ class _Supervisor:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
             time.sleep(message.get("after", 0.0))
             number = message.get("signal", 0)  # 0 is none
-            if time.monotonic() - self._had.pop(number, 0.0) > _SAME_S:
+            # One that was told to end by another signal is not told again, also if Python raises in handlers.
+            same = _ENDING if number in _ENDING else (number,)
+            if time.monotonic() - max(self._had.pop(one, 0.0) for one in same) > _SAME_S:
                 self._send(number)
         return alive
 

@@ -111,7 +111,7 @@ def _attach(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    """Send SIGTERM, SIGTERM again, which makes the launcher end the ranks at once, then SIGKILL."""
+    """Send SIGTERM, SIGINT, which makes the launcher end the ranks at once, then SIGKILL."""
     if not arguments.job:
         raise LaunchError("specify JOB; `ringdance status` shows all")
     record = records.find(arguments.job)
@@ -120,7 +120,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     outcome, grace = "had ended before", record.grace if arguments.grace is None else arguments.grace
     for number, seconds, after in (
         (signal.SIGTERM, grace, "has ended"),
-        (signal.SIGTERM, _KILL_S, f"was killed after {grace:g} s"),
+        (signal.SIGINT, _KILL_S, f"was killed after {grace:g} s"),
         (signal.SIGKILL, _KILL_S, "was killed, with its launcher"),  # the agents end the ranks
     ):
         if record.state != "running":

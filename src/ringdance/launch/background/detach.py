@@ -72,5 +72,7 @@ def _background(spec: JobSpec, check: Check, log: Log, pipe: int) -> int:
     try:
         code = as_program("ringdance run", lambda: show_outcome(job.run(), prepared, screen))
     finally:
+        with contextlib.suppress(OSError):
+            os.fsync(1)  # another machine that sees the end sees all of the output
         replace(record, ended=time.time(), code=code).write()
     return code

@@ -6,6 +6,7 @@ write, STREAM being 1 for stdout and 2 for stderr.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from ringdance.launch.system.machine import identity, in_home
 
 _KEPT = 50  # records of jobs that have ended
 _OLD_S = 90 * 86400.0
+_SIZE = 4096  # a record is filled up with blanks: its end needs no more room on the disk than its beginning
 _SHORTEST = 4  # digits of a job's id that a user may give
 
 
@@ -91,11 +93,19 @@ class Record:
         return _load(self.directory) or self
 
     def write(self) -> None:
-        """Write it, atomically."""
-        draft = self.directory / f"job.json.{os.getpid()}"
-        with os.fdopen(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(self), file)
-        draft.replace(self.directory / "job.json")
+        """Write it, atomically; where the disk is full by now, over what is there."""
+        path, text = self.directory / "job.json", json.dumps(asdict(self)).ljust(_SIZE)
+        draft = path.with_name(f"job.json.{os.getpid()}")
+        try:
+            with os.fdopen(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+                file.write(text)
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+                raise
+            with open(path, "r+") as file:
+                file.write(text)
 
 
 def _load(directory: Path) -> Record | None:
@@ -192,12 +202,18 @@ class LogReader:
     """
 
     def __init__(self, record: Record, start: bool = True) -> None:
-        self._file = open(record.directory / "log", "rb")  # noqa: SIM115
+        self._path = record.directory / "log"
+        self._file = open(self._path, "rb")  # noqa: SIM115
         self._file.seek(0, os.SEEK_SET if start else os.SEEK_END)
         self._rest = b""
 
     def read(self, ended: bool = False) -> Iterator[tuple[int, bytes]]:
         """Yield streams and bytes written since the last call; `ended`: the job writes no more."""
+        if ended:  # NFS shows all that another machine has written to those who open a file then
+            at = self._file.tell()
+            self._file.close()
+            self._file = open(self._path, "rb")  # noqa: SIM115
+            self._file.seek(at)
         for line in self._file:
             self._rest += line
             if line.endswith(b"\n"):

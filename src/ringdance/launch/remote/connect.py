@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import threading
@@ -22,6 +23,7 @@ from ringdance.launch.hosts import HostFacts, facts_from, several
 from ringdance.launch.messages import AGENT_SPEAKS, Frames
 from ringdance.launch.remote.shell import SSH_ADVICE, RemoteShell
 from ringdance.launch.system import machine
+from ringdance.launch.system.signals import STOPPING
 from ringdance.limits import raise_open_files
 
 _AGAIN_S = 1.0  # between two attempts to reach a host that may still be starting
@@ -274,10 +276,15 @@ def adopt(host: str, sock: socket.socket, timeout: float = 30.0) -> Remote:
 def _start(host: str, command: Sequence[str], **options: Any) -> Remote:
     """Start the program that is, or leads to, an agent; `options` as of ``subprocess.Popen``."""
     with _starting:
-        # Ctrl-C is the launcher's: what it does about it reaches the agents as a message.
-        process = subprocess.Popen(
-            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, **options
-        )
+        # Signals to end are the launcher's: what it does about them reaches the agents as a message. An ssh
+        # that a scheduler's signal to all processes ended would end the ranks of its host.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if command[0] == "ssh" else ())
+        try:
+            process = subprocess.Popen(
+                command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, **options
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin
     assert process.stdout
     assert process.stderr

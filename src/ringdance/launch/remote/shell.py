@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 from ringdance.cluster import slurm
@@ -17,10 +18,6 @@ from ringdance.errors import LaunchError
 
 # No prompts; the first -o of a name holds, so the user's come before.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR")
-# Keys of new hosts are accepted unless the user's or the machine's settings say otherwise. Of two -F the last
-# one holds, so this comes before the user's.
-_DEFAULTS = str(Path(__file__).with_name("ssh_config"))
-
 
 SSH_ADVICE = (
     ("Permission denied", "ssh asks for a password", "ssh-copy-id HOST, or give the key: -i FILE"),
@@ -86,12 +83,22 @@ class RemoteShell:
             program = [self.python, *program[1:]]
         if self.method == "srun":
             return slurm.step(host, program, os.environ)
-        line = ["ssh", "-F", _DEFAULTS, "-x", "-T", *self.arguments]
-        line += ["-p", str(self.port)] if self.port else []
-        line += ["-i", self.identity] if self.identity else []
-        for option in _SSH:
-            line += ["-o", option]
-        return [*line, "--", host, shlex.join(program)]
+        own = ["-p", str(self.port)] if self.port else []
+        own += ["-i", self.identity] if self.identity else []
+        options = [*_SSH, *_of_new_hosts((*self.arguments, *own), host)]
+        line = ["ssh", "-x", "-T", *self.arguments, *own]
+        return [*line, *(word for one in options for word in ("-o", one)), "--", host, shlex.join(program)]
+
+
+@cache
+def _of_new_hosts(arguments: Sequence[str], host: str) -> Sequence[str]:
+    """Return the option by which ssh accepts a new host's key, if its settings neither do nor forbid that."""
+    asked = ["ssh", *arguments, "-G", "--", host]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return ("StrictHostKeyChecking=accept-new",) if "stricthostkeychecking ask" in found.split("\n") else ()
 
 
 # A parser, or a group in one: argparse has no public name for what they have in common.

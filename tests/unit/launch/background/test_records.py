@@ -154,3 +154,27 @@ def test_without_a_home_directory_none_called_tilde_is_made(tmp_path: Path) -> N
     for text, path in zip(done.stdout.splitlines(), ("~/.local/state", "~/data"), strict=True):
         assert path in text
         assert "no home directory is known" in text
+
+
+FULL = """
+import contextlib, dataclasses, os, sys
+from ringdance.launch.background import records
+stdout = os.dup(1)
+record = records.create("0" * 32, ["true"], {"a": 1})
+with contextlib.suppress(OSError), open(record.directory / "fill", "wb") as file:
+    while True:
+        file.write(bytes(4096))
+        file.flush()
+dataclasses.replace(record, ended=5.0, code=3).write()
+found = records.load_all()[0]
+os.write(stdout, f"{found.state} {found.code} {sorted(os.listdir(record.directory))}".encode())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="needs root, for a small disk")
+def test_the_end_is_recorded_on_a_full_disk(tmp_path: Path) -> None:
+    mount = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
+    line = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run([*line, sys.executable, "-c", FULL], env=environ, capture_output=True, timeout=60)
+    assert done.stdout == b"ended 3 ['fill', 'job.json', 'log']", done.stderr
