@@ -9,7 +9,7 @@ import pytest
 
 from ringdance.cluster.allocation import Allocation
 from ringdance.cluster.detect import detect
-from ringdance.cluster.slurm import counts, expand, step, step_environ
+from ringdance.cluster.slurm import counts, expand, of_a_step, step
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
@@ -69,7 +69,8 @@ def test_a_step_is_not_confined_to_one_task(tmp_path: Path, monkeypatch: pytest.
     )  # fmt: skip
     sizes = {f"SLURM_{name}": "1" for name in names}
     kept = {**SLURM, "SLURM_CONF": "/c", "SLURM_GPUS_PER_NODE": "2", "SLURM_JOB_CPUS_PER_NODE": "8"}
-    assert step_environ({**kept, **sizes, "SRUN_CPUS_PER_TASK": "1"}) == kept
+    sizes["SRUN_CPUS_PER_TASK"] = "1"
+    assert of_a_step({**kept, **sizes}) == sizes
     assert not [word for word in step("n2", ["x"], kept) if "gres" in word]
 
     (tmp_path / "scontrol").write_text(
