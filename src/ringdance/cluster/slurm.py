@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -69,7 +71,7 @@ def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[
 
 
 def of_a_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what srun would take as options of a :func:`step`: sizes of tasks, to which it would be confined."""
+    """Return sizes of tasks, which srun would take as options of a :func:`step` and confine it to them."""
     return {name: value for name, value in environ.items() if _OF_A_STEP.fullmatch(name)}
 
 
@@ -77,8 +79,13 @@ def of_a_step(environ: Mapping[str, str]) -> dict[str, str]:
 def _resources(job: str) -> dict[str, str]:
     """Return the generic resources that a job has on each of its nodes, such as ``gpu:2``."""
     asked = ["scontrol", "--details", "show", "job", job]
-    text = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    found = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", text, re.MULTILINE)
+    done = subprocess.run(asked, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        why = done.stderr.strip() or f"exit code {done.returncode}"
+        print(f"ringdance: {shlex.join(asked)}: {why}. Ranks may miss GPUs of their nodes", file=sys.stderr)
+    # Of an array's first job there are the records of all tasks.
+    own = re.search(rf"^JobId={job}\b(?s:.*?)(?=^JobId=|\Z)", done.stdout, re.MULTILINE)
+    found = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", own[0] if own else "", re.MULTILINE)
     return {name: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for name in expand(nodes)}
 
 
