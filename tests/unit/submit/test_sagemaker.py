@@ -369,14 +369,24 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
 
 
 def test_secrets_are_not_put_into_the_request() -> None:
-    words = ["--role", COMMON["role"], "--image", COMMON["image_uri"], "-x", "HF_TOKEN=hunter2", "train.py"]
-    done = sagemaker("--dry-run", "--instance-type", "ml.c5.xlarge", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "-x HF_TOKEN: HF_TOKEN holds what looks like a secret" in done.stderr
-    assert "secretsmanager" in done.stderr
-    assert "hunter2" not in done.stderr
-    here = sagemaker("--dry-run", "--instance-type", "local", *words)
-    assert (here.returncode, '"HF_TOKEN": "(not shown)"' in here.stdout) == (0, True), here.stderr
+    common = ["--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"]]
+    service, here = [*common, "--instance-type", "ml.c5.xlarge"], [*common, "--instance-type", "local"]
+    for name, words in (
+        ("HF_TOKEN", ["-x", "HF_TOKEN=hunter2", "train.py"]),
+        ("hf-token", ["-x", "MAX_TOKENS=4096", "train.py", "--hf-token", "hunter2"]),
+    ):
+        done = sagemaker(*service, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f": {name} holds what looks like a secret" in done.stderr
+        assert "secretsmanager" in done.stderr
+        assert f"If it is no secret: --plain {name}" in done.stderr
+        assert "hunter2" not in done.stderr
+        for way in (here, [*service, "--plain", name]):
+            done = sagemaker(*way, *words)
+            assert (done.returncode, f'"{name}": "(not shown)"' in done.stdout) == (0, True), done.stderr
+            assert "hunter2" not in done.stdout
+    with pytest.warns(UserWarning, match="hf-token holds what looks like a secret"):
+        estimator(hyperparameters={"hf-token": "hunter2"})
     with pytest.warns(UserWarning, match="HF_TOKEN holds what looks like a secret"):
         estimator(environment={"HF_TOKEN": "hunter2"})
     with pytest.warns(UserWarning, match="custom_mpi_options holds what looks like a secret"):
