@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import ringdance
 from horovod.runner.options import parse_args
 from ringdance.cli import main
 from ringdance.errors import pip_install
+from ringdance.launch.parser import as_program
 from ringdance.settings import SETTINGS
 
 
@@ -115,6 +117,23 @@ def test_a_closed_pipe_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "disk: No space left on device"),
+        (OSError(errno.EACCES, "Permission denied", "/a"), "/a: Permission denied"),
+        (OSError(errno.ECONNREFUSED, "Connection refused"), "ConnectionRefusedError: Connection refused"),
+        (TimeoutError("timed out"), "TimeoutError: timed out"),
+    ],
+)
+def test_what_the_system_refuses_is_said_in_one_line(error, text, capsys):
+    def action():
+        raise error
+
+    assert as_program("ringdance x", action) == 2
+    assert capsys.readouterr().err == f"ringdance x: {text}\n"
 
 
 def test_run_passes_everything_on_to_the_launcher(monkeypatch):
