@@ -16,7 +16,7 @@ import pytest
 import ringdance
 from horovod.runner.options import parse_args
 from ringdance.cli import main
-from ringdance.errors import pip_install
+from ringdance.errors import LaunchError, optional, pip_install
 from ringdance.launch.parser import as_program
 from ringdance.settings import SETTINGS
 
@@ -134,6 +134,25 @@ def test_what_the_system_refuses_is_said_in_one_line(error, text, capsys):
 
     assert as_program("ringdance x", action) == 2
     assert capsys.readouterr().err == f"ringdance x: {text}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("from json import nothing", "cannot be imported: cannot import name 'nothing' from 'json'"),
+        ("from broken import nothing", "cannot be imported: cannot import name 'nothing' from"),
+        ("import no_such_part", "cannot be imported: No module named 'no_such_part'"),
+    ],
+)
+def test_a_broken_package_is_not_called_missing(source, text, tmp_path, monkeypatch):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(LaunchError, match=f"^broken is installed, but {text}"):
+        optional("broken.part", LaunchError, "X needs broken")
+    with pytest.raises(LaunchError, match=r"^X needs missing: .*pip install missing$"):
+        optional("missing.part", LaunchError, "X needs missing")
 
 
 def test_run_passes_everything_on_to_the_launcher(monkeypatch):
