@@ -16,6 +16,7 @@ from kubernetes_api import KINDS, Api
 
 from ringdance.errors import LaunchError
 from ringdance.submit.kubernetes import kubectl
+from ringdance.submit.kubernetes.cli import main
 from ringdance.submit.kubernetes.kubectl import Kubectl
 
 yaml = pytest.importorskip("yaml")
@@ -100,6 +101,14 @@ def test_convert_keeps_what_is_no_mpijob_and_notes_what_it_did() -> None:
     assert new["apiVersion"] == "kubeflow.org/v2beta1"
     assert "old: the worker's command 'sleep 1d' has been removed" in done.stderr
     assert k8s("convert", "-", stdin=json.dumps([1])).returncode == 2
+
+
+def test_what_is_no_utf8_is_not_altered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_bytes("kind: ConfigMap\ndata: {a: é}\n".encode("latin1"))
+    assert main(["convert", str(tmp_path / "job.yaml")]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "job.yaml: byte 0xe9 at position 26 (line 2) is no UTF-8; convert" in shown.err
 
 
 def test_submit_logs_and_delete(run: Run, api: Api) -> None:
