@@ -190,6 +190,20 @@ def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
         estimator(code_location=location).fit(wait=False)
 
 
+def test_lost_keys_are_reported_in_one_line() -> None:
+    """AWS's library has errors of its own beside the service's refusals."""
+    exceptions = pytest.importorskip("botocore.exceptions")
+
+    def lost(*_: Any, **__: Any) -> Any:
+        raise exceptions.NoCredentialsError
+
+    with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
+        client.make_bucket(SimpleNamespace(head_bucket=lost), BUCKET, "us-east-1", "1")
+    job = SimpleNamespace(describe_training_job=lambda **_: {"TrainingJobStatus": "Completed"})
+    with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
+        client.follow(SimpleNamespace(get_paginator=lost), job, NAME, 0.0)
+
+
 def test_old_names_are_accepted_with_a_warning() -> None:
     old = {
         "train_instance_type": "ml.c5.xlarge", "train_instance_count": 3, "train_max_run": 60,
