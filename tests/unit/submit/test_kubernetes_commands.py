@@ -194,6 +194,15 @@ def test_what_was_created_before_a_failure_is_deleted(run: Run, api: Api) -> Non
     assert set(api.objects) == {("trainjobs", "lab", "pi")}
 
 
+def test_what_was_created_without_an_answer_is_deleted(run: Run, api: Api) -> None:
+    api.lost = {"mpijobs", "trainjobs"}
+    for kind in ("MPIJob", "TrainJob"):
+        done = run("submit", "--kind", kind, *WANTED)
+        assert (done.returncode, "(Timeout)" in done.stderr) == (2, True), done.stderr
+        assert "may still be there" not in done.stderr
+        assert not api.objects
+
+
 def test_a_job_that_waits_for_nodes_says_so(run: Run, api: Api) -> None:
     assert run("submit", *WANTED).returncode == 0
     condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes have 8 GPUs"}
