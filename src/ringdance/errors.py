@@ -60,13 +60,16 @@ def optional(
         more: the error's text after the advice.
 
     Raises:
-        BaseException: `error`, with what to install.
+        BaseException: `error`, with what to install, or why what is installed cannot be imported.
     """
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        install = pip_install(package or module.partition(".")[0])
-        raise error(f"{why or missing}: {install}{more}") from None
+        top = module.partition(".")[0]
+        text = f"{why or missing}: {pip_install(package or top)}{more}"
+        if missing.name != top or not isinstance(missing, ModuleNotFoundError):
+            text = f"{top} is installed, but cannot be imported: {missing}"
+        raise error(text) from None
 
 
 class RingdanceError(Exception):

@@ -66,13 +66,18 @@ def test_ranks_have_all_cores_and_gpus_of_their_host(
         "import os, subprocess\n"
         "steps = subprocess.check_output(['scontrol', 'show', 'step', os.environ['JOB']], text=True)\n"
         "cores = sorted({word for word in steps.split() if word.startswith('CPUs=')})\n"
-        "print(cores, os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
+        "sizes = {n: v for n, v in os.environ.items() if n.endswith('PER_TASK') or n == 'SLURM_GPUS'}\n"
+        "print(cores, os.environ.get('CUDA_VISIBLE_DEVICES'), sorted(sizes.items()))\n"
     )
     run = f"JOB=$SLURM_JOB_ID {variables} exec {' '.join(RUN)} python {tmp_path}/step.py"
     done = cluster.run("salloc", "--quiet", "--nodes=2", "--ntasks=4", *options, "sh", "-c", run)
     assert done.returncode == 0, done.stderr
-    there = sorted(line for line in done.stdout.splitlines() if "<h2>" in line)
-    assert there == [f"[{rank}]<h2> ['CPUs=4'] 0,1" for rank in (2, 3)], done.stdout
+    lines = sorted(done.stdout.splitlines())
+    there = [line.partition(" 0,1 ")[0] for line in lines if "<h2>" in line]
+    assert there == [f"[{rank}]<h2> ['CPUs=4']" for rank in (2, 3)], done.stdout
+    sizes = {line.partition("[(")[2] for line in lines}
+    assert len(sizes) == 1, done.stdout
+    assert "SLURM_" in sizes.pop()
 
 
 def test_much_output_comes_whole(cluster: Slurm, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -15,7 +16,8 @@ import pytest
 import ringdance
 from horovod.runner.options import parse_args
 from ringdance.cli import main
-from ringdance.errors import pip_install
+from ringdance.errors import LaunchError, optional, pip_install
+from ringdance.launch.parser import as_program
 from ringdance.settings import SETTINGS
 
 
@@ -115,6 +117,42 @@ def test_a_closed_pipe_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "disk: No space left on device"),
+        (OSError(errno.EACCES, "Permission denied", "/a"), "/a: Permission denied"),
+        (OSError(errno.ECONNREFUSED, "Connection refused"), "ConnectionRefusedError: Connection refused"),
+        (TimeoutError("timed out"), "TimeoutError: timed out"),
+    ],
+)
+def test_what_the_system_refuses_is_said_in_one_line(error, text, capsys):
+    def action():
+        raise error
+
+    assert as_program("ringdance x", action) == 2
+    assert capsys.readouterr().err == f"ringdance x: {text}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("from json import nothing", "cannot be imported: cannot import name 'nothing' from 'json'"),
+        ("from broken import nothing", "cannot be imported: cannot import name 'nothing' from"),
+        ("import no_such_part", "cannot be imported: No module named 'no_such_part'"),
+    ],
+)
+def test_a_broken_package_is_not_called_missing(source, text, tmp_path, monkeypatch):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(LaunchError, match=f"^broken is installed, but {text}"):
+        optional("broken.part", LaunchError, "X needs broken")
+    with pytest.raises(LaunchError, match=r"^X needs missing: .*pip install missing$"):
+        optional("missing.part", LaunchError, "X needs missing")
 
 
 def test_run_passes_everything_on_to_the_launcher(monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -53,14 +55,14 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the line of srun that runs `program` once on a node of the job, with all that the job has there.
 
-    srun must not have the variables that :func:`step_environ` leaves out.
+    srun must not have the variables that :func:`of_a_step` finds.
     """
     line = [
         "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none", "--cpu-bind=none",
         "--mem=0", "--kill-on-bad-exit=0", "--quiet",
     ]  # fmt: skip
     # GPUs that were not requested for each node are not a step's by default, but one task's, or an error.
-    by_task = any(re.search("GPU|TRES", name) for name in environ.keys() - step_environ(environ).keys())
+    by_task = re.search("GPU|TRES", " ".join(of_a_step(environ)))
     if by_task and shutil.which("scontrol"):
         with _asking:  # once for all nodes: slurmctld serves the whole cluster
             found = _resources(environ.get("SLURM_JOB_ID") or environ["SLURM_JOBID"])
@@ -68,17 +70,22 @@ def step(host: str, program: Sequence[str], environ: Mapping[str, str]) -> list[
     return [*line, *program]
 
 
-def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a :func:`step`: without sizes of tasks, to which it would be confined."""
-    return {name: value for name, value in environ.items() if not _OF_A_STEP.fullmatch(name)}
+def of_a_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return sizes of tasks, which srun would take as options of a :func:`step` and confine it to them."""
+    return {name: value for name, value in environ.items() if _OF_A_STEP.fullmatch(name)}
 
 
 @cache
 def _resources(job: str) -> dict[str, str]:
     """Return the generic resources that a job has on each of its nodes, such as ``gpu:2``."""
     asked = ["scontrol", "--details", "show", "job", job]
-    text = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    found = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", text, re.MULTILINE)
+    done = subprocess.run(asked, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        why = done.stderr.strip() or f"exit code {done.returncode}"
+        print(f"ringdance: {shlex.join(asked)}: {why}. Ranks may miss GPUs of their nodes", file=sys.stderr)
+    # Of an array's first job there are the records of all tasks.
+    own = re.search(rf"^JobId={job}\b(?s:.*?)(?=^JobId=|\Z)", done.stdout, re.MULTILINE)
+    found = re.findall(r"^\s+Nodes=(\S+) .*GRES=(\S+)$", own[0] if own else "", re.MULTILINE)
     return {name: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for name in expand(nodes)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 from ringdance.errors import ArgumentError, LaunchError
 
 _UNKNOWN = "unrecognized arguments:"
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _CHOICE = re.compile(r"invalid choice: '?([^'\s]*)'? \(choose from (.*)\)")
 
 
@@ -78,5 +80,6 @@ def as_program(name: str, action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except OSError as error:
-        print(f"{name}: {error.filename or 'disk'}: {error.strerror or error}", file=sys.stderr)
+        kind = "disk" if error.errno in _OF_A_DISK else type(error).__name__
+        print(f"{name}: {error.filename or kind}: {error.strerror or error}", file=sys.stderr)
         return 2

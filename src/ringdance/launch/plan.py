@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ringdance.cluster.hostfile import HostList
+from ringdance.cluster.slurm import of_a_step
 from ringdance.errors import LaunchError, pip_install
 from ringdance.launch.agent.paths import bare_command, rank_line
 from ringdance.launch.hosts import (
@@ -119,7 +120,8 @@ class Plan:
 
     def forwarded(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables for ranks on other hosts, from the launcher's `own`."""
-        return self.environ(forwarded(own, self.forward))
+        hidden = of_a_step(own) if self.method == "srun" else {}  # from srun, which passes all else on
+        return self.environ(hidden | forwarded(own, self.forward))
 
     def describe(self, own: Mapping[str, str] | None = None) -> str:
         """Describe for people what would be started; `own` is the launcher's environment."""

@@ -9,7 +9,7 @@ import pytest
 
 from ringdance.cluster.allocation import Allocation
 from ringdance.cluster.detect import detect
-from ringdance.cluster.slurm import counts, expand, step, step_environ
+from ringdance.cluster.slurm import counts, expand, of_a_step, step
 from ringdance.errors import LaunchError
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.spec import JobSpec
@@ -60,7 +60,9 @@ def test_a_slurm_allocation(more: dict[str, str], slots: list[int]) -> None:
     assert (found.source, found.method) == ("Slurm job 7", "ssh")
 
 
-def test_a_step_is_not_confined_to_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_not_confined_to_one_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What srun reads of its environment, by the man pages of Slurm 22.05 and later ones."""
     names = (
         "CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "CPUS_PER_GPU", "GPUS",
@@ -69,20 +71,28 @@ def test_a_step_is_not_confined_to_one_task(tmp_path: Path, monkeypatch: pytest.
     )  # fmt: skip
     sizes = {f"SLURM_{name}": "1" for name in names}
     kept = {**SLURM, "SLURM_CONF": "/c", "SLURM_GPUS_PER_NODE": "2", "SLURM_JOB_CPUS_PER_NODE": "8"}
-    assert step_environ({**kept, **sizes, "SRUN_CPUS_PER_TASK": "1"}) == kept
+    sizes["SRUN_CPUS_PER_TASK"] = "1"
+    assert of_a_step({**kept, **sizes}) == sizes
     assert not [word for word in step("n2", ["x"], kept) if "gres" in word]
 
     (tmp_path / "scontrol").write_text(
-        "#!/bin/sh\n[ \"$*\" = '--details show job 7' ] || exit 1\n"
+        "#!/bin/sh\n[ \"$*\" = '--details show job 7' ] || { echo no controller >&2; exit 1; }\n"
+        "echo 'JobId=7 ArrayJobId=7 ArrayTaskId=2 JobName=x'\n"
         "echo '   JOB_GRES=gpu:a100:5'\n"
         "echo '     Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1(IDX:0)'\n"
         "echo '     Nodes=n3 CPU_IDs=0-3 Mem=0 GRES='\n"
+        "echo; echo 'JobId=70 ArrayJobId=7 ArrayTaskId=1 JobName=x'\n"
+        "echo '     Nodes=n[1-3] CPU_IDs=4-7 Mem=0 GRES=gpu:a100:4(IDX:2-5)'\n"
     )
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     words = step("n2", ["x", "y"], {**kept, **sizes})
     assert words[-3:] == ["--gres=gpu:a100:2,nic:1", "x", "y"]
     assert not [word for word in step("n3", ["x"], {**kept, **sizes}) if "gres" in word]
+    for host in ("n1", "n2"):
+        words = step(host, ["x"], {**kept, **sizes, "SLURM_JOB_ID": "8"})
+        assert "gres" not in " ".join(words)
+    assert capsys.readouterr().err.count("show job 8: no controller. Ranks may miss GPUs") == 1
 
 
 def test_a_slurm_allocation_that_contradicts_itself() -> None:

@@ -59,8 +59,20 @@ def test_what_may_be_secret_is_shown_nowhere(name: str) -> None:
         JobRequest(command=["true"], image="i", name="n", env={name: "hunter2"}).check()
 
 
+@pytest.mark.parametrize("value", ["hunter2", '"hunter2"', "'a hunter2'", r"\"a hunter2\"", '"hunter2'])
+def test_quoted_values_are_not_shown(value: str) -> None:
+    for name in ("WANDB_API_KEY", "--api-key", "HF_TOKENS"):
+        assert shown_text(f"-x {name}={value}") == f"-x {name}=(not shown)"
+    assert shown_text(f"-x A_KEY={value} -x B=1").endswith("(not shown) -x B=1") or value == '"hunter2'
+
+
 def test_what_is_no_secret_is_shown() -> None:
-    for name, value in (("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "2"), ("AUTHOR", "me")):
-        assert not is_secret(name, value)
+    for text in (
+        "TOKENIZERS_PARALLELISM=false", "OMP_NUM_THREADS=2", "AUTHOR=me", "MAX_TOKENS=4096",
+        "NUM_TOKENS=1.5B", "tokens-per-batch=8192", "SORT_KEY=name", "image-key=jpg", "AUTHENTICATED=me",
+        "PRIVATE_DATASET=a/b", "USE_AUTH=true",
+    ):  # fmt: skip
+        assert not is_secret(*text.split("="))
+        assert shown_text(f"-x {text}") == f"-x {text}"
     assert is_secret("HTTPS_PROXY", "http://me:hunter2@proxy:80")
     assert not is_secret("HTTPS_PROXY", "http://proxy:80")

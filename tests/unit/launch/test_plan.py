@@ -231,6 +231,14 @@ def test_what_is_a_machines_own_is_not_forwarded() -> None:
     assert not any(name.startswith(("NVIDIA_", "BASH_FUNC_")) for name in found)
 
 
+def test_what_srun_must_not_have_reaches_the_ranks() -> None:
+    own = {"SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS": "2"}
+    for forward in (("all",), ("none",)):
+        found = plan(**WIDE, environ=own, forward=forward, method="srun").forwarded(own)
+        assert {name: found.get(name) for name in own} == own | {"SLURM_PROCID": None}
+    assert "SLURM_CPUS_PER_TASK" not in plan(**WIDE, environ=own).forwarded(own)
+
+
 def test_secrets_are_in_no_plan() -> None:
     made = plan(**WIDE, environ={"DB_PASSWORD": "hunter2"}, exports={"API_TOKEN": "tok-123"})
     for text in (made.describe({"DB_PASSWORD": "hunter2"}), made.to_json({"DB_PASSWORD": "hunter2"})):

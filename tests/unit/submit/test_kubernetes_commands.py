@@ -16,6 +16,7 @@ from kubernetes_api import KINDS, Api
 
 from ringdance.errors import LaunchError
 from ringdance.submit.kubernetes import kubectl
+from ringdance.submit.kubernetes.cli import main
 from ringdance.submit.kubernetes.kubectl import Kubectl
 
 yaml = pytest.importorskip("yaml")
@@ -102,6 +103,14 @@ def test_convert_keeps_what_is_no_mpijob_and_notes_what_it_did() -> None:
     assert k8s("convert", "-", stdin=json.dumps([1])).returncode == 2
 
 
+def test_what_is_no_utf8_is_not_altered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_bytes("kind: ConfigMap\ndata: {a: é}\n".encode("latin1"))
+    assert main(["convert", str(tmp_path / "job.yaml")]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "job.yaml: byte 0xe9 at position 26 (line 2) is no UTF-8; convert" in shown.err
+
+
 def test_submit_logs_and_delete(run: Run, api: Api) -> None:
     done = run("submit", *WANTED)
     assert (done.returncode, done.stdout) == (0, "mpijob.kubeflow.org/pi created\n"), done.stderr
@@ -183,6 +192,15 @@ def test_what_was_created_before_a_failure_is_deleted(run: Run, api: Api) -> Non
     done = run("submit", "--kind", "TrainJob", *WANTED)
     assert (done.returncode, "ringdance k8s delete pi" in done.stderr) == (2, True), done.stderr
     assert set(api.objects) == {("trainjobs", "lab", "pi")}
+
+
+def test_what_was_created_without_an_answer_is_deleted(run: Run, api: Api) -> None:
+    api.lost = {"mpijobs", "trainjobs"}
+    for kind in ("MPIJob", "TrainJob"):
+        done = run("submit", "--kind", kind, *WANTED)
+        assert (done.returncode, "(Timeout)" in done.stderr) == (2, True), done.stderr
+        assert "may still be there" not in done.stderr
+        assert not api.objects
 
 
 def test_a_job_that_waits_for_nodes_says_so(run: Run, api: Api) -> None:

@@ -190,6 +190,20 @@ def test_what_aws_refuses_is_reported_in_one_line(aws: Any) -> None:
         estimator(code_location=location).fit(wait=False)
 
 
+def test_lost_keys_are_reported_in_one_line() -> None:
+    """AWS's library has errors of its own beside the service's refusals."""
+    exceptions = pytest.importorskip("botocore.exceptions")
+
+    def lost(*_: Any, **__: Any) -> Any:
+        raise exceptions.NoCredentialsError
+
+    with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
+        client.make_bucket(SimpleNamespace(head_bucket=lost), BUCKET, "us-east-1", "1")
+    job = SimpleNamespace(describe_training_job=lambda **_: {"TrainingJobStatus": "Completed"})
+    with pytest.raises(LaunchError, match="AWS: Unable to locate credentials"):
+        client.follow(SimpleNamespace(get_paginator=lost), job, NAME, 0.0)
+
+
 def test_old_names_are_accepted_with_a_warning() -> None:
     old = {
         "train_instance_type": "ml.c5.xlarge", "train_instance_count": 3, "train_max_run": 60,
@@ -369,14 +383,24 @@ def test_the_command_line_s_dry_run_prints_the_request() -> None:
 
 
 def test_secrets_are_not_put_into_the_request() -> None:
-    words = ["--role", COMMON["role"], "--image", COMMON["image_uri"], "-x", "HF_TOKEN=hunter2", "train.py"]
-    done = sagemaker("--dry-run", "--instance-type", "ml.c5.xlarge", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "-x HF_TOKEN: HF_TOKEN holds what looks like a secret" in done.stderr
-    assert "secretsmanager" in done.stderr
-    assert "hunter2" not in done.stderr
-    here = sagemaker("--dry-run", "--instance-type", "local", *words)
-    assert (here.returncode, '"HF_TOKEN": "(not shown)"' in here.stdout) == (0, True), here.stderr
+    common = ["--dry-run", "--role", COMMON["role"], "--image", COMMON["image_uri"]]
+    service, here = [*common, "--instance-type", "ml.c5.xlarge"], [*common, "--instance-type", "local"]
+    for name, words in (
+        ("HF_TOKEN", ["-x", "HF_TOKEN=hunter2", "train.py"]),
+        ("hf-token", ["-x", "MAX_TOKENS=4096", "train.py", "--hf-token", "hunter2"]),
+    ):
+        done = sagemaker(*service, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f": {name} holds what looks like a secret" in done.stderr
+        assert "secretsmanager" in done.stderr
+        assert f"If it is no secret: --plain {name}" in done.stderr
+        assert "hunter2" not in done.stderr
+        for way in (here, [*service, "--plain", name]):
+            done = sagemaker(*way, *words)
+            assert (done.returncode, f'"{name}": "(not shown)"' in done.stdout) == (0, True), done.stderr
+            assert "hunter2" not in done.stdout
+    with pytest.warns(UserWarning, match="hf-token holds what looks like a secret"):
+        estimator(hyperparameters={"hf-token": "hunter2"})
     with pytest.warns(UserWarning, match="HF_TOKEN holds what looks like a secret"):
         estimator(environment={"HF_TOKEN": "hunter2"})
     with pytest.warns(UserWarning, match="custom_mpi_options holds what looks like a secret"):

@@ -20,11 +20,12 @@ _STAYS = re.compile(
 # Settings, on which all ranks must agree.
 _GOES = re.compile(r"(RINGDANCE|HOROVOD|OMPI|OPAL|PMIX|PRTE|MPICH|MPIR_CVAR|HYDRA|I_MPI|FI|UCX|NCCL)_.*")
 _SECRET = re.compile(
-    r"(?i)secret|token(?!i[sz]er)|passw|passphrase|_pwd$|credential|private|_key$|(api|access)_?key"
-    r"|auth(?!or)|connection_?string"
+    r"(?i)secret|token(?!i[sz]er)|passw|passphrase|_pwd$|credential|private(?!_data)|(api|access)_?key"
+    r"|(?<!_sort)(?<!_image)(?<!_label)_key$|auth(?!or|enticated)|connection_?string"
 )
+_PLAIN = re.compile(r"(?i).*tokens(_.*)?=[\d.]+[kmb]?|.*=(true|false|yes|no|on|off|[01])")  # counts, switches
 _USER_IN_URL = re.compile(r"://[^/\s]+@")
-_SET_IN_TEXT = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=([^\s\"'\\]+)")
+_SET_IN_TEXT = re.compile(r"""\b([A-Za-z_][\w-]*)=((\\*["'])?(?(3).*?(?:\3|$)|[^\s"'\\]+))""")
 _NAME = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
 
 
@@ -62,8 +63,10 @@ def forwarded(own: Mapping[str, str], names: Sequence[str] = ALL) -> dict[str, s
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable may hold a secret: by its name, or since its value is a URL with a user's name."""
-    return bool(_SECRET.search(name) or _USER_IN_URL.search(value))
+    """Whether a variable or option may hold a secret: by its name, or as its value is a URL with a user."""
+    name = "_" + name.replace("-", "_")
+    named = _SECRET.search(name) and not _PLAIN.fullmatch(f"{name}={value}")
+    return bool(named or _USER_IN_URL.search(value))
 
 
 def shown(name: str, value: str) -> str:

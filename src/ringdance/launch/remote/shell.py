@@ -67,7 +67,8 @@ class RemoteShell:
     @property
     def environ(self) -> dict[str, str]:
         """The environment that `command` needs."""
-        return slurm.step_environ(os.environ)
+        hidden = slurm.of_a_step(os.environ)
+        return {name: value for name, value in os.environ.items() if name not in hidden}
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         """Return the command line that runs `program` on `host`.

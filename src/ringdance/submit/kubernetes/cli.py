@@ -98,7 +98,15 @@ def _print(documents: Sequence[Document], as_json: bool) -> None:
 
 def _read(file: str) -> list[Document]:
     """Read the documents of a file of YAML or JSON."""
-    text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8", "replace")
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise LaunchError(
+            f"{file}: byte {data[error.start]:#x} at position {error.start} (line {line}) is no UTF-8; "
+            f"convert the file, as in: iconv -f latin1 -t utf-8 {file}"
+        ) from None
     try:
         found = [json.loads(text)]
     except ValueError:

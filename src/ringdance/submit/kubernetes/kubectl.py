@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,9 @@ _NEVER = re.compile("InvalidImageName|ErrImageNeverPull")
 # The kubelet tries again, after 10 s, then after 20, 40, ...: a registry may have been busy.
 _RETRIED = re.compile("ErrImagePull|(ImagePull|CrashLoop)BackOff|CreateContainer(Config)?Error")
 _RETRIED_S = 150.0
+# What was asked for may have been done, or not.
+_LOST = re.compile("no answer|time(d )?out|EOF|connection (lost|reset)|deadline exceeded", re.IGNORECASE)
+_MANAGERS = ("--ignore-not-found", "--show-managed-fields", "-o", "json")
 
 
 @dataclass
@@ -115,14 +119,16 @@ def submit(documents: Sequence[Document], kubectl: Kubectl) -> str:
     """Create the documents and return kubectl's output.
 
     Raises:
-        LaunchError: the cluster refuses one: with the next step where it is known. None is left.
+        LaunchError: the cluster refuses one: with the next step where it is known. None is left,
+            not even one whose answer was lost.
     """
-    output = ""
+    output, manager = "", f"ringdance-{secrets.token_hex(8)}"  # by which objects are known as made here
+    create = ("create", "-f", "-", f"--field-manager={manager}")
     for number, document in enumerate(documents):
         name, kind = document["metadata"]["name"], document["kind"]
         try:
             # As JSON, which kubectl takes too: no YAML package is needed.
-            output += kubectl.run("create", "-f", "-", stdin=json.dumps(document))
+            output += kubectl.run(*create, stdin=json.dumps(document))
         except LaunchError as error:
             text = str(error)
             if "AlreadyExists" in text or "already exists" in text:
@@ -130,11 +136,12 @@ def submit(documents: Sequence[Document], kubectl: Kubectl) -> str:
             elif "no matches for kind" in text or "resource type" in text:
                 operator = _OPERATORS.get(kind, "its operator")
                 text += f"\nThe cluster does not know {kind}: an administrator must install {operator}"
-            for made in documents[:number]:
+            for made in documents[: number + bool(_LOST.search(text))]:
                 try:
-                    kubectl.run("delete", "-f", "-", stdin=json.dumps(made))
+                    if manager in kubectl.run("get", "-f", "-", *_MANAGERS, stdin=json.dumps(made)):
+                        kubectl.run("delete", "-f", "-", stdin=json.dumps(made))
                 except LaunchError as left:
-                    text += f"\nThe {made['kind']} created before it is still there: {left}"
+                    text += f"\n{made['kind']} {made['metadata']['name']} may still be there: {left}"
             raise LaunchError(text) from None
     return output
 

@@ -76,10 +76,12 @@ def make_bucket(s3: Any, bucket: str, region: str, account: str) -> None:
     Raises:
         LaunchError: it exists and belongs to another account, since its name can be guessed; or AWS refuses.
     """
-    from botocore.exceptions import ClientError
+    from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         s3.head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
+    except BotoCoreError as error:  # no key, no network, ...
+        raise LaunchError(f"AWS: {error}") from None
     except ClientError as error:
         if error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
             raise LaunchError(
@@ -119,7 +121,7 @@ def follow(logs: Any, sagemaker: Any, name: str, pause: float = 5.0) -> None:
 
 def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
     """Print new events; `seen` keeps each host's position in its stream."""
-    from botocore.exceptions import ClientError
+    from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         pages = logs.get_paginator("describe_log_streams").paginate(
@@ -128,6 +130,8 @@ def _show(logs: Any, name: str, seen: dict[str, str | None]) -> None:
         for page in pages:
             for stream in page["logStreams"]:
                 seen.setdefault(stream["logStreamName"], None)
+    except BotoCoreError as error:
+        raise LaunchError(f"AWS: {error}") from None
     except ClientError:  # there is no group before an account's first job prints
         return
     for stream_name, token in list(seen.items()):

@@ -48,6 +48,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", action="append", default=[], metavar="NAME=S3URI[,...]", help=text)
     add("--sharded", action="store_true", help="in all channels each host gets a part of the objects")
     add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the containers")
+    text = "it is no secret, though its name looks like one: a variable of -x, or an argument of the script"
+    add("--plain", action="append", default=[], metavar="NAME", help=text)
     add("--metric", action="append", default=[], metavar="NAME=REGEX", help="a metric to find in the output")
     add("--name", help="of the job (default: the script's name and the time)")
     add("--no-wait", action="store_true", help="do not wait for the end")
@@ -62,24 +64,26 @@ def _submit(arguments: argparse.Namespace) -> int:
     mode = "ShardedByS3Key" if arguments.sharded else "FullyReplicated"
     metrics = [{"Name": name, "Regex": regex} for name, regex in pairs("--metric", arguments.metric).items()]
     environment = parse_exports(arguments.env, os.environ)
-    local = arguments.instance_type in LOCAL
-    if secrets := [name for name, value in environment.items() if is_secret(name, value) and not local]:
-        raise LaunchError(f"-x {secrets[0]}: {secrets[0]} {KEPT_IN_CLEAR}")
+    parameters = hyperparameters(arguments.arguments)
+    sent = () if arguments.instance_type in LOCAL else (*environment.items(), *parameters.items())
+    for name, value in sent:
+        if is_secret(name, str(value)) and name not in arguments.plain:
+            raise LaunchError(f"{name} {KEPT_IN_CLEAR}. If it is no secret: --plain {name}")
     given = pairs("--input", arguments.input)
     inputs = {name: Input.parse(text, distribution=mode) for name, text in given.items()}
     estimator = from_arguments(
         Estimator,
         arguments,
         entry_point=arguments.script,
-        hyperparameters=hyperparameters(arguments.arguments),
+        hyperparameters=parameters,
         environment=environment,
         metric_definitions=metrics,
     )
     if arguments.dry_run:
         request = estimator.request(inputs, arguments.name)
-        if "Environment" in request:
-            request["Environment"] = {n: shown(n, value) for n, value in request["Environment"].items()}
-        print(shown_text(json.dumps(request, indent=2)))
+        for part in {"Environment", "HyperParameters"} & request.keys():
+            request[part] = {name: shown(name, shown_text(text)) for name, text in request[part].items()}
+        print(json.dumps(request, indent=2))
     else:
         estimator.fit(inputs, not arguments.no_wait, not arguments.quiet, arguments.name)
     return 0

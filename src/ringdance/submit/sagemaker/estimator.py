@@ -173,7 +173,8 @@ class Estimator(TrainingJob):
             raise ArgumentError(
                 f"max_wait ({self.max_wait}) is for spot instances only: give use_spot_instances=True too"
             )
-        in_clear = [name for name, value in (self.environment or {}).items() if is_secret(name, value)]
+        given = [*(self.environment or {}).items(), *self.hyperparameters.items()]
+        in_clear = [name for name, value in given if is_secret(name, str(value))]
         if shown_text(self.custom_mpi_options) != self.custom_mpi_options:
             in_clear.append("custom_mpi_options")
         for name in in_clear if not self.local else ():
