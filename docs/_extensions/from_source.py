@@ -25,7 +25,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from ringdance.doctor.checks import CHECKS
-from ringdance.settings import NO_EFFECT, SETTINGS, Setting, show
+from ringdance.settings import NO_EFFECT, SETTINGS, show
 from ringdance.settings.names import BUILD_NAMES, LAUNCHER_NAMES
 
 Row = tuple[str, ...]
@@ -46,17 +46,13 @@ def settings_rows() -> Iterator[Row]:
     """Name in the environment, default, meaning; of the settings that Ringdance itself has."""
     for setting in SETTINGS:
         names = f"`{setting.own}`" + (f"<br>`{setting.legacy}`" if setting.legacy else "")
-        yield names, show(setting, setting.default), plain(setting.doc) + _without_effect(setting)
-
-
-def _without_effect(setting: Setting) -> str:
-    return f" *No effect: {setting.no_effect}.*" if setting.no_effect else ""
+        yield names, show(setting, setting.default), plain(setting.doc)
 
 
 def horovod_rows() -> Iterator[Row]:
     """Each ``HOROVOD_*`` variable and its effect; those of the build and of its launchers in one row each."""
     for setting in SETTINGS:
-        if setting.legacy and not setting.no_effect:
+        if setting.legacy:
             own = f" Default: {show(setting, setting.default)}. Also `{setting.own}`."
             yield f"`{setting.legacy}`", plain(setting.doc) + own
     for name, (_, reason) in NO_EFFECT.items():

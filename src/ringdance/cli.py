@@ -136,7 +136,7 @@ def _settings(changed: bool, as_json: bool) -> int:
             return 2
     chosen = [k for k in SETTINGS if not changed or getattr(settings, k.name) != k.default]
     if as_json:
-        fields = ("name", "default", "unit", "doc", "no_effect")
+        fields = ("name", "default", "unit", "doc")
         rows = [
             {field: getattr(k, field) for field in fields}
             | {"value": getattr(settings, k.name), "origin": settings.origin(k.name)}
@@ -150,8 +150,7 @@ def _settings(changed: bool, as_json: bool) -> int:
             print(f"{k.name} = {show(k, getattr(settings, k.name))}   [{origin}]")
             if origin != "default":
                 print(f"    default: {show(k, k.default)}")
-            note = f" No effect: {k.no_effect}." if k.no_effect else ""
-            print(textwrap.fill(k.doc + note, 100, initial_indent="    ", subsequent_indent="    "))
+            print(textwrap.fill(k.doc, 100, initial_indent="    ", subsequent_indent="    "))
             print("    " + ", ".join(name for name in (k.own, k.legacy) if name))
         if changed and not chosen:
             print("All settings have their default values.")

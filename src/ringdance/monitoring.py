@@ -12,8 +12,6 @@ from ringdance.errors import ArgumentError
 from ringdance.monitor.client import MonitorClient
 from ringdance.settings import Settings
 
-__all__ = ["Monitoring"]
-
 _log = logging.getLogger("ringdance")
 
 DYNAMIC = "DYNAMIC"

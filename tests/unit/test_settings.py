@@ -11,8 +11,6 @@ from ringdance.errors import SettingError
 from ringdance.settings import SETTINGS, Settings, SettingWarning, load, show
 from ringdance.settings.parse import STEPS
 
-WORKING = [setting for setting in SETTINGS if not setting.no_effect]
-
 
 def quiet(environ: dict[str, str]) -> Settings:
     """load(), failing when it warns."""
@@ -207,7 +205,7 @@ def test_a_shutdown_time_below_the_check_time_is_ignored():
 
 def test_every_working_setting_can_be_set_by_its_own_name():
     """With the text of its default: no setting is declared with a name that load() does not read."""
-    for setting in WORKING:
+    for setting in SETTINGS:
         written = show(setting, setting.default).removesuffix(f" {setting.unit}")
         if written == "(empty)":
             written = "1:2" if setting.parser is STEPS else "1"

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from ringdance.core.ring import Record
 
-__all__ = ["Chunk", "activities", "chunks_of", "phases"]
-
 Span = tuple[str, int, int]
 WAIT, COPY_OUT, REDUCE, COPY_IN = (
     "WAIT_FOR_DATA", "MEMCPY_OUT_FUSION_BUFFER", "MPI_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["END", "ChromeWriter"]
-
 END = "end of the timeline: "
 """How the names of events begin that only a file with an end has."""
 

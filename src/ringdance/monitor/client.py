@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MonitorClient"]
-
 _BOOT = "import sys;sys.path.insert(0,sys.argv.pop(1));from ringdance.monitor.main import main;main()"
 _WRITING_S = 60.0  # a file of the largest size takes five
 _BOARD_S = 15.0  # its packages may take as long to be imported as a short run on a busy host

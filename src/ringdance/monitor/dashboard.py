@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib import resources
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Print the dashboard as JSON."""

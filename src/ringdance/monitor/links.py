@@ -16,8 +16,6 @@ from ringdance.core.ring import Label, RingReader, Who
 from ringdance.launch.messages import Frames
 from ringdance.launch.system import tcp
 
-__all__ = ["Clock", "Follower", "RemoteRing", "Sender"]
-
 _FIRST_ROUNDS = 8
 _REPEAT_S = 1.0
 _TRIPS = 30

@@ -32,8 +32,6 @@ from ringdance.monitor.processes import open_ring, warn
 from ringdance.monitor.tracefile import TraceFile
 from ringdance.transport.eventcount import process_state
 
-__all__ = ["main"]
-
 _POLL_S = 0.05  # while a timeline is written; the ring has room for some seconds
 _IDLE_S = 1.0
 _OTHERS_S = 2.0  # for other hosts' last records

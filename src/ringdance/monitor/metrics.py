@@ -18,7 +18,6 @@ from ringdance.errors import pip_install
 if TYPE_CHECKING:
     from ringdance.monitor.tensorboard import TensorBoard
 
-__all__ = ["Metrics"]
 
 _SPARSER = 1000  # so many intervals at most in the time until now: a long run's file grows slowly
 

@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["FIGURES", "Figure", "RankCollector", "serve"]
-
 _SILENT_S = 10.0  # that a client may be, in its request or while it reads the answer
 _THREADS = 64
 

@@ -8,8 +8,6 @@ import os
 
 from ringdance.core.ring import RING_NAME, RingReader, Word, memories
 
-__all__ = ["open_ring", "warn"]
-
 
 def open_ring(pid: int) -> RingReader | None:
     """Return a reader of a process's ring, the one in use if there are several; None if there is none."""

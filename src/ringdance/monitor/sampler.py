@@ -13,8 +13,6 @@ import psutil
 
 from ringdance.core.ring import RingReader, Word
 
-__all__ = ["Sampler", "counters"]
-
 Row = dict[str, Any]
 
 _FRESH_S = 0.5  # CPU use between two samples means nothing for less

@@ -18,7 +18,6 @@ finally:
     for _name in _without:
         del sys.modules[_name]
 
-__all__ = ["TensorBoard"]
 
 _RATES = {
     "steps": "steps_per_second", "bytes": "bytes_per_second", "exposed_seconds": "exposed_share",

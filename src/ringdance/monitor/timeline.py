@@ -14,8 +14,6 @@ from ringdance.core.ring import Kind, Label, Record, Who
 from ringdance.monitor.activities import activities, chunks_of, phases
 from ringdance.monitor.chrome import ChromeWriter
 
-__all__ = ["Timeline"]
-
 COLLECTIVES = (
     "ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_SET",
     "REMOVE_SET",

@@ -12,8 +12,6 @@ from ringdance.monitor.chrome import END, ChromeWriter
 from ringdance.monitor.links import Clock, RemoteRing
 from ringdance.monitor.timeline import Timeline
 
-__all__ = ["TraceFile"]
-
 _SLICE = 500  # records converted at once
 _RECORDS = 1 << 19  # at most: about 200 MB of JSON, which viewers still open
 # Converting takes longer than the ranks take to write, and they may need all cores: while they run it gets so

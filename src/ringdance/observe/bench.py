@@ -22,8 +22,6 @@ from ringdance.launch.spec import CommandError
 from ringdance.observe.limits import Limit
 from ringdance.subcommands import Subcommand
 
-__all__ = ["main"]
-
 INPUT_MARK = "::ringdance-input::"  # as of ringdance.training.loaders.input_check
 PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {

@@ -15,8 +15,6 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.observe.files import NO_FORMAT, read_regular
 
-__all__ = ["Rank", "Run", "read_run"]
-
 Row = dict[str, Any]
 _NUMBERS = (
     "rank", "pid", "size", "steps", "bytes", "rss_bytes", "time", "exposed_seconds", "cpu_seconds",

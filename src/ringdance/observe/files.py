@@ -7,8 +7,6 @@ from pathlib import Path
 
 from ringdance.errors import LaunchError
 
-__all__ = ["NO_FORMAT", "check_regular", "read_regular"]
-
 NO_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading a file raises whose content is not as expected."""
 

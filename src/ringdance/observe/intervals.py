@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cover"]
-
 Array = NDArray[np.float64]
 
 

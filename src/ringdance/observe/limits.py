@@ -7,8 +7,6 @@ from statistics import fmean
 
 from ringdance.observe.figures import Run
 
-__all__ = ["Limit", "RunLimit", "judge"]
-
 _WORTH = 0.2  # share of the time above which waiting limits a run
 _BUSY_CORES = 0.5  # below it a rank that does not wait for others waits for something else
 _FEW_CORES = 0.15  # the same on a host whose cores are all busy

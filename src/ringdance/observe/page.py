@@ -15,8 +15,6 @@ from ringdance.observe.limits import RunLimit
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
 
-__all__ = ["page"]
-
 _STYLE = Path(__file__).with_name("page.css")
 _EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16
 _KINDS = ("computes", "waits for results", "exchanges")

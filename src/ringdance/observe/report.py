@@ -15,8 +15,6 @@ from ringdance.observe.page import page
 from ringdance.observe.summary import RankTimes, notes, ranks_of
 from ringdance.observe.trace import load
 
-__all__ = ["main"]
-
 _EPILOG = """\
 examples:
   ringdance run -np 4 --output-filename logs python train.py           the run's figures are in logs

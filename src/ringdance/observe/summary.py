@@ -15,8 +15,6 @@ from ringdance.monitor.chrome import END
 from ringdance.observe.intervals import Array, Cover
 from ringdance.observe.trace import Key, Span, Trace
 
-__all__ = ["PARTS", "RankTimes", "notes", "rank_row", "ranks_of", "summarize"]
-
 PARTS = {
     "negotiate": "", "wait_for_data": "WAIT_FOR_DATA", "copy_in": "MEMCPY_IN_FUSION_BUFFER",
     "reduce": "MPI_ALLREDUCE", "copy_out": "MEMCPY_OUT_FUSION_BUFFER", "other": "",

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import count
 
-__all__ = ["bars", "document", "lines", "plot", "spans"]
-
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
 _ids = count()
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5589a", "#8a6d00", "#4aa3df")  # as of page.css

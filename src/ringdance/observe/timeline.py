@@ -17,8 +17,6 @@ from ringdance.launch.parser import Parser, as_program
 from ringdance.observe.summary import PARTS, summarize
 from ringdance.observe.trace import load
 
-__all__ = ["main", "milliseconds", "rank_table"]
-
 _EPILOG = """\
 examples:
   ringdance run -np 4 --timeline t.json python train.py      write a timeline

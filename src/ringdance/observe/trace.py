@@ -12,8 +12,6 @@ from typing import Any
 from ringdance.errors import LaunchError
 from ringdance.observe.files import NO_FORMAT, check_regular
 
-__all__ = ["Key", "Span", "Trace", "load"]
-
 Key = tuple[int, int]
 Span = tuple[str, float, float]
 """Name, begin and end; times are in seconds."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ringdance.settings.names import NO_EFFECT
 from ringdance.settings.parse import (
     ADDRESS,
     BYTES,
@@ -52,11 +51,6 @@ class Setting:
     own: str = ""
     legacy: str = ""
     unusable: Any = None
-
-    @property
-    def no_effect(self) -> str:
-        """Why the setting changes nothing; empty if it works."""
-        return NO_EFFECT.get(self.name.upper(), ("", ""))[1]
 
 
 def _setting(default: T, parser: Parser[T], doc: str, **more: Any) -> T:

@@ -19,8 +19,6 @@ from typing import Any
 
 from ringdance.errors import ArgumentError, LaunchError, optional
 
-__all__ = ["RayExecutor", "RaySettings"]
-
 _Args = Sequence[Any] | None
 _Kwargs = Mapping[str, Any] | None
 _CLOSE_S = 5.0  # for ranks to end by themselves

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ringdance.transport.eventcount import EventCount
     from ringdance.transport.window import Window
 
-__all__ = ["Array", "Hierarchy", "Identity", "Pending", "Transport"]
 
 Array = np.ndarray[Any, Any]
 

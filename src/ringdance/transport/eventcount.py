@@ -14,8 +14,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["HAVE_FUTEX", "NEEDS_FENCE", "SYS_FUTEX", "EventCount", "process_state", "yield_core"]
-
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared between processes
 _MACHINE = platform.machine()
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(_MACHINE, 0)

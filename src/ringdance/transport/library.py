@@ -12,8 +12,6 @@ from typing import Any
 
 from ringdance.errors import LaunchError, pip_install
 
-__all__ = ["finalize", "library_version", "load_mpi"]
-
 _log = logging.getLogger("ringdance")
 _initialized_here = False
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from ringdance.settings.names import RANK_NAMES, SIZE_NAMES
 from ringdance.transport.eventcount import process_state
 
-__all__ = ["missing_rank_report", "waiting_in_init"]
-
 _log = logging.getLogger("ringdance")
 
 _MARK = "ringdance init"  # 15 characters at most

@@ -19,8 +19,6 @@ from ringdance.transport.eventcount import process_state
 from ringdance.transport.library import library_version
 from ringdance.transport.window import Window, window_size
 
-__all__ = ["MpiTransport", "gather", "lost_in_start", "translated"]
-
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
 

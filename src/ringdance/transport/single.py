@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transport
 
-__all__ = ["SingleTransport"]
-
 
 class _Done:
     def test(self) -> bool:

@@ -23,8 +23,6 @@ import numpy as np
 
 from ringdance.transport.eventcount import NEEDS_FENCE, EventCount
 
-__all__ = ["PIGGYBACK_BYTES", "Window", "window_size"]
-
 PIGGYBACK_BYTES = 4096
 
 _LINE = 64

@@ -15,8 +15,6 @@ from ringdance.transport.library import load_mpi
 from ringdance.transport.missing_ranks import missing_rank_report, waiting_in_init
 from ringdance.transport.mpi import MpiTransport, gather, lost_in_start, translated
 
-__all__ = ["rank_list", "wait_for_restart", "world_transport"]
-
 
 def world_transport(
     comm: Any = None,
