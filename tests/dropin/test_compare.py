@@ -45,7 +45,7 @@ def results(directory: Path) -> dict[str, Any]:
 @pytest.mark.limit(400)
 def test_a_strategy_that_fails_is_a_row_and_the_next_time_only_it_is_run(clicks: Path) -> None:
     pytest.importorskip("torch")
-    words = (*COMPARE, "--strategies", "ringdance,ddp", "--rows", "6000")
+    words = (*COMPARE, "--strategies", "ringdance,ddp", "--rows", "20000")
     done = ringdance(clicks, *words, "--framework", "torch", *SMALL, GLOO_SOCKET_IFNAME="nowhere")
     assert done.returncode == 1, done.stderr
     assert "| PyTorch ddp | failed: " in done.stdout
@@ -58,7 +58,7 @@ def test_a_strategy_that_fails_is_a_row_and_the_next_time_only_it_is_run(clicks:
     found = results(clicks)
     assert found["torch-ringdance"] == first["torch-ringdance"]
     for one in found.values():
-        assert one["curve"][-1][0] == 6000 // 256 * 256 + 256
+        assert one["curve"][-1][0] == 20000 // 256 * 256 + 256
         assert one["processes"] == 2
         assert 0 < one["cores_busy"] <= 2 * len(one["curve"])
         assert one["memory"] > 10**7

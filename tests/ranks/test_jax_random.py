@@ -89,7 +89,7 @@ def updated(
 
 
 def weights(values: dict[str, Any]) -> list[Any]:
-    return [np.asarray(one) for one in values.values()]
+    return [np.asarray(values[name]) for name in sorted(values)]  # JAX sorts them where it traces
 
 
 def train(program: Program, directory: Path) -> list[Any]:

@@ -137,6 +137,8 @@ def opened(given: argparse.Namespace) -> None:
     except ArgumentError as error:
         _wrong(f"{error} Both splits are needed: ringdance data generate|prepare ... --validation SHARE.")
     given.data = str(data.resolve())
+    if len(table) < given.batch_size:
+        _wrong(f"{data} has {len(table):,} rows to train on: give a smaller --batch-size.")
     given.rows = given.rows or len(table)
     given.sizes = [table.table_size, table.fields, given.dim, given.hidden]
 
