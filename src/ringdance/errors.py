@@ -67,7 +67,8 @@ def optional(
     except ImportError as missing:
         top = module.partition(".")[0]
         text = f"{why or missing}: {pip_install(package or top)}{more}"
-        if missing.name != top or not isinstance(missing, ModuleNotFoundError):
+        wanted = (missing.name or "").partition(".")[0]
+        if wanted != top or not isinstance(missing, ModuleNotFoundError):
             text = f"{top} is installed, but cannot be imported: {missing}"
         raise error(text) from None
 
