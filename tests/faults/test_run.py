@@ -359,8 +359,10 @@ def test_signals_that_come_together_leave_ranks_their_time(
     signals: list[tuple[int, float]], tmp_path: Path
 ) -> None:
     path = script(tmp_path, SAVES.format(seconds=2))
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else nohup's would stay
     with open(tmp_path / "out", "wb") as output:
         job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
+    signal.signal(signal.SIGHUP, before)
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 3, 20.0) is not None
     for number, after in signals:
         time.sleep(after)
