@@ -81,6 +81,17 @@ def test_another_seed_is_not_gone_on_with(recipe: Any, data: Path, monkeypatch: 
         trained(recipe, data, monkeypatch, f"{same} --seed 1")
 
 
+def test_an_export_that_cannot_begin_ends_all_ranks(
+    recipe: Any, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 makes the directory; the others do not wait for it in the exchange of the table."""
+    shared = Path(hvd.broadcast_object(str(data)))
+    (shared / ".model.partial").write_text("a file is in the way")
+    hvd.broadcast_object(None)
+    with pytest.raises(SystemExit, match=r"--export .*File exists"):
+        trained(recipe, data, monkeypatch, f"--sharded --steps 2 --export {shared / 'model'}")
+
+
 def test_a_step_is_that_of_the_comparison(recipe: Any, data: Path) -> None:
     """Adagrad on sums over the batch, from one first sum, is the other strategies' on means."""
     given = Namespace(data=str(data), batch_size=BATCH, hidden=[8])

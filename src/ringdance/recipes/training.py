@@ -268,9 +268,14 @@ class Training:
             if hvd.rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
+        except OSError as error:
+            problem = f"--export {directory}: {error}"
+        if problem := hvd.broadcast_object(problem):  # else they would wait in the table's exchange
+            raise SystemExit(problem)
+        try:
             if self.table is not None:
                 self.table.save(partial / "table.npy")
-        except OSError as error:  # of the table: on all ranks
+        except OSError as error:  # on all ranks
             problem = f"--export {directory}: {error}"
         # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
         with hvd.pause_stall_check("export"):
