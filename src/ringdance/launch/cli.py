@@ -90,7 +90,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add_host_options(group, "hosts and their slots (default: 1)")
     add = group.add_argument
     text = "variables of this shell that ranks on other hosts get too (default: all but those of a machine "
-    text += "or login; * stands for any text); NAME=VALUE is as of -x"
+    text += "or login; * matches any text); NAME=VALUE is as of -x"
     add("--env", action="append", default=[], metavar="all|none|NAME,...", help=text)
     add("--chdir", default="", metavar="DIR", help="directory of the ranks there (default: as here)")
     text = "network interfaces to use (default: those by which all hosts reach one another)"

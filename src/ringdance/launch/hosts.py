@@ -94,7 +94,7 @@ def local_names(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(4096)
 def _is_own_address(name: str, when: float) -> bool:
-    """Whether `name` stands for an address that a socket of this machine can have; `when` it is asked."""
+    """Return whether a socket of this machine can have `name`'s address; `when` is a part of the key."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):

@@ -33,6 +33,7 @@ from ringdance.launch.output.stream import MpiexecOutput
 from ringdance.launch.prepare import PreparedJob
 from ringdance.launch.ranks import Rank, RankTable
 from ringdance.launch.remote.connect import Remote, close_all, folded, start_local, together
+from ringdance.launch.shutdown import Shutdown
 from ringdance.launch.states import CLEANING, ENDING, LIMITS, TRANSITIONS, WELL, Event, State
 from ringdance.launch.system.cleanup import Cleanup
 from ringdance.launch.system.signals import PASSED_ON, STOPPING, Signals
@@ -44,10 +45,6 @@ _SEE_KILLED_S = 0.5  # the same, when a signal ended it: there is nothing it cou
 _CAUSE_S = 1.0  # another host may report the failure that others follow from
 _TERM_S = 0.2  # after a failure, until ranks that have got SIGTERM are killed
 _QUIET_S = 0.8  # after a signal to the launcher, until it says how long it waits for the ranks
-_AGAIN_S = 0.5  # until a signal that comes again was sent again: a terminal that closes sends SIGHUP twice
-_BEFORE_KILL_S = 5.0  # after a signal of another kind, which a scheduler sends before SIGKILL
-_SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
-_STAY_S = 1.5
 _EXIT_S = 3.0  # mpiexec sometimes hangs after its ranks have ended well
 
 
@@ -94,9 +91,7 @@ class Job:
         self._banner = MpiexecOutput(self._err)
         self._outside: list[Cause] = []  # failures that are no rank's
         self._mpiexec_code: int | None = None
-        self._signal = 0
-        self._signalled = self._end_by = 0.0  # when it came, and when ranks must have ended after it
-        self._failed_before = False  # for a reason of its own
+        self._shutdown = Shutdown(prepared.spec.grace)
         self._cause_until = 0.0
         self._rsh_used = self._retried = self._waited = False
         self._bases: list[str] = []
@@ -171,7 +166,7 @@ class Job:
     def _step(self) -> None:
         now = time.monotonic()
         due = [self._deadline, *self._ranks.due(self._state is State.RUNNING)]
-        again = self._agents.check(self._state not in WELL and not self._signal)
+        again = self._agents.check(self._state not in WELL and not self._shutdown.signal)
         timeout = min(max(0.0, min(due) - now), math.inf if again is None else again)
         for key, _ in self._selector.select(None if math.isinf(timeout) else timeout):
             # What came before in this round may have closed it.
@@ -198,7 +193,7 @@ class Job:
     def _enter(self, state: State) -> None:
         self._banner.quiet = state in ENDING
         if state is State.STOPPING:
-            self._ranks.send(self._term())
+            self._ranks.send(self._shutdown.sigterm())
             if self._ranks.idle:
                 self._deadline = time.monotonic()
         elif state is State.CLEANING_REMOTE:  # before this host: they report to here
@@ -217,8 +212,8 @@ class Job:
             text = f"only {self._ranks.connected} of {self._plan.ranks} ranks started within "
             text += f"{self._spec.start_timeout:g} s (--start-timeout)"
             self._fail("\n  ".join([text, *folded(self._ranks.not_started())]))
-        elif state is State.STOPPING and now < self._end_by and not self._ranks.idle:
-            self._deadline, name = self._end_by, signal_name(self._signal)
+        elif state is State.STOPPING and now < self._shutdown.kill_at and not self._ranks.idle:
+            self._deadline, name = self._shutdown.kill_at, signal_name(self._shutdown.signal)
             text = f"the ranks have {self._spec.grace:g} s to end; Ctrl-C (SIGINT) ends them now"
             self._err(f"ringdance: {name}: {text}\n".encode())
         elif state is State.FAILED and self._ranks.own_failure_reported() and not self._waited:
@@ -229,14 +224,15 @@ class Job:
             self._deadline = math.inf
             self._agents.kill_local()
         else:
-            if state is State.STOPPING and self._signal and (late := self._ranks.running):
-                seconds = f"{now - self._signalled:.1f} s after {signal_name(self._signal)}"
+            number = self._shutdown.signal
+            if state is State.STOPPING and number and (late := self._ranks.running):
+                seconds = f"{now - self._shutdown.came:.1f} s after {signal_name(number)}"
                 self._err(f"ringdance: ranks {spans(late)} have not ended {seconds}: killed\n".encode())
             self._handle(Event.TIMEOUT, _TERM_S)
 
     def _cause_is_awaited(self) -> bool:
         """Return whether another host may still report why ranks have failed."""
-        if self._outside or self._signal or not self._plan.multi_host:
+        if self._outside or self._shutdown.signal or not self._plan.multi_host:
             return False
         if self._agents.pending:  # a silent host may be the cause
             return True
@@ -268,28 +264,14 @@ class Job:
                 self._stop(number)
 
     def _stop(self, number: int) -> None:
-        """End the job after a signal to the launcher: the first one leaves the ranks time."""
-        now = time.monotonic()
-        if not self._signal:
-            self._signal, self._signalled = number, now
-            # The launcher may get it a little later than ranks which all processes' signal has ended.
-            self._failed_before = bool(self._outside) or not self._ranks.told_to_end
-            if self._state is State.FAILED and not self._failed_before:
-                self._deadline = math.inf
-            self._end_by = min(now + self._spec.grace, self._deadline)
-        elif number in (signal.SIGINT, self._signal):
-            again = _SAME_S if number == signal.SIGINT else _AGAIN_S
-            if number != self._signal or now - self._signalled > again:
-                self._end_by = now
-        else:  # LSF sends SIGINT, SIGTERM, SIGKILL, each 10 s after the one before
-            self._end_by = min(self._end_by, max(now, self._signalled + _AGAIN_S) + _BEFORE_KILL_S)
-        self._handle(Event.STOP, max(0.0, min(self._end_by - now, _QUIET_S)))
-
-    def _term(self) -> dict[str, Any]:
-        """Return the message that asks a rank to end; mpiexec, which would end the others, learns later."""
-        stay = max(self._end_by - time.monotonic(), 0.0) + _STAY_S
-        after = _SAME_S if self._signal else 0.0
-        return {"signal": int(signal.SIGTERM), "after": after, "stay": stay}
+        """End the job after a signal to the launcher."""
+        # It may get it a little later than ranks which the same signal, sent to all processes, has ended.
+        caused = not self._outside and self._ranks.signals_ended_failed
+        if not self._shutdown.signal and self._state is State.FAILED and caused:
+            self._deadline = math.inf
+        self._shutdown.add(number, self._deadline, caused)
+        left = self._shutdown.kill_at - time.monotonic()
+        self._handle(Event.STOP, max(0.0, min(left, _QUIET_S)))
 
     # --- ranks ---------------------------------------------------------------------------------
 
@@ -306,7 +288,7 @@ class Job:
             rank.pid = message["pid"]
             self.on_note(f"rank {rank.rank} runs on {rank.host}, pid {rank.pid}")
             if self._state is State.STOPPING:  # it was about to start when the others got theirs
-                link.send(self._term())
+                link.send(self._shutdown.sigterm())
             if self._ranks.started:
                 self._handle(Event.STARTED)
         elif rank and "stopped" in message:
@@ -428,7 +410,7 @@ class Job:
 
     @property
     def _results_wanted(self) -> bool:
-        well = self._ranks.completed and not self._outside and not self._signal
+        well = self._ranks.completed and not self._outside and not self._shutdown.signal
         return well and self._results is not None
 
     def _result(self) -> Verdict | int:
@@ -449,13 +431,14 @@ class Job:
         self._ranks.show_held(verdict)
         self._ranks.flush_merged(everything=True)
         unfinished = self._results is not None and not self._results.kept
-        if self._signal and (verdict or unfinished) and not self._failed_before:
+        number = self._shutdown.signal
+        if number and (verdict or unfinished) and self._shutdown.caused_failures:
             for cause in self._outside:
                 self._err(f"ringdance: {cause.message}\n".encode())
-            if self._signal != signal.SIGINT:
-                name = signal_name(self._signal)
+            if number != signal.SIGINT:
+                name = signal_name(number)
                 self._err(f"ringdance: the job was ended by {name} to its launcher\n".encode())
-            return 128 + self._signal
+            return 128 + number
         return verdict or 0
 
     def _close(self, local: Remote | None) -> None:

@@ -141,8 +141,8 @@ class RankTable:
         return any(rank.ended and rank.ended.failed for rank in self._ranks.values())
 
     @property
-    def told_to_end(self) -> bool:
-        """Whether signals to end have ended all that have failed."""
+    def signals_ended_failed(self) -> bool:
+        """Whether each one that has failed was ended by a signal that asks for it."""
         ends = [rank.ended for rank in self._ranks.values() if rank.ended and rank.ended.failed]
         return all(end.code is not None and {-end.code, end.code - 128} & set(STOPPING) for end in ends)
 

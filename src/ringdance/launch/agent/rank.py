@@ -131,7 +131,7 @@ class _Supervisor:
         self._child = 0
         self._stay = _BEFORE_OTHERS_S
         self._had: dict[int, float] = {}  # when signals came to all processes
-        self._front_gone = self._told_to_end = False
+        self._front_gone = self._mpiexec_sent_sigterm = False
         for number in _FORWARDED:
             signal.signal(number, lambda number, _: self._had.update({number: time.monotonic()}))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -161,7 +161,7 @@ class _Supervisor:
         code = self._wait()
         if code is None:
             return 1
-        by_mpiexec = self._front_gone or (self._told_to_end and code == -signal.SIGTERM)
+        by_mpiexec = self._front_gone or (self._mpiexec_sent_sigterm and code == -signal.SIGTERM)
         why = reason_of(code, linux.killed_for_memory() > killed)
         self._channel.send({"ended": code, "time": time.time(), "by_mpiexec": by_mpiexec, "why": why})
         # mpiexec ends the others when it sees a failure, or an end without MPI_Finalize whatever its
@@ -208,7 +208,8 @@ class _Supervisor:
             return True  # a rank that has ended by itself is not one that mpiexec ends
         if self._front in readable:
             numbers = os.read(self._front, 64)
-            self._front_gone, self._told_to_end = not numbers, signal.SIGTERM in numbers or self._told_to_end
+            self._front_gone = not numbers
+            self._mpiexec_sent_sigterm |= signal.SIGTERM in numbers
             # At once: a rank in MPI_Abort expects to be killed, and may else go on as if nothing was.
             for number in numbers or [signal.SIGKILL]:
                 self._send(number)

@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
 
 
 def forwarding(text: str) -> tuple[str, ...]:
-    """Read ``--env``: "all", "none", or names with commas between them, in which * stands for any text.
+    """Read ``--env``: "all", "none", or names with commas between them, in which * matches any text.
 
     Raises:
         LaunchError: it is none of these.

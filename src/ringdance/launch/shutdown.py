@@ -1,0 +1,50 @@
+"""How long ranks may still run after signals to the launcher."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+_STAY_S = 1.5
+_AGAIN_S = 0.5  # until a signal that comes again was sent again: a terminal that closes sends SIGHUP twice
+_SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
+_BEFORE_KILL_S = 5.0  # after a signal of another kind, which a scheduler sends before SIGKILL
+
+
+class Shutdown:
+    """Follow the signals that end a job.
+
+    Args:
+        grace: seconds that the first one leaves the ranks.
+
+    Attributes:
+        signal: the first one, or 0; then also:
+        came: when it came (``time.monotonic()``).
+        kill_at: when ranks that still run are killed.
+        caused_failures: whether it may be the cause of the failures that came before.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self.signal = 0
+        self.came = self.kill_at = 0.0
+        self.caused_failures = True
+
+    def add(self, number: int, latest: float, caused_failures: bool) -> None:
+        """Note a signal: the first one leaves the ranks time, at most until `latest`; later ones less."""
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self.came, self.caused_failures = number, now, caused_failures
+            self.kill_at = min(now + self._grace, latest)
+        elif number in (signal.SIGINT, self.signal):
+            again = _SAME_S if number == signal.SIGINT else _AGAIN_S
+            if number != self.signal or now - self.came > again:
+                self.kill_at = now
+        else:  # LSF sends SIGINT, SIGTERM, SIGKILL, each 10 s after the one before
+            self.kill_at = min(self.kill_at, max(now, self.came + _AGAIN_S) + _BEFORE_KILL_S)
+
+    def sigterm(self) -> dict[str, Any]:
+        """Return the message that asks a rank to end; mpiexec, which would end the others, learns later."""
+        stay = max(self.kill_at - time.monotonic(), 0.0) + _STAY_S
+        return {"signal": int(signal.SIGTERM), "after": _SAME_S if self.signal else 0.0, "stay": stay}
