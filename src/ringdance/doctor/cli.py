@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+from ringdance.cluster.detect import detect
 from ringdance.doctor import report, saved
 from ringdance.doctor.check import SEVERITIES, Usage
 from ringdance.doctor.checks import CHECKS
@@ -106,7 +107,11 @@ def _slots(arguments: argparse.Namespace) -> dict[str, int]:
     Raises:
         LaunchError: a name or a file is not valid.
     """
-    return dict(hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)])
+    hosts = hosts_of(arguments, arguments.slots) or [(os.uname().nodename, arguments.slots)]
+    if not (arguments.hosts or arguments.hostfile) and (given := detect(os.environ)) and len(given.hosts) > 1:
+        names = ",".join(name for name, _ in given.hosts)
+        print(f"ringdance doctor: this host alone; all of {given.source}: -H {names}", file=sys.stderr)
+    return dict(hosts)
 
 
 def _probes(names: Sequence[str], quick: bool) -> tuple[list[str], bool]:

@@ -149,7 +149,8 @@ def of_end(ended: Ended) -> Cause | None:
         return None
     last, traceback = ended.last_words.splitlines(), ended.last_words
     if ended.code is None:
-        kind, message = "vanished", "its wrapper process vanished (killed?), and the rank with it"
+        text = ended.why or "its wrapper process vanished (killed?), and the rank with it"
+        kind, message = "vanished", text
     elif ended.by_mpiexec:
         kind, message = "ended", "ended by mpiexec"
     elif ended.code in _LOST_PEER_CODES and not last:
@@ -207,7 +208,10 @@ def judge(
         return None
     candidates = [*found.values(), *outside, *_early(found, ended)]
     first = min(candidates, key=lambda cause: (_weight(cause), cause.time))
-    others = sorted((cause for cause in found.values() if cause is not first), key=lambda cause: cause.time)
+    # Of a rank that the launcher has ended others say that it died, and guess why.
+    late = [end for end in ended.values() if end.by_launcher]
+    rest = [one for one in found.values() if one is not first and not any(map(one.names, late))]
+    others = sorted(rest, key=lambda cause: cause.time)
     if first.kind == "ended":  # no rank ended by itself
         first = replace(
             first, message=f"{first.message}: a rank called MPI_Abort, or left without MPI_Finalize"

@@ -92,7 +92,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     text = "variables of this shell that ranks on other hosts get too (default: all but those of a machine "
     text += "or login; * matches any text); NAME=VALUE is as of -x"
     add("--env", action="append", default=[], metavar="all|none|NAME,...", help=text)
-    add("--chdir", default="", metavar="DIR", help="directory of the ranks there (default: as here)")
+    add("--chdir", default="", metavar="DIR", help="directory of the ranks; here too if it is there")
     text = "network interfaces to use (default: those by which all hosts reach one another)"
     add("--network-interface", action="append", default=[], metavar="A,B", help=text)
     text = "seconds without a heartbeat after which a host is lost (default 30)"
@@ -191,6 +191,8 @@ def spec_of(arguments: argparse.Namespace) -> JobSpec:
     Raises:
         LaunchError: a value is wrong, or the command cannot be run.
     """
+    if arguments.chdir and not os.path.isdir(arguments.chdir) and not hosts_of(arguments):
+        raise LaunchError(f"--chdir {arguments.chdir}: no such directory, and the ranks are on this host")
     exports = parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ)
     return JobSpec(
         resolve_command(arguments.command),

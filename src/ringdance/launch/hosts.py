@@ -126,7 +126,7 @@ def assign_ranks(ranks: int, hosts: HostList) -> tuple[Host, ...]:
         raise LaunchError(
             f"-np {ranks} needs {ranks} slots, but the hosts given have {total}: "
             + ", ".join(f"{name}:{slots}" for name, slots in hosts)
-            + "; raise a host's number of slots"
+            + "; raise a host's number of slots (in a scheduler's job, its number of tasks)"
         )
     placed, first = [], 0
     for name, slots in hosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import selectors
@@ -73,10 +74,11 @@ class Job:
         files: Mapping[str, bytes] | None = None,
         results: Results | None = None,
     ) -> None:
-        directory = prepared.spec.output_directory
+        directory, self._lock = prepared.spec.output_directory, -1
         try:
             if directory:
                 os.makedirs(directory, exist_ok=True)
+                self._lock = _locked(directory)
         except OSError as error:
             raise LaunchError(f"--output-filename {directory}: {error.strerror}") from None
         self._prepared, self._screen, self._err = prepared, screen, screen.of(1)
@@ -359,6 +361,7 @@ class Job:
 
     def on_host_failed(self, host: str, message: str, lost: bool) -> None:
         """A host is lost, or a program of the job that is no rank was killed there."""
+        self._ranks.lost_hosts |= {host} if lost else set()
         self.on_note(f"host {host}: {message}")
         named = self._named(host)
         if self._state in CLEANING:
@@ -420,7 +423,8 @@ class Job:
         self._banner.end()
         code = self._mpiexec_code
         verdict, completed = self._ranks.judge(self._outside, code)
-        if verdict is None and completed < self._plan.ranks:
+        number, incomplete = self._shutdown.signal, completed < self._plan.ranks
+        if verdict is None and incomplete and not number:
             output = b"".join(self._banner.unshown).decode(errors="replace").strip()
             self._fail(
                 f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
@@ -431,13 +435,10 @@ class Job:
         self._ranks.show_held(verdict)
         self._ranks.flush_merged(everything=True)
         unfinished = self._results is not None and not self._results.kept
-        number = self._shutdown.signal
-        if number and (verdict or unfinished) and self._shutdown.caused_failures:
+        if number and (verdict or incomplete or unfinished) and self._shutdown.caused_failures:
             for cause in self._outside:
                 self._err(f"ringdance: {cause.message}\n".encode())
-            if number != signal.SIGINT:
-                name = signal_name(number)
-                self._err(f"ringdance: the job was ended by {name} to its launcher\n".encode())
+            self._err(f"ringdance: the job was ended by {signal_name(number)} to its launcher\n".encode())
             return 128 + number
         return verdict or 0
 
@@ -453,12 +454,31 @@ class Job:
                 for pid in self._ranks.local_pids():
                     cleanup.note(pid)
                 cleanup.run()
+        if self._lock >= 0:
+            os.close(self._lock)
         self._selector.close()
         self._signals.restore()
 
 
 _SHIM = "ssh"
 """The file in the job's directory that mpiexec runs as ssh; session_environment has the name too."""
+
+
+def _locked(directory: str) -> int:
+    """Return a descriptor of a directory that this job alone writes to, as far as the file system can tell.
+
+    Raises:
+        LaunchError: another job does.
+    """
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        raise LaunchError(f"--output-filename {directory}: another job writes its output there") from None
+    except OSError:  # a file system without locks
+        pass
+    return opened
 
 
 def _named(host: Host) -> str:

@@ -24,7 +24,8 @@ def local_environment(plan: Plan, job: str, directory: str) -> dict[str, str]:
     """
     own = plan.environ(os.environ)
     session = session_environment(plan.mpi.family, directory, SHARED if host_shared(job) else "")
-    wrapper = paths.variables(os.getcwd()) if plan.paths_differ else {}
+    here = plan.chdir if os.path.isdir(plan.chdir) else os.getcwd()
+    wrapper = paths.variables(os.path.abspath(here)) if plan.paths_differ else {}
     # Open MPI does not start without HOME.
     return {"HOME": machine.home(), **own, **session, **wrapper, linux.MARKER: job}
 

@@ -95,7 +95,7 @@ class Plan:
     @property
     def paths_differ(self) -> bool:
         """Whether interpreter or directory of the ranks differ between hosts."""
-        return self.multi_host and bool(self.python or self.chdir)
+        return bool(self.chdir) or (self.multi_host and bool(self.python))
 
     @property
     def multi_host(self) -> bool:

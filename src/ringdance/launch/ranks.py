@@ -55,6 +55,7 @@ class RankTable:
         self._places = rank_numbers(self._plan.hosts)
         self._first_host = next(host.name for host in self._plan.hosts if 0 in host.ranks)
         self._ranks: dict[int, Rank] = {}
+        self.lost_hosts: set[str] = set()
         sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
         self._folds = [LineMerger(sink, self._plan.ranks) for sink in sinks]
 
@@ -227,10 +228,13 @@ class RankTable:
         """Find the first failure, and how many ranks completed; arguments as of :func:`cause.judge`."""
         marks: list[Cause] = []
         ended: dict[int, Ended] = {}
+        lost = {n for host in self._plan.hosts if host.name in self.lost_hosts for n in host.ranks}
         for rank in self._ranks.values():
             err = rank.streams[1]
             marks += err.marks
             if rank.ended:
+                if rank.ended.code is None and rank.rank in lost:
+                    rank.ended = replace(rank.ended, why="not reachable: its host is lost")
                 ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
         return judge(marks, ended, outside, mpiexec), sum(not end.failed for end in ended.values())
 

@@ -7,9 +7,8 @@ import time
 from typing import Any
 
 _STAY_S = 1.5
-_AGAIN_S = 0.5  # until a signal that comes again was sent again: a terminal that closes sends SIGHUP twice
 _SAME_S = 0.2  # what has signalled the launcher may signal all processes: ranks need not get it twice
-_BEFORE_KILL_S = 5.0  # after a signal of another kind, which a scheduler sends before SIGKILL
+_BEFORE_KILL_S = 5.0  # after SIGTERM that follows SIGINT: LSF sends both, and SIGKILL, 10 s apart
 
 
 class Shutdown:
@@ -32,17 +31,16 @@ class Shutdown:
         self.caused_failures = True
 
     def add(self, number: int, latest: float, caused_failures: bool) -> None:
-        """Note a signal: the first one leaves the ranks time, at most until `latest`; later ones less."""
+        """Note a signal: the first one leaves the ranks time, at most until `latest`; a later SIGINT none."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.came, self.caused_failures = number, now, caused_failures
             self.kill_at = min(now + self._grace, latest)
-        elif number in (signal.SIGINT, self.signal):
-            again = _SAME_S if number == signal.SIGINT else _AGAIN_S
-            if number != self.signal or now - self.came > again:
+        elif number == signal.SIGINT:
+            if self.signal != signal.SIGINT or now - self.came > _SAME_S:
                 self.kill_at = now
-        else:  # LSF sends SIGINT, SIGTERM, SIGKILL, each 10 s after the one before
-            self.kill_at = min(self.kill_at, max(now, self.came + _AGAIN_S) + _BEFORE_KILL_S)
+        elif self.signal == signal.SIGINT and number == signal.SIGTERM:
+            self.kill_at = min(self.kill_at, now + _BEFORE_KILL_S)
 
     def sigterm(self) -> dict[str, Any]:
         """Return the message that asks a rank to end; mpiexec, which would end the others, learns later."""

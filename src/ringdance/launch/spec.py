@@ -16,6 +16,7 @@ from ringdance.launch.output.stream import Style
 from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
+from ringdance.launch.system.linux import MARKER
 
 
 class CommandError(LaunchError):
@@ -113,8 +114,11 @@ class JobSpec:
 
 
 def check_machine() -> None:
-    """Raise a CommandError if no job can start on this machine."""
+    """Raise a CommandError if no job can start on this machine, or in this process."""
     problem = machine.problem()
+    if MARKER in os.environ and (rank := os.environ.get("RINGDANCE_RANK")):
+        problem = f"this is rank {rank} of a job, and each of its ranks would start a job of its own: leave "
+        problem += f"the inner launcher out (or, if that is wanted: env -u {MARKER} ringdance run ...)"
     if problem:
         raise CommandError(problem)
 
@@ -128,10 +132,9 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not name or (not equals and name not in environ):
-            raise CommandError(
-                f"-x {text}: " + ("that variable is not set here" if name else "the name is missing")
-            )
+        if not name or "," in name or (not equals and name not in environ):
+            wrong = "give each NAME=VALUE by itself" if "," in name else "that variable is not set here"
+            raise CommandError(f"-x {text}: {wrong if name else 'the name is missing'}")
         found[name] = value if equals else environ[name]
     return found
 

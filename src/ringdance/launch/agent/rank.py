@@ -220,8 +220,9 @@ class _Supervisor:
             self._stay = message.get("stay", 0.0 if "over" in message else self._stay)
             time.sleep(message.get("after", 0.0))
             number = message.get("signal", 0)  # 0 is none
-            # A rank that another signal has asked to end does not get this one: it may be saving.
-            same = _ENDING if number in _ENDING else (number,)
+            # A rank that another signal has asked to end does not get this one: it may be saving. SIGHUP does
+            # not count, for which Open MPI installs a handler that does nothing.
+            same = (signal.SIGTERM, signal.SIGINT) if number in _ENDING else (number,)
             if time.monotonic() - max(self._had.pop(one, 0.0) for one in same) > _SAME_S:
                 self._send(number)
         return alive

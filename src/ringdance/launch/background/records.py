@@ -109,10 +109,16 @@ class Record:
 
 
 def _load(directory: Path) -> Record | None:
-    """Read a record; None if it is being removed, or of another version."""
+    """Read a record; None if it is being removed, of another version, or damaged."""
+    path = directory / "job.json"
     try:
-        return Record(**json.loads((directory / "job.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        if not path.is_file():
+            return None
+        found = Record(**json.loads(path.read_text(encoding="utf-8")))
+        numbers = (found.pid, found.began, found.ended or 0.0, found.grace, found.ranks)
+        sound = all(isinstance(one, int | float) for one in numbers) and found.pid > 0 and found.pid_start
+        return found if sound else None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -109,6 +109,8 @@ def _openmpi(request: MpiexecRequest) -> _Options:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
     elif not request.multi_host:
         variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^tcp,openib,ofi,uct,usnic,ugni,portals4"}
+    if not request.multi_host:  # or it would start a daemon on each host of a scheduler's allocation
+        fixed += ["--mca" if request.mpi.major == 4 else "--prtemca", "ras", _OTHER_SCHEDULERS]
     else:
         fixed += _openmpi_launch(request)
         # One TCP connection does not send and receive at once.

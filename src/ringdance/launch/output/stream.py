@@ -169,7 +169,7 @@ class Stream:
         if self._style.json:
             text = {"time": time.time(), "text": line.decode(errors="replace").rstrip("\r\n")}
             return self._prefix + json.dumps(text)[1:].encode() + b"\n"
-        clock = time.ctime().encode() if self._style.clock else b""
+        clock = time.ctime().encode() + b" " * self._style.closes if self._style.clock else b""
         return clock + (self._shown if shown else self._prefix) + line
 
     def _sift(self, lines: list[bytes]) -> list[bytes]:

@@ -173,8 +173,9 @@ def _convert_launcher(container: Document, note: Note) -> None:
         container["env"] = [item for item in env if item.get("name") != _AGENT]
     if words and words[0].endswith(("mpirun", "mpiexec")):
         note(
-            f"the launcher's `{words[0]}` is kept, options with one dash now have two, as Open MPI 5 wants; "
-            "`ringdance run COMMAND` finds hosts and slots by itself"
+            f"the launcher's `{words[0]}` is kept, options with one dash now have two, as Open MPI 5 wants. "
+            "That does not read the operator's host file by itself and starts all ranks in the launcher: "
+            f"write `ringdance mpirun` instead of `{words[0]}`, or `ringdance run COMMAND`"
         )
 
 

@@ -64,7 +64,8 @@ class Kubectl:
         """
         try:
             done = subprocess.run(
-                self.line(*words), input=stdin, capture_output=True, text=True, timeout=timeout, check=False
+                self.line(*words), input=stdin, capture_output=True, text=True, errors="replace",
+                timeout=timeout, check=False,
             )
         except subprocess.TimeoutExpired:
             raise LaunchError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -109,16 +111,25 @@ def _size(args: argparse.Namespace) -> tuple[int | None, HostList | None]:
 def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str, int]]:
     """Hosts that the discovery script prints now, one a line: ``host`` or ``host:slots``."""
     path = os.path.abspath(script) if os.path.exists(script) else script
+    process = None
     try:
-        done = subprocess.run([path], capture_output=True, text=True, check=False, timeout=timeout)
+        process = subprocess.Popen(
+            [path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True,
+        )
+        out, err = process.communicate(timeout=timeout)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"--host-discovery-script {script}: {error}") from None
-    if done.returncode:
+    finally:
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
         raise LaunchError(
-            f"--host-discovery-script {script} ended with exit code {done.returncode}: {done.stderr.strip()}"
+            f"--host-discovery-script {script} ended with exit code {process.returncode}: {err.strip()}"
         )
     found: dict[str, int] = {}
-    for line in done.stdout.split():
+    for line in out.split():
         counted = ":" in line
         if not counted and slots is None:
             raise LaunchError(
