@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -75,6 +76,35 @@ def test_files_and_no_prefix(program: Callable[[str], str], tmp_path: Path) -> N
     for rank in range(2):
         assert (logs / f"rank.{rank}" / "stdout").read_text() == f"out {rank}\n"
         assert (logs / f"rank.{rank}" / "stderr").read_text() == f"err {rank}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "message"),
+    [
+        (["--env", "FOO,BAR=2"], {}, "-x FOO,BAR=2: give each NAME=VALUE by itself"),
+        (["--chdir", "/nowhere"], {}, "--chdir /nowhere: no such directory"),
+        ([], {"RINGDANCE_JOB": "1a", "RINGDANCE_RANK": "3"}, "this is rank 3 of a job, and each of"),
+    ],
+)
+def test_what_would_go_wrong_is_refused(words: list[str], environ: dict[str, str], message: str) -> None:
+    line = [sys.executable, "-m", "ringdance", "run", "-np", "2", *words, "true"]
+    done = subprocess.run(line, env={**os.environ, **environ}, capture_output=True, text=True, timeout=50)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_ranks_of_this_host_run_where_chdir_says(tmp_path: Path) -> None:
+    done = run("-np", "2", "--chdir", str(tmp_path), "python", "-c", "import os; print(os.getcwd())")
+    assert sorted(done.stdout.splitlines()) == [f"[0] {tmp_path}", f"[1] {tmp_path}"]
+
+
+def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path) -> None:
+    opened = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(opened, fcntl.LOCK_EX)
+    done = run("-np", "1", "--output-filename", str(tmp_path), "true")
+    os.close(opened)
+    assert done.returncode == 2
+    assert "another job writes its output there" in done.stderr
 
 
 def test_ranks_know_their_place(program: Callable[[str], str]) -> None:
@@ -291,7 +321,7 @@ def test_a_second_ctrl_c_ends_all(tmp_path: Path, number: int, code: int) -> Non
     name = signal.Signals(number).name
     words = f"ringdance: {name}: the ranks have 30 s to end; Ctrl-C (SIGINT) ends them now"
     assert wait_until(lambda: words in (tmp_path / "out").read_text(), 5.0) is not None
-    os.killpg(job.process.pid, number)
+    os.killpg(job.process.pid, signal.SIGINT)
     gone = wait_until(lambda: job.process.poll() is not None and not job.leftovers(), 5.0)
     left = job.leftovers()
     job.end()
@@ -319,31 +349,35 @@ SAVES = """
 
 
 @pytest.mark.parametrize(
-    ("seconds", "whom"),
+    ("seconds", "whom", "number"),
     [
-        (3, "the launcher"),
-        (3, "all processes, the launcher last"),
-        (3, "all processes, the launcher first"),
-        pytest.param(20, "all processes, the launcher first", marks=pytest.mark.slow),
+        (3, "the launcher", signal.SIGTERM),
+        (3, "all processes, the launcher last", signal.SIGTERM),
+        (3, "all processes, the launcher first", signal.SIGTERM),
+        (1, "all processes, the launcher first", signal.SIGHUP),
+        pytest.param(20, "all processes, the launcher first", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str) -> None:
+def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str, number: int) -> None:
     """One rank of three saves, the others die of SIGTERM; it gets one, also where a scheduler signals all."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else nohup's would stay
     path = script(tmp_path, SAVES.format(seconds=seconds))
     with open(tmp_path / "out", "wb") as output:
         job = start(tmp_path, "-np", "3", "python", path, stdout=output, stderr=output)
+    signal.signal(signal.SIGHUP, before)
     assert wait_until(lambda: (tmp_path / "out").read_text().count("ready") == 3, 20.0) is not None
     found = {process.pid for process in job.processes()} if "all" in whom else set()
     for pid in sorted(found | {job.process.pid}, reverse="last" in whom):
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
     ended = wait_until(lambda: job.process.poll() is not None, seconds + 30.0)
     left = job.leftovers()
     job.end()
     said = (tmp_path / "out").read_text()
     assert ended is not None, said
     assert "[1] saved after 1 signal" in said
-    assert job.process.returncode == 128 + signal.SIGTERM, said
+    assert job.process.returncode == 128 + number, said
     assert "the job failed" not in said
+    assert "mpiexec ended" not in said
     assert left == []
 
 
@@ -353,6 +387,7 @@ def test_ranks_have_time_to_save(tmp_path: Path, seconds: int, whom: str) -> Non
         [(signal.SIGHUP, 0.0), (signal.SIGHUP, 0.0002)],  # a terminal that is closed
         [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.01)],
         [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.2)],  # LSF, whose next one is SIGKILL
+        [(signal.SIGTERM, 0.0), (signal.SIGTERM, 1.0), (signal.SIGHUP, 0.3)],  # impatient
     ],
 )
 def test_signals_that_come_together_leave_ranks_their_time(

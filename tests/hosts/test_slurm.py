@@ -52,6 +52,15 @@ def test_the_allocation_is_the_plan(cluster: Slurm, tmp_path: Path) -> None:
     assert wait_until(lambda: not cluster.leftovers(), 10.0) is not None, cluster.leftovers()
 
 
+@pytest.mark.parametrize("words", [("-np", "2"), ("-H", "localhost:2")])
+def test_ranks_on_one_host_of_an_allocation(cluster: Slurm, words: tuple[str, str], tmp_path: Path) -> None:
+    """mpiexec starts no daemons on the others."""
+    (tmp_path / "places.py").write_text(PLACES)
+    done = cluster.run(*SALLOC, *RUN, *words, "python", str(tmp_path / "places.py"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[1] for line in done.stdout.splitlines()) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("options", "variables"),
     [

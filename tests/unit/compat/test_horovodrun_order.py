@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,16 @@ def test_hosts_of_a_discovery_script(tmp_path, text, more, found):
 def test_discovery_scripts_that_fail(tmp_path, text, message):
     with pytest.raises(LaunchError, match=message):
         order("-np", "1", "--host-discovery-script", script(tmp_path, text))
+
+
+def test_nothing_is_left_of_a_discovery_script(tmp_path):
+    text = f"sleep 60 & echo $! > {tmp_path}/pid; wait\n"
+    with pytest.raises(LaunchError, match="timed out"):
+        order("-np", "1", "--start-timeout", "1", "--host-discovery-script", script(tmp_path, text))
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+            time.sleep(0.05)
 
 
 def test_options_for_mpiexec():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -55,6 +56,23 @@ def test_the_state_of_a_job() -> None:
     assert replace(made("5555", ended=5.0, code=3), ended=None, pid=ended.pid).state == "ended"
     other = made("7777", ended=5.0, code=3, machine="other boot", launcher_host="other")
     assert replace(other, ended=None).state == "ended"
+
+
+@pytest.mark.parametrize(
+    "damage", ['"began": "x"', '"pid": -1', '"pid_start": ""', "[" * 100_000, "null", "FIFO"]
+)
+def test_a_damaged_record_is_none(damage: str) -> None:
+    kept, damaged = made("0000"), made("1111")
+    path = damaged.directory / "job.json"
+    name, _, value = damage.strip("{").partition(": ")
+    found = json.loads(path.read_text())
+    path.unlink()
+    if damage == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.write_text(json.dumps(found | {name.strip('"'): json.loads(value)}) if value else damage)
+    assert records.load_all() == [kept]
+    assert made("2222").state == "running"
 
 
 def test_a_job_of_another_machine_is_followed_to_its_end() -> None:
