@@ -58,7 +58,7 @@ def test_ranks_on_one_host_of_an_allocation(cluster: Slurm, words: tuple[str, st
     (tmp_path / "places.py").write_text(PLACES)
     done = cluster.run(*SALLOC, *RUN, *words, "python", str(tmp_path / "places.py"))
     assert done.returncode == 0, done.stderr
-    assert sorted(line.split()[1] for line in done.stdout.splitlines()) == ["0", "1"]
+    assert sorted(line.split()[1:3] for line in done.stdout.splitlines()) == [["h1", "0"], ["h1", "1"]]
 
 
 @pytest.mark.parametrize(
