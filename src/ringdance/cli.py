@@ -55,16 +55,25 @@ _COMMANDS = {
     },
 }
 """Commands in groups: the module with their ``main`` or what is named and the help."""
+_OF_DATA = ("prepare", "verify", "info", "index", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's); returns the exit code."""
     open_standard_streams()
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # while modules are imported
+        return 130
+
+
+def _main(words: Sequence[str]) -> int:
     # What comes after such a word is the command's own: not looked at here.
     known = {name: module for group in _COMMANDS.values() for name, (module, _) in group.items()}
     if not words or words[0] not in known:
         parser = _parser(known)
+        if words and words[0] in _OF_DATA:
+            parser.error(f"no command {words[0]!r}; did you mean data {words[0]}?")
         parser.parse_args(words)
         parser.print_help()
         return 2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -61,10 +63,11 @@ def test_what_cannot_be_understood_exits_with_2(words):
         ("hosts list --jsn", "--json"),
         ("k8s sbmit", "submit"),
         ("data generate crietoo x", "criteo"),
+        ("prepare criteo x y", "data prepare"),
     ],
 )
 def test_what_was_meant_is_told(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) if line.startswith("rnu") else contextlib.nullcontext():
+    with pytest.raises(SystemExit) if line.startswith(("rnu", "prep")) else contextlib.nullcontext():
         assert main(line.split()) == 2
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
@@ -74,6 +77,14 @@ def test_the_number_of_ranks_in_all_spellings(line: str, capsys: pytest.CaptureF
     assert main(["run", *line.split(), "--dry-run", "--json", sys.executable]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
     assert parse_args([*line.split(), "true"]).num_proc == 2
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["data", "info", "x"]) == 130
 
 
 def test_settings_shows_all_settings():

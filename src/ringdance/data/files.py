@@ -114,7 +114,8 @@ def npy(array: np.ndarray[Any, Any]) -> bytes:
     return memory.getvalue()
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file, complete or not at all."""
+def write_whole(path: Path, data: bytes) -> int:
+    """Write a small file, complete or not at all; return its CRC-32C."""
     with ShardWriter(path) as file:
         file.write(data)
+    return file.crc32c

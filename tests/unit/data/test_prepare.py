@@ -19,6 +19,7 @@ import pytest
 
 from ringdance.data import Dataset, Table, tfrecord, write
 from ringdance.data.prepare.cli import main
+from ringdance.data.prepare.plan import Plan
 from ringdance.data.prepare.sources import find
 from ringdance.errors import ArgumentError
 
@@ -194,7 +195,8 @@ def test_unusual_images_are_converted_and_broken_ones_listed(tmp_path, capfd):
     assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 2) == 2
     assert "3 of 21 images of train are broken" in capfd.readouterr().err
     assert not (tmp_path / "dst/train.json").exists()
-    assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3
+    for _ in ("written", "complete since an earlier run"):
+        assert prepare(tmp_path / "src", tmp_path / "dst", "--max-broken", 3) == 3
     lines = [line.split("\t") for line in (tmp_path / "dst/train.problems.tsv").read_text().splitlines()]
     assert {(kind, name.partition("/")[2]) for kind, name, _ in lines} == {
         ("left out", "short.JPEG"), ("left out", "text.JPEG"), ("left out", "empty.JPEG"),
@@ -312,7 +314,9 @@ def test_errors_say_what_to_do(tmp_path, capfd, monkeypatch):
     assert "train has 12 images, so 1 to 12 files" in refused("--split", "train", "--shards", 13)
     (tmp_path / "src/train/n09999999").mkdir()
     assert "classes without images: n09999999" in refused("--split", "train")
-    (tmp_path / "src/train/n09999999").rmdir()
+    (tmp_path / "src/train/n09999999/instances.json").touch()
+    assert "src/train is no directory of classes: n09999999 has instances.json" in refused("--split", "train")
+    shutil.rmtree(tmp_path / "src/train/n09999999")
     usage = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -336,6 +340,32 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, capfd, monkeypatch):
     assert "Stopped. The same command resumes" in error
     assert [path.name for path in (tmp_path / "dst").iterdir()] == [".prepare"]
     assert prepare(tmp_path / "src", tmp_path / "dst", "--shards", 2) == 0
+
+
+def test_what_an_interrupted_run_has_left_damaged_is_done_again(tmp_path, capfd, monkeypatch):
+    class_directories(tmp_path / "src")
+    out, words = tmp_path / "dst", (tmp_path / "src", tmp_path / "dst", "--shards", 2)
+    assert prepare(*words) == 0
+    whole = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    first = "train-00000-of-00002.tfrecord"
+    for name in (f"{first}.json", f"{first}.rows.npy", "train.json"):
+        for part in (0, 0.5):
+            with monkeypatch.context() as patch:
+                patch.setattr(Plan, "close", lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    prepare(*words, "--overwrite")
+            path = out / ".prepare" / name
+            os.truncate(path, int(path.stat().st_size * part))
+            if name == "train.json":
+                assert prepare(*words) == 2
+                assert f"{path} is damaged. Begin anew with --overwrite" in capfd.readouterr().err
+                assert prepare(*words, "--overwrite") == 0
+            else:
+                assert prepare(*words) == 0
+            assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == whole
+    os.truncate(path := out / "train-00001-of-00002.tfrecord", 99)
+    assert prepare(*words) == 2
+    assert f"{path} is damaged: it has 99 bytes" in capfd.readouterr().err
 
 
 def test_verify_finds_damage_of_every_kind(tmp_path, capfd):
@@ -498,6 +528,11 @@ def test_what_would_not_end_or_not_be_written_is_refused(tmp_path, capfd):
     for name in ("up", f"{CLASSES[1]}/up"):
         (tmp_path / "src" / name).symlink_to("..")
         assert f"{name} links to a directory above it" in refused()
+        (tmp_path / "src" / name).unlink()
+    for name in ("n00000001", f"{CLASSES[1]}/more", "train"):
+        (tmp_path / "src" / name).symlink_to("nowhere")
+        assert f"/{name}" in (error := refused())
+        assert "links to nothing that is there" in error or "train: No such file" in error
         (tmp_path / "src" / name).unlink()
     ring = [tmp_path / "src" / one / "next" for one in CLASSES]  # each links to the next class
     for link, to in zip(ring, [*CLASSES[1:], CLASSES[0]], strict=True):

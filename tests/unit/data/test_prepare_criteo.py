@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -18,6 +20,7 @@ from ringdance.data.prepare import criteo, shuffle
 from ringdance.data.prepare.chunks import SourceFile
 from ringdance.data.prepare.cli import main
 from ringdance.data.prepare.shuffle import ShufflePlan, divide
+from ringdance.data.tables.criteo import COLUMNS
 from ringdance.data.tables.rows import dtype
 
 pytest.importorskip("pyarrow")
@@ -118,6 +121,7 @@ def test_broken_lines(tmp_path, lines, capsys):
     error = capsys.readouterr().err
     assert "more than --max-broken 2" in error or "--max-broken" in error
     assert prepare(*words, "--max-broken", 3) == 3
+    assert prepare(*words, "--max-broken", 3) == 3, "complete since an earlier run"
     assert len(rows(tmp_path / "out")) == 297
     listed = (tmp_path / "out/problems.tsv").read_text().splitlines()
     assert [line.split("\t")[:2] for line in listed] == [[str(path), n] for n in ("101", "201", "300")]
@@ -143,6 +147,142 @@ def test_errors(source, prepared, tmp_path, capsys):
     ):
         assert prepare(*words) == 2
         assert part in capsys.readouterr().err
+
+
+def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, lines):
+    logs, out = tmp_path / "logs", tmp_path / "out"
+    shutil.copytree(source, logs)
+
+    def refused(*words: object) -> str:
+        assert prepare(*words) == 2
+        assert not list(out.glob("**/unit.*"))
+        return capsys.readouterr().err
+
+    day, packed = logs / "day_11", gzip.compress(b"".join(lines[:900]))
+    day.with_suffix(".gz").write_bytes(packed)
+    day.write_bytes(b"".join(lines[:900]))
+    assert f"{day}.gz has the rows of {day}, which would be taken twice" in refused(logs, out)
+    assert f"{logs}/day_2 has the rows of {logs}/day_2" in refused(logs / "day_2", logs / "day_2", out)
+    day.unlink()
+    assert f"{logs}/day_2 has the rows of {logs}/day_2" in refused(logs, out, "--validation", logs / "day_2")
+    day.with_suffix(".gz").unlink()
+    day.symlink_to("day_2")
+    assert "day_11 has the rows of" in refused(logs, out)
+    day.unlink()
+    for make, part in (
+        (lambda: day.symlink_to("nowhere"), "day_11 is a link to nothing, or no regular file"),
+        (lambda: os.mkfifo(day), "day_11 is a link to nothing, or no regular file"),
+        (day.touch, "day_11: no rows of click logs at its beginning: it is empty"),
+    ):
+        make()
+        assert part in refused(logs, out)
+        day.unlink()
+    for number, data in enumerate((packed[:5], packed[:-9], b"no gzip", packed[:-9] + b"x" * 9)):
+        path = tmp_path / f"{number}.gz"
+        path.write_bytes(data)
+        assert f"{path} is damaged, or not complete: " in refused(path, out)
+    path.write_bytes(packed[:2000] + bytes(100) + packed[2100:])
+    assert f"{path} is damaged, or not complete: " in refused(path, out)
+
+
+@pytest.mark.parametrize("format", ["csv", "rows", "tfrecord"])
+def test_a_source_that_changes_meanwhile_is_refused(source, prepared, tmp_path, monkeypatch, capsys, format):
+    """While a chunk is parsed it grows by a row, or half of it is cut."""
+    if format == "tfrecord":
+        assert prepare(prepared, tmp_path / "made", "--format", format) == 0
+    of_format = {"csv": source / "day_2", "rows": prepared / "train-00000-of-00004.npy"}
+    given = of_format.get(format) or next((tmp_path / "made").glob("train*.tfrecord"))
+    parse = shuffle.parse
+    for number, change in enumerate((lambda size: size + 1, lambda size: size // 2)):
+        path, out = tmp_path / f"{number}{given.suffix}", tmp_path / f"out.{number}"
+        shutil.copy(given, path)
+
+        def changing(*words, path=path, change=change):
+            os.truncate(path, change(given.stat().st_size))
+            return parse(*words)
+
+        monkeypatch.setattr(shuffle, "parse", changing)
+        assert prepare(path, out, "--chunk", 0.2) == 2
+        assert f"{path} has changed meanwhile" in capsys.readouterr().err
+        assert not list(out.glob(".prepare/unit.*" if format != "csv" else ".prepare/unit.0.0.*"))
+
+
+@pytest.mark.parametrize("format", ["rows", "libsvm"])
+def test_a_damaged_file_of_a_prepared_source_is_named(source, tmp_path, capsys, format):
+    made = tmp_path / "made"
+    assert prepare(source / "day_10", made, "--format", format, "--shards", 2) == 0
+    path = sorted(made.glob("train-00001*"))[0]
+    data = path.read_bytes()
+    path.write_bytes(data[:-300])
+    assert prepare(made, tmp_path / "out") == 2
+    assert f"{path} is damaged: it has {len(data) - 300} bytes" in capsys.readouterr().err
+    path.write_bytes(data.replace(b"4", b"5", 1) if format == "libsvm" else data[:-1] + bytes([data[-1] ^ 1]))
+    assert prepare(made, tmp_path / "out") == 2
+    assert f"{path} is damaged: its checksum is not that of the index" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("most", [1000, 3])
+def test_what_an_interrupted_run_has_left_damaged_is_done_again(source, tmp_path, monkeypatch, capsys, most):
+    """In both passes and between: notes, offsets, what is sorted or merged."""
+    monkeypatch.setattr(shuffle, "MOST_RUNS", most)
+    monkeypatch.setattr(shuffle, "MERGED", 2)
+    words = ("--shards", 3, "--format", "libsvm", "--chunk", 0.2)
+    whole, out, gather, found = tmp_path / "whole", tmp_path / "out", shuffle.gather, []
+    assert prepare(source / "day_10", whole, *words) == 0
+    own = out / ".prepare"
+
+    def interrupted() -> None:
+        left = iter((1, 0))  # the second file of pass 2 is the last
+        with monkeypatch.context() as patch:
+            patch.setattr(shuffle, "gather", lambda *words: gather(*words) or 1 // next(left))
+            with pytest.raises(ZeroDivisionError):
+                prepare(source / "day_10", out, *words, "--overwrite")
+
+    def cut(path: Path) -> None:
+        os.truncate(path, path.stat().st_size // 2)
+
+    def flip(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+    for name in (
+        "unit.0.*.json", "sorted.*.rows.npy", "merge.json", "merged.*.json", "merged.*.rows.npy",
+        "train-*.libsvm.json", "train-*.offsets.npy",
+    ):  # fmt: skip
+        for damage in (cut, flip, lambda path: path.write_bytes(b"")):
+            interrupted()
+            paths = [path for path in own.glob(name) if damage is not flip or path.suffix == ".npy"]
+            found += [path.name for path in paths]
+            for path in paths[:1]:
+                damage(path)
+            code = prepare(source / "day_10", out, *words)
+            if code:
+                assert f"{own}/merged.0." in (error := capsys.readouterr().err)
+                assert "npy are damaged: the same command makes them again" in error
+                assert prepare(source / "day_10", out, *words) == 0
+            assert contents(out) == contents(whole), (name, damage)
+    assert any(name.startswith("merged") for name in found) == (most == 3)
+    interrupted()
+    cut(own / "criteo.json")
+    assert prepare(source / "day_10", out, *words) == 2
+    assert f"{own}/criteo.json is damaged. Begin anew with --overwrite" in capsys.readouterr().err
+    assert prepare(source / "day_10", out, *words, "--overwrite") == 0
+    cut(out / "train-00001-of-00003.libsvm")
+    assert prepare(source / "day_10", out, *words) == 2
+    assert "train-00001-of-00003.libsvm is damaged: it has " in capsys.readouterr().err
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_work(source, tmp_path, lines, monkeypatch, capsys):
+    path = tmp_path / "day_2.gz"
+    path.write_bytes(gzip.compress((",".join(COLUMNS) + "\n").encode() + b"".join(lines[:5000]), 1))
+    needed = 5000 * (8 + 2 * dtype(39).itemsize)
+    for given in (source / "day_2", path):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": needed * 0.9}))
+            assert prepare(given, tmp_path / "out") == 2
+        error = capsys.readouterr().err
+        assert "about 3.2 MB to write, half of it for the time of sorting, but only 2.9 MB free" in error
+        assert "Pass 1" not in error
 
 
 def test_files_of_others_are_never_removed(prepared, tmp_path, capsys):

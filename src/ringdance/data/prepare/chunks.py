@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ringdance.data.files import file_crc32c
 from ringdance.data.tables import criteo, examples, formats, lines
 from ringdance.data.tables.rows import Array, RowError, Rows
 from ringdance.errors import ArgumentError
@@ -32,6 +36,7 @@ class SourceFile:
         header: bytes of the first line if that names columns.
         size: in bytes.
         changed: time of its last change, in nanoseconds.
+        crc32c: by the index of a prepared directory; None for others.
     """
 
     path: str
@@ -41,28 +46,33 @@ class SourceFile:
     header: int
     size: int
     changed: int
+    crc32c: int | None = None
 
     @classmethod
-    def of(cls, path: Path, group: int) -> SourceFile:
+    def of(cls, path: Path, group: int, crc32c: int | None = None) -> SourceFile:
         """Look at a file.
 
         Raises:
-            ArgumentError: it has no rows in any of the formats.
+            ArgumentError: it has no rows in any of the formats, or is no regular file.
         """
+        if not path.is_file():
+            raise ArgumentError(f"{path} is a link to nothing, or no regular file: remove or replace it")
         about, stem = path.stat(), path.with_suffix("") if path.suffix == ".gz" else path
         try:
-            with _open(str(path))[0] as stream:
+            with _open(str(path)) as (stream, _):
                 head = stream.read(_HEAD)
             format = formats.format_of(head, stem.suffix)
             data = np.frombuffer(head, np.uint8)
             header = criteo.header_size(data) if format == "csv" else 0
+            if len(head) == header:
+                raise RowError("it is empty")
             if format == "rows":
                 _, fields, _ = formats.scan(path, format)
             else:
                 fields = formats.FORMATS[format].fields(data[header:])
         except (RowError, ValueError, IndexError, struct.error) as error:
             raise ArgumentError(f"{path}: no rows of click logs at its beginning: {error}") from None
-        return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns)
+        return cls(str(path), group, format, fields, header, about.st_size, about.st_mtime_ns, crc32c)
 
     def units(self, size: int) -> list[int]:
         """Return the chunks that can be read by themselves, or only -1: for all, one after the other."""
@@ -70,22 +80,41 @@ class SourceFile:
         return [-1] if whole else list(range(-(-self.size // size)))
 
     def read(self, unit: int, size: int) -> Iterator[tuple[int, Any, int]]:
-        """Yield chunks: number, whole rows (``rows``: an array), bytes read on disk."""
-        if self.format == "rows":
-            array = np.load(self.path, mmap_mode="r")
-            step = max(1, size // array.itemsize)
-            for at in range(0, len(array), step):
-                yield at // step, array[at : at + step], min(step, len(array) - at) * array.itemsize
-            return
-        stream, raw = _open(self.path)
-        with stream, raw:
-            first = max(unit, 0)
+        """Yield chunks: number, whole rows (``rows``: an array), bytes read on disk.
+
+        Raises:
+            ArgumentError: the file is damaged, or not as it was when it was looked at.
+        """
+        self._check_same()
+        if self.crc32c is not None and unit <= 0 and file_crc32c(Path(self.path)) != self.crc32c:
+            raise ArgumentError(f"{self.path} is damaged: its checksum is not that of the index beside it")
+        for chunk in self._rows(size) if self.format == "rows" else self._pieces(unit, size):
+            self._check_same()
+            yield chunk
+        self._check_same()
+
+    def _check_same(self) -> None:
+        about = os.stat(self.path)
+        if (about.st_size, about.st_mtime_ns) != (self.size, self.changed):
+            raise ArgumentError(f"{self.path} has changed meanwhile. Begin anew with --overwrite")
+
+    def _rows(self, size: int) -> Iterator[tuple[int, Any, int]]:
+        about = np.load(self.path, mmap_mode="r")
+        step = max(1, size // about.itemsize)
+        for at in range(0, len(about), step):  # reading from what is mapped, and cut meanwhile, is a SIGBUS
+            begin, count = about.offset + at * about.itemsize, min(step, len(about) - at)
+            some = np.fromfile(self.path, about.dtype, count, offset=begin)
+            yield at // step, some, some.nbytes
+
+    def _pieces(self, unit: int, size: int) -> Iterator[tuple[int, bytes, int]]:
+        with _open(self.path) as (stream, raw):
+            first, at = max(unit, 0), 0
             if first:
                 stream.seek(first * size - 1)
                 stream.readline()  # it belongs to the chunk that it begins in
+                at = raw.tell()
             else:
                 stream.read(self.header)
-            at = raw.tell()
             if self.format == "tfrecord":
                 pieces = examples.pieces(stream, size)
             else:
@@ -95,10 +124,18 @@ class SourceFile:
                 at = raw.tell()
 
 
-def _open(path: str) -> tuple[BinaryIO, BinaryIO]:
-    """Open a file: a stream of its contents, and the file on disk, which tells how far it is read."""
-    raw = open(path, "rb")  # noqa: SIM115
-    return gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, raw  # type: ignore[return-value]
+@contextmanager
+def _open(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open a file: a stream of its contents, and the file on disk, which tells how far it is read.
+
+    Raises:
+        ArgumentError: compressed data is damaged.
+    """
+    with open(path, "rb") as raw:
+        try:
+            yield gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, raw  # type: ignore[misc]
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ArgumentError(f"{path} is damaged, or not complete: {error}") from None
 
 
 def parse(

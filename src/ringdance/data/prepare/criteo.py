@@ -14,16 +14,17 @@ import numpy as np
 from rich.filesize import decimal
 
 from ringdance.data.files import needed, npy, write_whole
-from ringdance.data.index import read_json
 from ringdance.data.order import block
 from ringdance.data.prepare import shuffle
 from ringdance.data.prepare.chunks import SourceFile
 from ringdance.data.prepare.generate import OUTPUTS, SPLITS, clear, file_count
 from ringdance.data.prepare.plan import finished, state
-from ringdance.data.prepare.prepare import locked, run_work, say
+from ringdance.data.prepare.prepare import check_sizes, listed, locked, run_work, say
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.prepare.shuffle import OutputFile, Run, ShufflePlan, cuts, is_merged, work
+from ringdance.data.tables import formats
 from ringdance.data.tables.formats import SUFFIXES
+from ringdance.data.tables.rows import dtype
 from ringdance.data.tables.table import Table
 from ringdance.data.tables.writing import ENDS, write_index
 from ringdance.errors import ArgumentError
@@ -31,6 +32,8 @@ from ringdance.launch.spec import JobSpec
 
 _OPTIONS = ("format", "shards", "table_size", "balance", "validation")
 _PROBLEMS = "problems.tsv"
+_TRIED, _BEGINNING = 16, 1 << 22
+"""Files, and bytes of each, whose rows are counted for the estimate of the size."""
 
 
 def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
@@ -41,33 +44,43 @@ def find(paths: Sequence[Path], validation: Path | None) -> list[SourceFile]:
     Raises:
         ArgumentError: there are none, or they do not fit each other.
     """
-    found = [(one, 0) for path in paths for one in _files(path, "train")]
+    found = [(*one, 0) for path in paths for one in _files(path, "train")]
     if validation is None and len(paths) == 1 and (paths[0] / "validation.json").exists():
         validation = paths[0]
     if validation is not None:
-        found += [(one, 1) for one in _files(validation, "validation")]
-    files = [SourceFile.of(*one) for one in found]
+        found += [(*one, 1) for one in _files(validation, "validation")]
+    seen: dict[Path, Path] = {}
+    for path, *_ in found:
+        plain = {one.with_suffix("") if one.suffix == ".gz" else one for one in (path, path.resolve())}
+        if other := next((seen[one] for one in plain if one in seen), None):
+            raise ArgumentError(f"{path} has the rows of {other}, which would be taken twice: leave out one")
+        seen |= dict.fromkeys(plain, path)
+    files = [SourceFile.of(path, group, crc32c) for path, crc32c, group in found]
     if len(kinds := {one.fields for one in files}) > 1:
         raise ArgumentError(f"the files have different numbers of fields: {sorted(kinds)}")
     return files
 
 
-def _files(path: Path, split: str) -> list[Path]:
+def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
+    """List files of click logs, with their checksums if an index has them."""
     if not path.exists():
         raise ArgumentError(f"{path}: no such file or directory")
     if not path.is_dir():
-        return [path]
+        return [(path, None)]
     if (path / f"{split}.json").exists():
-        return [path / one["name"] for one in read_json(path / f"{split}.json")["files"]]
+        table = Table.open(path, split)
+        check_sizes(path, table.files)
+        return [(path / one.name, one.crc32c) for one in table.files if one.rows]
     found = [
         one for one in path.iterdir()
-        if one.is_file() and not one.name.startswith((".", "test"))
+        if not one.is_dir() and not one.name.startswith((".", "test"))
         and (one.with_suffix("") if one.suffix == ".gz" else one).suffix in ("", ".txt", *SUFFIXES)
         and not re.match(r"(?i)readme|license", one.name)
     ]  # fmt: skip
     if not found:
         raise ArgumentError(f"{path}: no click logs (day_0, train.txt, *.tsv, *.csv, *.libsvm, *.tfrecord)")
-    return sorted(found, key=lambda one: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", one.name)])
+    found.sort(key=lambda one: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", one.name)])
+    return [(one, None) for one in found]
 
 
 def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool) -> int:
@@ -90,7 +103,7 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
             raise ArgumentError(f"{file.path} is within DST, where files are replaced: choose another DST")
     state(destination).mkdir(parents=True, exist_ok=True)
     with locked(destination):
-        former = ShufflePlan.read(destination)
+        former = None if overwrite else ShufflePlan.read(destination)
         if overwrite or (former is None and not (destination / "train.json").exists()):
             clear(destination, overwrite)
             _remove_state(destination)
@@ -100,20 +113,21 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
                 "same options and files to resume, another DST, or --overwrite to begin anew"
             )
         if (destination / "train.json").exists():
-            Table.open(destination)  # raises if its index is damaged
+            for split in SPLITS:
+                if (destination / f"{split}.json").exists():
+                    check_sizes(destination, Table.open(destination, split).files)
             say("complete since an earlier run; --overwrite writes it again")
-            return 0
+            return listed(destination / _PROBLEMS, b"\n")
+        size = _check_space(destination, plan)
         write_whole(state(destination) / "criteo.json", json.dumps(asdict(plan)).encode())
-        size = sum(one.size for one in plan.files)
-        say(f"{len(plan.files)} files, {decimal(size)}; {decimal(shutil.disk_usage(destination).free)} free")
         say("Pass 1 of 2: parse and sort")
         run_work(destination, work, "1", job, PrepareProgress(0, size, "rows"))
         groups, left_out = _runs(destination, plan)
         outputs = []
         for group, runs in enumerate(_merged(destination, groups, job)):
             outputs += _outputs(destination, plan, runs, group)
-        listed = json.dumps([asdict(one) for one in outputs])
-        write_whole(state(destination) / OUTPUTS, listed.encode())
+        about = json.dumps([asdict(one) for one in outputs])
+        write_whole(state(destination) / OUTPUTS, about.encode())
         rows = sum(one.rows for one in outputs if not finished(destination, one.name))
         say(f"Pass 2 of 2: write {rows} rows into {len(outputs)} files")
         run_work(destination, work, "2", job, PrepareProgress(rows, rows, "rows"))
@@ -124,6 +138,35 @@ def prepare(destination: Path, plan: ShufflePlan, job: JobSpec, overwrite: bool)
                 say(f"{split}: {len(table)} rows in {len(files)} files, {decimal(size)}")
         _remove_state(destination, keep=("criteo.json", OUTPUTS))
         return left_out
+
+
+def _check_space(destination: Path, plan: ShufflePlan) -> int:
+    """Estimate the bytes of what is sorted and of the result, by the beginnings of some files.
+
+    Returns:
+        Bytes of all files.
+
+    Raises:
+        ArgumentError: they do not fit on the disk.
+    """
+    rows, looked_at, fields = 0.0, 0, plan.files[0].fields
+    for number in np.linspace(0, len(plan.files) - 1, min(_TRIED, len(plan.files))).astype(int):
+        file = replace(plan.files[number], crc32c=None)
+        _, data, size = next(file.read(file.units(_BEGINNING)[0], _BEGINNING))
+        rows += formats.parse(file.format, data, fields, plan.table_size)[0] * file.size / size
+        looked_at += file.size
+    size = sum(one.size for one in plan.files)
+    row = 8 + 2 * dtype(fields).itemsize  # its key; sorted and in the result, which other formats have alike
+    there = [*state(destination).iterdir(), *destination.glob("*-*-of-*")]
+    done = sum(path.stat().st_size for path in there)
+    left, free = max(0, round(rows * size / looked_at * row) - done), shutil.disk_usage(destination).free
+    say(f"{len(plan.files)} files, {decimal(size)}; about {decimal(left)} to write, {decimal(free)} free")
+    if left > free:
+        raise ArgumentError(
+            f"{destination}: about {decimal(left)} to write, half of it for the time of sorting, but only "
+            f"{decimal(free)} free. Free some space, or choose another DST"
+        )
+    return size
 
 
 def _differences(plan: ShufflePlan, former: ShufflePlan | None) -> str:

@@ -2,26 +2,30 @@
 
 In ``DST/.prepare`` a split has ``train.json`` (options, source, where each file's images begin in the next
 two), ``train.places.npy`` and ``train.names``; a finished file has ``NAME.rows.npy`` and ``NAME.json``, the
-latter written last. When all are finished only ``train.json`` stays: it tells a later run what was done.
+latter written last, with the checksum of the former. When all are finished only ``train.json`` stays: it
+tells a later run what was done.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ringdance.data.dataset import Dataset, Rows, ShardFile, joined
-from ringdance.data.files import write_whole
+from ringdance.data.files import file_crc32c, write_whole
 from ringdance.data.prepare.sources import Source
 from ringdance.data.writing import FIRST_LABELS, shard_name
 from ringdance.errors import ArgumentError
 
+T = TypeVar("T")
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError)
+"""What a damaged JSON file ends in, where it is parsed or used."""
 _SEED = 0
 
 
@@ -61,10 +65,7 @@ class Plan:
     @classmethod
     def read(cls, destination: Path, split: str) -> Plan | None:
         """Read a split's plan; None if there is none."""
-        try:
-            return cls(**json.loads((state(destination) / f"{split}.json").read_text()))
-        except FileNotFoundError:
-            return None
+        return read_plan(state(destination) / f"{split}.json", lambda about: cls(**about))
 
     def name(self, shard: int) -> str:
         """Return the name of a file."""
@@ -121,13 +122,34 @@ def state(destination: Path) -> Path:
     return destination / ".prepare"
 
 
-def finished(destination: Path, name: str) -> dict[str, Any] | None:
-    """Return what was noted of a finished file; None if it is not there, or not as it was written."""
+def read_plan(path: Path, made: Callable[[Any], T]) -> T | None:
+    """Return what is made of the JSON in a file; None if there is none.
+
+    Raises:
+        ArgumentError: the file is damaged.
+    """
     try:
-        about: dict[str, Any] = json.loads((state(destination) / f"{name}.json").read_text())
-        return about if (destination / name).stat().st_size == about["file"]["size"] else None
+        return made(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
+    except DAMAGE:
+        raise ArgumentError(f"{path} is damaged. Begin anew with --overwrite") from None
+
+
+def finished(destination: Path, name: str) -> dict[str, Any] | None:
+    """Return what was noted of a finished file; None if it is not there, or not as it was written."""
+    directory = state(destination)
+    try:
+        about: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
+        same = (destination / name).stat().st_size == about["file"]["size"]
+        return about if same and unchanged(directory, about["crc32c"]) else None
+    except (FileNotFoundError, *DAMAGE):
+        return None
+
+
+def unchanged(directory: Path, checksums: Mapping[str, int]) -> bool:
+    """Whether files have the CRC-32C that were noted, by name."""
+    return all(file_crc32c(directory / name) == crc for name, crc in checksums.items())
 
 
 def make(source: Source, format: str, shards: int, resize: int) -> tuple[Plan, np.ndarray[Any, Any]]:

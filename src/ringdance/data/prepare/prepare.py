@@ -6,22 +6,24 @@ import fcntl
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from rich.filesize import decimal
 
-from ringdance.data.dataset import Dataset
+from ringdance.data.dataset import Dataset, ShardFile
 from ringdance.data.files import needed
+from ringdance.data.index import damaged
 from ringdance.data.prepare import plan as plans
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.data.prepare.plan import Plan, state
 from ringdance.data.prepare.progress import PrepareProgress
 from ringdance.data.prepare.sources import Source, find
 from ringdance.data.prepare.work import Work, work
+from ringdance.data.tables.table import TableFile
 from ringdance.errors import ArgumentError
 from ringdance.launch.cause import Verdict, render
 from ringdance.launch.job import Job
@@ -91,19 +93,32 @@ def prepare(source: Path, destination: Path, options: Options, job: JobSpec) -> 
                 _remove(destination, plan)
         for plan, _ in made:
             _check_same(destination, plan)
-        todo = []
+        todo, left_out = [], 0
         for one, (plan, order) in zip(sources, made, strict=True):
             if not (destination / f"{plan.split}.json").exists():
                 todo.append((one, plan, order))
                 continue
             plan.remove_state(destination, keep=f"{plan.split}.json")
-            Dataset.open(destination, plan.split)  # raises if its index is damaged
+            check_sizes(destination, Dataset.open(destination, plan.split).files)
+            left_out += listed(destination / f"{plan.split}.problems.tsv", b"left out\t")
             say(f"{plan.split}: complete since an earlier run; --overwrite writes it again")
         _check_space(destination, [(one, plan) for one, plan, _ in todo])
         stored = [plans.store(plan, one, order, destination) for one, plan, order in todo]
         if stored:
             _write(destination, stored, job)
-        return sum(_close(destination, plan, options.max_broken) for plan in stored)
+        return left_out + sum(_close(destination, plan, options.max_broken) for plan in stored)
+
+
+def check_sizes(directory: Path, files: Iterable[ShardFile | TableFile]) -> None:
+    """Raise an ArgumentError if a file has not the size that the index says."""
+    for one in files:
+        if (size := (path := directory / one.name).stat().st_size) != one.size:
+            raise damaged(path, f"it has {size} bytes, and {one.size} by the index")
+
+
+def listed(path: Path, mark: bytes) -> int:
+    """Return how often `mark` is in a list of problems; 0 if there is none."""
+    return path.read_bytes().count(mark) if path.exists() else 0
 
 
 def say(text: str) -> None:
@@ -140,7 +155,10 @@ def _remove(destination: Path, plan: Plan) -> None:
     """Remove a split's files and all that is known of it."""
     for end in ("json", "npy"):
         (destination / f"{plan.split}.{end}").unlink(missing_ok=True)
-    for old in (Plan.read(destination, plan.split) or plan, plan):
+    former = None
+    with suppress(ArgumentError):  # a damaged one
+        former = Plan.read(destination, plan.split)
+    for old in (former or plan, plan):
         for shard in range(old.shards):
             (destination / old.name(shard)).unlink(missing_ok=True)
     plan.remove_state(destination)
@@ -260,7 +278,7 @@ def _run_job(words: Sequence[str], job: JobSpec, progress: PrepareProgress) -> N
     screen = Screen((progress.feed, lambda data: progress.feed(data)))
     outcome = Job(prepared, screen).run()
     if isinstance(outcome, Verdict):
-        raise CommandError(f"\n{render(outcome, prepared.plan.ranks)}", outcome.code)
+        raise CommandError(f"a process failed\n{render(outcome, prepared.plan.ranks)}", outcome.code)
     if outcome:
         raise KeyboardInterrupt if outcome == 130 else SystemExit(outcome)
 

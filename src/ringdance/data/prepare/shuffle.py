@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,12 +26,13 @@ import numpy as np
 
 from ringdance.data.files import ShardWriter, npy, write_whole
 from ringdance.data.prepare.chunks import SourceFile, parse
-from ringdance.data.prepare.plan import finished, state
+from ringdance.data.prepare.plan import DAMAGE, finished, read_plan, state, unchanged
 from ringdance.data.prepare.work import Report, run_process, taken
 from ringdance.data.tables import criteo
 from ringdance.data.tables.rows import Array, Rows, dtype, header
 from ringdance.data.tables.table import TableFile
 from ringdance.data.tables.writing import TableWriter, Written
+from ringdance.errors import ArgumentError
 
 MOST_RUNS, MERGED = 1024, 128
 _WRITTEN = 1 << 14  # rows that are encoded at once
@@ -77,11 +79,10 @@ class ShufflePlan:
     @classmethod
     def read(cls, destination: Path) -> ShufflePlan | None:
         """Read the plan of a directory; None if there is none."""
-        try:
-            about = json.loads((state(destination) / "criteo.json").read_text())
-        except FileNotFoundError:
-            return None
-        return cls(**about | {"files": [SourceFile(**one) for one in about["files"]]})
+        return read_plan(
+            state(destination) / "criteo.json",
+            lambda about: cls(**about | {"files": [SourceFile(**one) for one in about["files"]]}),
+        )
 
     def units(self) -> Iterator[tuple[int, int, Path]]:
         """Yield the work of pass 1: number of the file, of the unit, and the name of what is noted of it."""
@@ -122,16 +123,38 @@ def scatter(destination: Path, plan: ShufflePlan, number: int, unit: int, note: 
         clicks = (rows.labels > 0.5) if plan.balance else np.zeros(len(keys), bool)
         order = np.lexsort((keys, clicks))
         name = f"sorted.{number}.{chunk}"
-        _save(destination, f"{name}.keys.npy", keys[order])
-        _save(destination, f"{name}.rows.npy", rows.packed()[order])
+        checksums = {
+            **_save(destination, f"{name}.keys.npy", keys[order]),
+            **_save(destination, f"{name}.rows.npy", rows.packed()[order]),
+        }
         classes, count = [int((~clicks).sum()), int(clicks.sum())], len(numbers) + len(broken)
-        runs.append({"name": name, "rows": count, "classes": classes, "broken": broken})
+        runs.append(
+            {"name": name, "rows": count, "classes": classes, "broken": broken, "crc32c": checksums}
+        )
         report(count, size)
     write_whole(state(destination) / note, json.dumps(runs).encode())
 
 
-def _save(destination: Path, name: str, array: Array) -> None:
-    write_whole(state(destination) / name, npy(array))
+def _save(destination: Path, name: str, array: Array) -> dict[str, int]:
+    return {name: write_whole(state(destination) / name, npy(array))}
+
+
+def _is_sorted(directory: Path, note: Path, merged: Collection[str]) -> bool:
+    """Whether a unit is done: its note is there, and its runs are merged, or as they were written."""
+    try:
+        runs = json.loads((directory / note).read_text())
+        return all(run["name"] in merged or unchanged(directory, run["crc32c"]) for run in runs)
+    except (FileNotFoundError, *DAMAGE):
+        return False
+
+
+def _merged_names(destination: Path) -> set[str]:
+    """Return the runs that an interrupted run has merged and removed."""
+    try:
+        groups = json.loads((state(destination) / "merge.json").read_text())
+        return {run[0] for name, runs in groups if is_merged(destination, name) for run in runs}
+    except (FileNotFoundError, *DAMAGE):
+        return set()
 
 
 def divide(keys: Callable[[], Iterable[Array]], ranks: Array) -> Array:
@@ -188,7 +211,7 @@ def _between(directory: Path, names: Sequence[str], begins: Array, ends: Array) 
 
 
 def merge(destination: Path, fields: int, name: str, runs: Sequence[Run], report: Report) -> None:
-    """Merge runs into one, and remove them; it is complete when its rows are there."""
+    """Merge runs into one, and remove them; it is complete when ``NAME.json`` has its checksums."""
     directory, names = state(destination), [run.name for run in runs]
     classes = np.sum([run.classes for run in runs], axis=0).tolist()
     about = header(sum(classes), np.dtype(np.uint64)), header(sum(classes), dtype(fields))
@@ -204,6 +227,8 @@ def merge(destination: Path, fields: int, name: str, runs: Sequence[Run], report
                 keys_file.write(keys[order].tobytes())
                 rows_file.write(rows[order].tobytes())
                 report(len(order), len(order))
+    checksums = {ends[0].name: rows_file.crc32c, ends[1].name: keys_file.crc32c}
+    write_whole(directory / f"{name}.json", json.dumps(checksums).encode())
     for run in runs:
         for kind in ("keys", "rows"):
             (directory / f"{run.name}.{kind}.npy").unlink()
@@ -221,8 +246,9 @@ def gather(destination: Path, plan: ShufflePlan, output: OutputFile, report: Rep
             some = order[at : at + _WRITTEN]
             writer.write(Rows.of(rows[some]))
             report(len(some), len(some))
-    _save(destination, f"{output.name}.offsets.npy", writer.written.offsets)
-    write_whole(directory / f"{output.name}.json", json.dumps({"file": asdict(writer.written.file)}).encode())
+    checksums = _save(destination, f"{output.name}.offsets.npy", writer.written.offsets)
+    about = {"file": asdict(writer.written.file), "crc32c": checksums}
+    write_whole(directory / f"{output.name}.json", json.dumps(about).encode())
 
 
 def work(destination: Path, run: str, step: str, report: Report) -> None:
@@ -237,23 +263,38 @@ def work(destination: Path, run: str, step: str, report: Report) -> None:
     plan = ShufflePlan.read(destination)
     assert plan is not None
     if step == "1":
+        merged = _merged_names(destination)
         for number, unit, note in plan.units():
-            if not (state(destination) / note).exists() and taken(destination, run, note.name):
+            if taken(destination, run, note.name) and not _is_sorted(state(destination), note, merged):
                 scatter(destination, plan, number, unit, note, report)
         return
     if step == "merge":
         for name, runs in json.loads((state(destination) / "merge.json").read_text()):
-            if not is_merged(destination, name) and taken(destination, run, name):
+            if not taken(destination, run, name):
+                continue
+            if not is_merged(destination, name):
                 merge(destination, plan.files[0].fields, name, [Run(*one) for one in runs], report)
+            else:
+                _check_merged(state(destination), name)
         return
     for output in read_outputs(destination):
-        if not finished(destination, output.name) and taken(destination, run, output.name):
+        if taken(destination, run, output.name) and not finished(destination, output.name):
             gather(destination, plan, output, report)
 
 
 def is_merged(destination: Path, name: str) -> bool:
     """Whether a run that others are merged into is complete."""
-    return (state(destination) / f"{name}.rows.npy").exists()
+    return (state(destination) / f"{name}.json").exists()
+
+
+def _check_merged(directory: Path, name: str) -> None:
+    """Raise an ArgumentError if a run is not as it was written; its rows are then sorted and merged again."""
+    note = directory / f"{name}.json"
+    with suppress(FileNotFoundError, *DAMAGE):
+        if unchanged(directory, json.loads(note.read_text())):
+            return
+    note.unlink()
+    raise ArgumentError(f"{directory / name}.*.npy are damaged: the same command makes them again")
 
 
 def read_outputs(destination: Path) -> list[OutputFile]:

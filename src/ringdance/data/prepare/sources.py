@@ -116,7 +116,7 @@ def _place(source: Path, split: str) -> Path | None:
     """Return the directory or the tar of a split."""
     for parent in _KAGGLE:
         for name in (*SPLITS[split], _TARS[split]):
-            if (path := source / parent / name).exists():
+            if os.path.lexists(path := source / parent / name):  # a link to nothing is not another layout
                 return path
     return None
 
@@ -151,6 +151,9 @@ def _source(
     if strange := sorted(there.keys() - set(classes)):
         raise ArgumentError(f"{place}: classes that train does not have: {', '.join(strange[:5])}")
     if split == "train" and (empty := sorted(set(classes) - there.keys())):
+        for name in empty if place.is_dir() else ():
+            if other := next((one for one in (place / name).glob("*") if one.is_file()), None):
+                raise ArgumentError(f"{place} is no directory of classes: {name} has {other.name}, no images")
         raise ArgumentError(
             f"{place}: classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC"
         )
@@ -209,7 +212,9 @@ def _walk(directory: str, name: str, above: Sequence[str]) -> Iterator[tuple[str
 
 
 def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
-    """Whether a directory; raises ArgumentError if it is one of those that it was found in, or above one."""
+    """Whether a directory; raises ArgumentError for a link to nothing, or to one that it is in."""
+    if entry.is_symlink() and not entry.name.startswith(".") and not os.path.exists(entry.path):
+        raise ArgumentError(f"{entry.path} links to nothing that is there: complete SRC, or remove the link")
     if entry.is_symlink() and entry.is_dir():
         there = os.path.realpath(entry.path)
         if any(f"{path}/".startswith(f"{there}/") for path in above):

@@ -61,8 +61,8 @@ def _write(plan: Plan, destination: Path, shard: int, report: Report) -> None:
     samples = _samples(plan, destination, shard, problems, report)
     file, rows = write_shard(destination / plan.name(shard), plan.format, samples)
     own = state(destination) / plan.name(shard)
-    write_whole(own.with_name(f"{own.name}.rows.npy"), npy(rows))
-    about = {"file": asdict(file), "problems": problems}
+    crc = write_whole(beside := own.with_name(f"{own.name}.rows.npy"), npy(rows))
+    about = {"file": asdict(file), "problems": problems, "crc32c": {beside.name: crc}}
     write_whole(own.with_name(f"{own.name}.json"), json.dumps(about).encode())
 
 
@@ -136,7 +136,7 @@ def run_process(work: Work, words: Sequence[str]) -> int:
             )
         work(destination, run, part, report)
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
+        problem = f"{error.filename or type(error).__name__}: {error.strerror or error}"
     except ArgumentError as error:
         problem = str(error)
     else:
