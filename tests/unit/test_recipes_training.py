@@ -57,7 +57,7 @@ class Run:
     def __init__(self, model: Model, export: Path | None = None, checkpoints: Path | None = None) -> None:
         given = Namespace(
             checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=None,
-            price_per_hour=None,
+            price_per_hour=None, patience=2,
         )  # fmt: skip
         self.training = Training(given, model, {}, dict, "validation", "top1", lambda *_: "")
         self.log = TrainingLog(given, "images", 10, 1, 0.0)
@@ -116,6 +116,30 @@ def test_the_best_model_is_exported_that_is_still_being_written(
         run.training.evaluate(run.log)
     run.close()
     np.testing.assert_array_equal(np.loadtxt(tmp_path / "model" / "weights"), 1)
+
+
+def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Path) -> None:
+    scores = [0.5, 0.6, 0.9, 0.4, 0.95, 0.3, 0.3]  # of steps 1 to 7
+
+    def run(begin: int, model: Model, end: int) -> list[bool]:
+        one = Run(model, checkpoints=tmp_path)
+        assert one.training.resume() == (begin > 1)
+        over = []
+        for step in range(begin, end + 1):
+            one.training.at.step = step
+            over.append(one.training.evaluate(one.log))
+            if step == 1:
+                one.training.save(one.training.files)
+        one.close()
+        return over
+
+    assert run(1, Model(*scores), 3) == [False] * 3  # its checkpoint is of step 1, its best model of step 3
+    assert run(2, Model(0.4, 0.5, 0.8), 4) == [False] * 3, "another number of ranks: not counted"
+    with contextlib.closing(hvd.Checkpoints(tmp_path, name="best")) as best:
+        assert best.numbers() == [3]
+    assert run(2, Model(*scores[1:]), 7) == [False] * 5 + [True]
+    with contextlib.closing(hvd.Checkpoints(tmp_path, name="best")) as best:
+        assert best.numbers() == [5]
 
 
 def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -83,6 +83,7 @@ class Training:
 
     Attributes:
         at: the position.
+        kept: that of the best model on the disk, which may be newer than the newest checkpoint.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Training:
             raise SystemExit(problem)
         self.given, self.model, self.figures, self.split, self.score = given, model, figures, split, score
         self.options = {"framework": model.framework, **options}
-        self.describe, self.table, self.at = describe, table, Position()
+        self.describe, self.table, self.at, self.kept = describe, table, Position(), Position()
         self.files = self.best = None
         if given.checkpoints:
             self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
@@ -135,8 +136,7 @@ class Training:
         """Go on from the newest checkpoint, if there is one; return whether there is."""
         found = self.restore(self.files)
         if self.best and (kept := self._read(self.best)):
-            # It may be newer than the newest checkpoint: no worse model is to replace it.
-            self.at.best = max(self.at.best, kept[1].best)
+            self.kept = kept[1]
         return found
 
     def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
@@ -239,9 +239,11 @@ class Training:
             return False
         if found[self.score] > at.best:
             at.best, at.worse = found[self.score], 0
-            self.save(self.best)
+            if at.best > self.kept.best:
+                self.kept = replace(at)
+                self.save(self.best)
             return False
-        at.worse += 1
+        at.worse += at.step > self.kept.step  # up to there a run before has gone on
         if patience and at.worse >= patience:
             log.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
             return True
