@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import zlib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,15 @@ def file_crc32c(path: Path) -> int:
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):
             crc = crc32c_extend(crc, chunk)
+    return crc
+
+
+def file_crc32(path: Path) -> int:
+    """Return the CRC-32 of a file, which needs no package."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
     return crc
 
 
