@@ -164,6 +164,26 @@ def test_a_checkpoint_of_something_else_is_named(content: bytes, tmp_path: Path)
     run.close()
 
 
+def test_a_copy_with_any_other_byte_is_named_or_as_before(tmp_path: Path) -> None:
+    """Copies have no manifest, whose checksum would tell; the zip has one of the values, not of their names."""
+    run = Run(Model(), checkpoints=tmp_path)
+    run.training.model.weights[:] = 1, 2, 3  # type: ignore[attr-defined]
+    run.training.save(run.training.files)
+    run.close()
+    path = tmp_path / "checkpoint-00000000"
+    (tmp_path / f".{path.name}.json").unlink()
+    content, read = path.read_bytes(), 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        run = Run(Model(), checkpoints=tmp_path)
+        with contextlib.suppress(SystemExit):
+            assert run.training.resume()
+            assert run.training.model.weights.tolist() == [1, 2, 3]  # type: ignore[attr-defined]
+            read += 1
+        run.close()
+    assert read < len(content) / 3
+
+
 def test_positions_of_another_version_are_named(tmp_path: Path) -> None:
     run = Run(Model(), checkpoints=tmp_path)
     run.training.at = Namespace(step=1, turn=2)  # type: ignore[assignment]

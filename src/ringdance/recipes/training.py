@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -114,7 +113,7 @@ class Training:
         wrong = next((name for name, one in floats if not np.isfinite(one).all()), "")
         if wrong := hvd.broadcast_object(wrong):  # the loss shows it one step later
             raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
-        about = {"position": asdict(self.at), "options": self.options}
+        about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
         files.save(self.at.step, lambda path: write(path, state), self.table)
 
@@ -154,7 +153,10 @@ class Training:
                 state = dict(saved)
             at, made = (json.loads(str(state.pop(name))) for name in ("position", "options"))
             at = Position(**at)
-        except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+            names = json.loads(str(state.pop("arrays", json.dumps([*state]))))  # a version before has none
+            if other := {*names} ^ {*state}:
+                raise ValueError(f"the array {min(other)} is missing, or one too many")
+        except Exception as error:  # of damaged files NumPy raises many
             raise SystemExit(
                 f"{where} is damaged, or of something else: {error}. Remove it to go on from the one before."
             ) from None
