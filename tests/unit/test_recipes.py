@@ -14,8 +14,8 @@ import pytest
 
 from ringdance.cli import main
 from ringdance.errors import ArgumentError
+from ringdance.recipes.files import about_model
 from ringdance.recipes.resnet50 import presets
-from ringdance.recipes.training import about_model
 
 
 def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

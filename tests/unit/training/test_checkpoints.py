@@ -368,7 +368,7 @@ def test_a_file_with_another_byte_is_not_read(
     assert pair(saved) == (2, "content 2", 2)
     told = f"3 ({path} is damaged: its checksum is another one)"
     assert caplog.messages == [f"ringdance: 2 is read; damaged checkpoints: {told}."]
-    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 3 that is whole\. Whole: 1, 2; damaged: 3 "):
+    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 3 .*Whole: 1, 2; damaged: 3 "):
         saved.read(3)
     (manifest,) = tmp_path.glob(".*-00000003.json")
     about = json.loads(manifest.read_text())

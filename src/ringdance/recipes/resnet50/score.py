@@ -27,7 +27,7 @@ from ringdance.data import Dataset, Loader
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import Parser
-from ringdance.recipes.training import about_model, alone, text_file
+from ringdance.recipes.files import alone, text_file, whole_model
 
 Array = np.ndarray[Any, Any]
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -93,7 +93,7 @@ def main() -> None:
 def score(given: argparse.Namespace) -> None:
     """Score images, and print what their labels say of it."""
     alone()
-    about = about_model(given.model, "image_size", "classes")
+    about = whole_model(given.model, "image_size", "classes")
     classes = list(map(str, about["classes"]))
     data: Any = Photographs(given.data, classes)
     if (given.data / f"{given.split}.json").exists():
