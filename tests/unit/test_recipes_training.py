@@ -231,8 +231,10 @@ def little_room() -> Iterator[None]:
     """Let no file become greater than 20 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_without_room_the_file_is_named_and_nothing_is_left(tmp_path: Path) -> None:
@@ -243,6 +245,12 @@ def test_without_room_the_file_is_named_and_nothing_is_left(tmp_path: Path) -> N
     with little_room(), pytest.raises(SystemExit, match=r"--export .*/model: File too large \(.* MB are"):
         run.close()
     assert not [*tmp_path.iterdir()]
+    run = Run(Model(), checkpoints=tmp_path)
+    with little_room():
+        run.training.save(run.training.best)
+        with pytest.raises(SystemExit, match=r"best-0+ is not written: File too large \(.* MB are"):
+            run.training.save(run.training.best)
+    assert {one.name for one in tmp_path.iterdir()} == {".best-N.lock"}
 
 
 def test_two_writers_of_one_text_do_not_mix(tmp_path: Path) -> None:

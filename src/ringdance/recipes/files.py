@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import ringdance.numpy as hvd
-from ringdance.data.files import file_crc32
+from ringdance.data.files import file_crc32, why_not
 from ringdance.errors import ArgumentError
 
 
@@ -58,7 +58,7 @@ def export(
                 about["checksums"] = {name: file_crc32(one) for name, one in _files(partial).items()}
                 (partial / "model.json").write_text(json.dumps(about, indent=1))
             except Exception as error:  # of any framework
-                problem = f"--export {given.export}: {on_disk(error, final)}"
+                problem = f"--export {given.export}: {why_not(error, final.parent)}"
                 shutil.rmtree(partial, ignore_errors=True)
             else:
                 problem = wrong_target(given) or _renamed(partial, final, old)
@@ -66,13 +66,6 @@ def export(
         problem = hvd.broadcast_object(problem)
     if problem:
         raise SystemExit(problem)
-
-
-def on_disk(error: Exception, path: Path) -> str:
-    """Return what could not be written, why, and how much room there is."""
-    what, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
-    free = shutil.disk_usage(path.parent).free / 1e6
-    return f"{what}: {why} ({free:,.0f} MB are free there)"
 
 
 def _own(path: Path, word: str) -> Path:

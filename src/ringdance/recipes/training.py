@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import ringdance.numpy as hvd
-from ringdance.errors import ArgumentError, RingdanceError, optional
+from ringdance.errors import ArgumentError, optional
 from ringdance.recipes.files import export, wrong_target
 from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, diverged
 
@@ -96,7 +97,8 @@ class Training:
         self.describe, self.table, self.at, self.kept = describe, table, Position(), Position()
         self.files = self.best = None
         if given.checkpoints:
-            self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
+            with _one_sentence():
+                self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
             if split != TRAINED_ON:  # the model that knows these best need not be the best
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
 
@@ -112,7 +114,8 @@ class Training:
             raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
         about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
-        files.save(self.at.step, lambda path: write(path, state), self.table)
+        with _one_sentence():
+            files.save(self.at.step, lambda path: write(path, state), self.table)
 
     def restore(self, files: hvd.Checkpoints | None) -> bool:
         """Load the newest checkpoint on all ranks; return whether there is one.
@@ -124,7 +127,8 @@ class Training:
             return False
         number, self.at, state = found
         if self.table is not None:
-            files.read(number, self.table)
+            with _one_sentence():
+                files.read(number, self.table)
         self.model.restore(state)
         return True
 
@@ -137,10 +141,8 @@ class Training:
 
     def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
         """Return number, position and state of the newest checkpoint."""
-        try:
+        with _one_sentence():
             found = files.read()
-        except RingdanceError as error:
-            raise SystemExit(str(error)) from None
         if found is None:
             return None
         number, content = found
@@ -256,10 +258,20 @@ class Training:
             about = {"framework": self.model.framework, **about, "steps": self.at.step}
             export(self.given, self.model.export, about, self.table)
             log.print(f"model written to {self.given.export}")
-        for files in (self.files, self.best):
-            if files:
-                files.close()
+        with _one_sentence():
+            for files in (self.files, self.best):
+                if files:
+                    files.close()
         log.close()
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """End with the text of what is wrong with checkpoints, on all ranks."""
+    try:
+        yield
+    except (ArgumentError, hvd.CheckpointError) as error:
+        raise SystemExit(str(error)) from None
 
 
 def _refused(given: argparse.Namespace) -> str:

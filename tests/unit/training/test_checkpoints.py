@@ -388,7 +388,9 @@ def test_the_last_one_that_fails_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     saved.save(7, full)
     with pytest.raises(hvd.CheckpointError, match="No space left"):
         saved.close()
-    assert "checkpoint 7 is not written" in caplog.text
+    told = f"checkpoint-00000007 is not written: No space left on device: {tmp_path}/"
+    assert told in caplog.text
+    assert "MB are free in" in caplog.text
 
 
 def test_a_directory_is_refused_at_once(tmp_path: Path) -> None:
