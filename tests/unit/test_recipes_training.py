@@ -57,9 +57,11 @@ class Model:
 class Run:
     """A training with its log."""
 
-    def __init__(self, model: Model, export: Path | None = None, checkpoints: Path | None = None) -> None:
+    def __init__(
+        self, model: Model, export: Path | None = None, checkpoints: Path | None = None, board: str = ""
+    ) -> None:
         given = Namespace(
-            checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=None,
+            checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=board,
             price_per_hour=None, patience=2,
         )  # fmt: skip
         self.training = Training(given, model, {}, dict, "validation", "top1", lambda *_: "")
@@ -278,6 +280,15 @@ def test_a_damaged_export_is_named_before_it_is_loaded(tmp_path: Path) -> None:
         os.mkfifo(model / name)
         with pytest.raises(ArgumentError, match=f"model/{name} is no regular file"):
             files.whole_model(model)
+
+
+def test_what_only_rank_0_needs_is_missing_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(training.hvd, "broadcast_object", lambda text: asked.append(text) or text)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(SystemExit, match=r"--tensorboard needs tensorboardX: .*pip install tensorboardX"):
+        Run(Model(), board="board")
+    assert asked, "before the others begin to train"
 
 
 def test_scoring_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
