@@ -127,12 +127,14 @@ class CheckpointFiles:
 
         Raises:
             CheckpointError: it is not there, or damaged.
-            FileNotFoundError: another process has just replaced it.
         """
         every, found = self.scan(), None
         for place, one in reversed(list(enumerate(every))):
             if not one.problem and number in (None, one.number):
-                every[place] = one = self._checked(one)
+                try:
+                    every[place] = one = self._checked(one)
+                except FileNotFoundError:
+                    return self.find(number)
                 if not one.problem:
                     found = one
                     break
@@ -149,7 +151,11 @@ class CheckpointFiles:
         )
 
     def _checked(self, saved: SavedCheckpoint) -> SavedCheckpoint:
-        """Read all of a checkpoint; return it, with a problem where a checksum is another one."""
+        """Read all of a checkpoint; return it, with a problem where a checksum is another one.
+
+        Raises:
+            FileNotFoundError: another process has just replaced it.
+        """
         path = self.path(saved.number)
         for one, checksum in zip((path, table_path(path)), saved.checksums, strict=False):
             if file_crc32(present_path(one, saved.token)) != checksum:

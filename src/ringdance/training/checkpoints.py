@@ -143,9 +143,9 @@ class Checkpoints:
 
         def find() -> tuple[SavedCheckpoint, bytes, Path | None] | None:
             for _ in range(_READS):
+                if (saved := self._files.find(number)) is None:
+                    return None
                 with contextlib.suppress(FileNotFoundError):  # another process has just replaced it
-                    if (saved := self._files.find(number)) is None:
-                        return None
                     content = present_path(self._files.path(saved.number), saved.token).read_bytes()
                     return saved, content, None if table is None else self._files.table(saved)
             raise CheckpointError("checkpoints are replaced again and again while they are read")
