@@ -143,7 +143,7 @@ def test_a_killed_training_goes_on_exactly(clicks: Path, tmp_path: Path) -> None
     for ending in ("npz", "npz.npy"):
         pair = [np.load(one / f"checkpoint-{steps:08}.{ending}") for one in (whole, saved)]
         arrays = [{"table": one} if ending == "npz.npy" else dict(one) for one in pair]
-        for name in arrays[0].keys() - {"position", "options"}:
+        for name in arrays[0].keys() - {"position", "options", "arrays"}:
             np.testing.assert_allclose(arrays[1][name], arrays[0][name], rtol=1e-3, atol=1e-4, err_msg=name)
     more = run(tmp_path, "keras", 3, clicks, "--epochs", "3", "--checkpoints", str(saved))
     rest = 32_000 // (3 * BATCH)

@@ -72,7 +72,8 @@ def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
     """Position and arrays of the newest checkpoint."""
     path = max(directory.glob("checkpoint-*.npz"))
     with np.load(path) as saved:
-        arrays = [saved[name] for name in sorted(saved.files) if name not in ("position", "options")]
+        names = sorted({*saved.files} - {"position", "options", "arrays"})
+        arrays = [saved[name] for name in names]
         position: dict[str, Any] = json.loads(str(saved["position"]))
     return position, [*arrays, np.load(path.with_name(f"{path.name}.npy"))]
 

@@ -78,7 +78,7 @@ def final(directory: Path) -> tuple[dict[str, Any], list[Any]]:
 
 def read(path: Path) -> tuple[dict[str, Any], list[Any]]:
     with np.load(path) as saved:
-        names = [name for name in saved.files if name not in ("position", "options")]
+        names = [name for name in saved.files if name not in ("position", "options", "arrays")]
         return json.loads(str(saved["position"])), [saved[name] for name in names]
 
 

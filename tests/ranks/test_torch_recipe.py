@@ -169,7 +169,9 @@ def test_what_more_ranks_cannot_finish_is_evaluated(
         with checkpoint.open("wb") as file:
             np.savez(file, **{**arrays, "position": np.array(json.dumps(at))})
         about = checkpoint.with_name(f".{checkpoint.name}.json")
-        found = json.loads(about.read_text()) | {"sizes": [checkpoint.stat().st_size]}
+        found = json.loads(about.read_text()) | {
+            "sizes": [checkpoint.stat().st_size], "checksums": []
+        }  # fmt: skip
         about.write_text(json.dumps(found))
     hvd.broadcast_object(None)
     capsys.readouterr()
@@ -246,9 +248,23 @@ def test_photographs_are_scored_as_prepared_ones(
     assert [line[:2] for line in lines] == [["file", "label"], ["turned.png", "-"], ["upright.png", "-"]]
     assert lines[1][2:] == lines[2][2:]
     (new / "broken.jpg").write_bytes(b"no image")
-    with pytest.raises(SystemExit):
+    (new / "linked.jpg").symlink_to("upright.png")  # a good one beside it
+    with pytest.raises(SystemExit, match="3"):
         score.main()
-    assert f"{new}/broken.jpg: cannot identify" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "3 images in" in told
+    assert f"left out: {new}/broken.jpg: cannot identify" in told
+    again = [line.split("\t") for line in (tmp_path / f"scores{RANK}").read_text().splitlines()]
+    assert again == [lines[0], ["linked.jpg", *lines[1][1:]], *lines[1:]]
+    for one in new.iterdir():
+        one.unlink()
+    with pytest.raises(SystemExit, match="2"):
+        score.main()
+    assert f"{new}: no index of 'train' (train.json is missing)" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words[:2], str(photos / "data"), "--split", "val"])
+    with pytest.raises(SystemExit, match="2"):
+        score.main()
+    assert "It has train, validation" in capsys.readouterr().err
 
 
 def test_weights_of_other_classes_leave_the_head_fresh_and_others_are_refused(

@@ -105,7 +105,7 @@ def test_operations_are_those_of_trivial_augment_wide(level: int, sign: int) -> 
 
 
 def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--model resnet19: torchvision's classifiers are alexnet"):
+    with pytest.raises(SystemExit, match="resnet19 is no classifier of torchvision: did you mean resnet1"):
         training_of("resnet19")
     with pytest.raises(SystemExit, match="inception_v3 takes no images of 40 pixels"):
         training_of("inception_v3", size=40)

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import ringdance.numpy as hvd
 from ringdance.cli import main
 from ringdance.errors import ArgumentError
+from ringdance.recipes.files import about_model
 from ringdance.recipes.resnet50 import presets
-from ringdance.recipes.training import about_model
 
 
 def test_a_copy_is_complete_and_overwrites_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -188,6 +189,32 @@ def test_the_page_has_the_table_of_the_presets(capsys: pytest.CaptureFixture[str
         for name, one in json.loads(capsys.readouterr().out).items()
     ]
     assert "".join(rows) in page
+
+
+def test_a_model_that_is_not_known_is_probably_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
+    unknown = importlib.import_module("shared").unknown
+    names = ["MobileNetV2", "ResNet50", "Xception"]
+    assert unknown("MobilNetV2", "Keras", names).endswith("of Keras: did you mean MobileNetV2?")
+    assert unknown("resnet50", "Keras", names).endswith("did you mean ResNet50?")
+    assert unknown("GPT", "Keras", names).endswith("of Keras: MobileNetV2, ResNet50, Xception")
+
+
+def test_weights_that_the_other_framework_has_exported_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(presets.__file__).parent))
+    begin_with = importlib.import_module("shared").begin_with
+    given = Namespace(weights=str(tmp_path), evaluate=False)
+    model = Namespace(framework="keras", weights="model.weights.h5", load_weights=lambda file: [])
+    hvd.init()
+    (tmp_path / "model.json").write_text('{"framework": "keras", "image_size": 48}')
+    assert begin_with(given, model, 3) == f"weights of {tmp_path}/model.weights.h5"
+    model.framework = "torch"
+    told = r"exported by train_keras\.py, whose weights train_torch\.py cannot read"
+    with pytest.raises(SystemExit, match=f"--weights {tmp_path}: it was {told}"):
+        begin_with(given, model, 3)
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize("about", ["", "null", "[]", "{}", "[" * 100_000, None])

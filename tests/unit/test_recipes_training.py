@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import stat
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ import pytest
 
 import ringdance.numpy as hvd
 from ringdance.errors import ArgumentError
-from ringdance.recipes import training
+from ringdance.recipes import files, training
 from ringdance.recipes.log import TrainingLog
 from ringdance.recipes.training import Training
 
@@ -54,10 +57,12 @@ class Model:
 class Run:
     """A training with its log."""
 
-    def __init__(self, model: Model, export: Path | None = None, checkpoints: Path | None = None) -> None:
+    def __init__(
+        self, model: Model, export: Path | None = None, checkpoints: Path | None = None, board: str = ""
+    ) -> None:
         given = Namespace(
-            checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=None,
-            price_per_hour=None,
+            checkpoints=checkpoints, export=export and str(export), keep=3, tensorboard=board,
+            price_per_hour=None, patience=2,
         )  # fmt: skip
         self.training = Training(given, model, {}, dict, "validation", "top1", lambda *_: "")
         self.log = TrainingLog(given, "images", 10, 1, 0.0)
@@ -95,10 +100,10 @@ def test_a_model_stays_if_it_cannot_be_renamed(tmp_path: Path, monkeypatch: pyte
         raise OSError(16, "Device or resource busy")
 
     run = Run(Model(), tmp_path / "model")
-    monkeypatch.setattr(training.os, "replace", busy)
-    with pytest.raises(SystemExit, match=r"busy. The model is in .*/\.model\.partial"):
+    monkeypatch.setattr(files.os, "replace", busy)
+    with pytest.raises(SystemExit, match=r"busy. The model is in .*/\.model\.partial-"):
         run.close()
-    assert (tmp_path / ".model.partial" / "weights").exists()
+    assert [*tmp_path.glob(".model.partial-*/weights")]
 
 
 def test_the_best_model_is_exported_that_is_still_being_written(
@@ -116,6 +121,30 @@ def test_the_best_model_is_exported_that_is_still_being_written(
         run.training.evaluate(run.log)
     run.close()
     np.testing.assert_array_equal(np.loadtxt(tmp_path / "model" / "weights"), 1)
+
+
+def test_after_a_kill_the_patience_is_that_of_an_unbroken_training(tmp_path: Path) -> None:
+    scores = [0.5, 0.6, 0.9, 0.4, 0.95, 0.3, 0.3]  # of steps 1 to 7
+
+    def run(begin: int, model: Model, end: int) -> list[bool]:
+        one = Run(model, checkpoints=tmp_path)
+        assert one.training.resume() == (begin > 1)
+        over = []
+        for step in range(begin, end + 1):
+            one.training.at.step = step
+            over.append(one.training.evaluate(one.log))
+            if step == 1:
+                one.training.save(one.training.files)
+        one.close()
+        return over
+
+    assert run(1, Model(*scores), 3) == [False] * 3  # its checkpoint is of step 1, its best model of step 3
+    assert run(2, Model(0.4, 0.5, 0.8), 4) == [False] * 3, "another number of ranks: not counted"
+    with contextlib.closing(hvd.Checkpoints(tmp_path, name="best")) as best:
+        assert best.numbers() == [3]
+    assert run(2, Model(*scores[1:]), 7) == [False] * 5 + [True]
+    with contextlib.closing(hvd.Checkpoints(tmp_path, name="best")) as best:
+        assert best.numbers() == [5]
 
 
 def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
@@ -138,6 +167,26 @@ def test_a_checkpoint_of_something_else_is_named(content: bytes, tmp_path: Path)
     with pytest.raises(SystemExit, match="checkpoint 3 is damaged, or of something else"):
         run.training.resume()
     run.close()
+
+
+def test_a_copy_with_any_other_byte_is_named_or_as_before(tmp_path: Path) -> None:
+    """Copies have no manifest, whose checksum would tell; the zip has one of values, not of names."""
+    run = Run(Model(), checkpoints=tmp_path)
+    run.training.model.weights[:] = 1, 2, 3  # type: ignore[attr-defined]
+    run.training.save(run.training.files)
+    run.close()
+    path = tmp_path / "checkpoint-00000000"
+    (tmp_path / f".{path.name}.json").unlink()
+    content, read = path.read_bytes(), 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        run = Run(Model(), checkpoints=tmp_path)
+        with contextlib.suppress(SystemExit):
+            assert run.training.resume()
+            assert run.training.model.weights.tolist() == [1, 2, 3]  # type: ignore[attr-defined]
+            read += 1
+        run.close()
+    assert read < len(content) / 3
 
 
 def test_positions_of_another_version_are_named(tmp_path: Path) -> None:
@@ -164,23 +213,86 @@ def test_arrays_alone_are_written_by_an_older_numpy(tmp_path: Path, monkeypatch:
 def test_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with training.text_file(str(pipe)) as file:
+    with files.text_file(str(pipe)) as file:
         file.write("0.5\n")
     assert os.read(reader, 10) == b"0.5\n"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     os.close(reader)
     (tmp_path / "link").symlink_to("scores")
-    with training.text_file(str(tmp_path / "link")) as file:
+    with files.text_file(str(tmp_path / "link")) as file:
         file.write("0.5\n")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "scores").read_text() == "0.5\n"
-    with training.text_file(os.devnull), training.text_file(None):
+    with files.text_file(os.devnull), files.text_file(None):
         pass
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
+@contextlib.contextmanager
+def little_room() -> Iterator[None]:
+    """Let no file become greater than 20 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_without_room_the_file_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    with little_room(), pytest.raises(OSError, match=r"File too large: '.*/scores\.tsv'"):
+        with files.text_file(str(tmp_path / "scores.tsv")) as file:
+            file.write("0.5\n" * 100)
+    run = Run(Model(), tmp_path / "model")
+    with little_room(), pytest.raises(SystemExit, match=r"--export .*/model: File too large \(.* MB are"):
+        run.close()
+    assert not [*tmp_path.iterdir()]
+    run = Run(Model(), checkpoints=tmp_path)
+    with little_room():
+        run.training.save(run.training.best)
+        with pytest.raises(SystemExit, match=r"best-0+ is not written: File too large \(.* MB are"):
+            run.training.save(run.training.best)
+    assert {one.name for one in tmp_path.iterdir()} == {".best-N.lock"}
+
+
+def test_two_writers_of_one_text_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "scores"
+    code = "import sys; from ringdance.recipes.files import text_file\n" \
+           "with text_file(sys.argv[1]) as file: file.write('theirs')"  # fmt: skip
+    with files.text_file(str(path)) as file:
+        file.write("ours")
+        file.flush()
+        subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+        assert path.read_text() == "theirs"
+    assert path.read_text() == "ours"
+
+
+def test_a_damaged_export_is_named_before_it_is_loaded(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    Run(Model(), model).close()
+    assert files.whole_model(model)["files"] == ["weights"]
+    weights = (model / "weights").read_text()
+    (model / "weights").write_text(weights.replace("0", "1", 1))
+    with pytest.raises(ArgumentError, match="model/weights is damaged: its checksum is another one"):
+        files.whole_model(model)
+    for name in ("weights", "model.json"):
+        (model / name).unlink()
+        os.mkfifo(model / name)
+        with pytest.raises(ArgumentError, match=f"model/{name} is no regular file"):
+            files.whole_model(model)
+
+
+def test_what_only_rank_0_needs_is_missing_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(training.hvd, "broadcast_object", lambda text: asked.append(text) or text)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(SystemExit, match=r"--tensorboard needs tensorboardX: .*pip install tensorboardX"):
+        Run(Model(), board="board")
+    assert asked, "before the others begin to train"
+
+
 def test_scoring_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    training.alone()
-    monkeypatch.setattr(training.hvd, "size", lambda: 2)
+    files.alone()
+    monkeypatch.setattr(files.hvd, "size", lambda: 2)
     with pytest.raises(ArgumentError, match="runs as one process"):
-        training.alone()
+        files.alone()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
+import zlib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +44,25 @@ def file_crc32c(path: Path) -> int:
         while chunk := file.read(1 << 22):
             crc = crc32c_extend(crc, chunk)
     return crc
+
+
+def file_crc32(path: Path) -> int:
+    """Return the CRC-32 of a file, which needs no package."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def why_not(error: Exception, directory: Path) -> str:
+    """Return why something could not be written into a directory, and how much room there is."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        text = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    with contextlib.suppress(OSError):
+        text += f" ({shutil.disk_usage(directory).free / 1e6:,.0f} MB are free in {directory})"
+    return text
 
 
 class ShardWriter:

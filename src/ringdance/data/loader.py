@@ -212,7 +212,7 @@ class Loader(ImageBatches):
         try:
             self._decode(out, self.dataset.read(number), draw if self.augment else None)
         except ArgumentError as error:
-            where = f"rank {self.plan.rank}: sample {number}{_place(self.dataset, number)}"
+            where = f"{self.plan.where}sample {number}{_place(self.dataset, number)}"
             raise ArgumentError(f"{where}: {error}") from None
         if self.transform:
             found = self.transform(out, draw)

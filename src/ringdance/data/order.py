@@ -129,6 +129,11 @@ class Plan:
         return self.batch_size * self.size
 
     @property
+    def where(self) -> str:
+        """The beginning of an error's text: the rank, if there are others."""
+        return f"rank {self.rank}: " if self.size > 1 else ""
+
+    @property
     def end(self) -> int:
         """The position at which the epoch is over: the number of samples, without those left out."""
         left = (self.length - self.position) % self.whole if self.drop_last else 0

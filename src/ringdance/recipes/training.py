@@ -1,24 +1,21 @@
-"""What the recipes' trainings share: position, evaluations, checkpoints, the best model, export."""
+"""What the recipes' trainings share: position, evaluations, checkpoints, the best model."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-import os
-import shutil
-import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import numpy as np
 
 import ringdance.numpy as hvd
-from ringdance.errors import ArgumentError, RingdanceError
+from ringdance.errors import ArgumentError, optional
+from ringdance.recipes.files import export, wrong_target
 from ringdance.recipes.log import TRAINED_ON, TrainingLog, clock, diverged
 
 Array = np.ndarray[Any, Any]
@@ -83,6 +80,7 @@ class Training:
 
     Attributes:
         at: the position.
+        kept: that of the best model on the disk, which may be newer than the newest checkpoint.
     """
 
     def __init__(
@@ -91,15 +89,16 @@ class Training:
         describe: Callable[[Position, dict[str, float]], str], suffix: str = "",
         table: hvd.EmbeddingTable | None = None,
     ) -> None:
-        problem = hvd.broadcast_object(_wrong_target(given) if hvd.rank() == 0 else "")
+        problem = hvd.broadcast_object(_refused(given) if hvd.rank() == 0 else "")
         if problem:
             raise SystemExit(problem)
         self.given, self.model, self.figures, self.split, self.score = given, model, figures, split, score
         self.options = {"framework": model.framework, **options}
-        self.describe, self.table, self.at = describe, table, Position()
+        self.describe, self.table, self.at, self.kept = describe, table, Position(), Position()
         self.files = self.best = None
         if given.checkpoints:
-            self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
+            with _one_sentence():
+                self.files = hvd.Checkpoints(given.checkpoints, given.keep, suffix=suffix)
             if split != TRAINED_ON:  # the model that knows these best need not be the best
                 self.best = hvd.Checkpoints(given.checkpoints, 1, "best", suffix)
 
@@ -113,9 +112,10 @@ class Training:
         wrong = next((name for name, one in floats if not np.isfinite(one).all()), "")
         if wrong := hvd.broadcast_object(wrong):  # the loss shows it one step later
             raise SystemExit(diverged(f"{wrong} is not finite after", self.at.step))
-        about = {"position": asdict(self.at), "options": self.options}
+        about = {"position": asdict(self.at), "options": self.options, "arrays": [*state]}
         state |= {name: np.array(json.dumps(value)) for name, value in about.items()}
-        files.save(self.at.step, lambda path: write(path, state), self.table)
+        with _one_sentence():
+            files.save(self.at.step, lambda path: write(path, state), self.table)
 
     def restore(self, files: hvd.Checkpoints | None) -> bool:
         """Load the newest checkpoint on all ranks; return whether there is one.
@@ -127,7 +127,8 @@ class Training:
             return False
         number, self.at, state = found
         if self.table is not None:
-            files.read(number, self.table)
+            with _one_sentence():
+                files.read(number, self.table)
         self.model.restore(state)
         return True
 
@@ -135,16 +136,13 @@ class Training:
         """Go on from the newest checkpoint, if there is one; return whether there is."""
         found = self.restore(self.files)
         if self.best and (kept := self._read(self.best)):
-            # It may be newer than the newest checkpoint: no worse model is to replace it.
-            self.at.best = max(self.at.best, kept[1].best)
+            self.kept = kept[1]
         return found
 
     def _read(self, files: hvd.Checkpoints) -> tuple[int, Position, dict[str, Array]] | None:
         """Return number, position and state of the newest checkpoint."""
-        try:
+        with _one_sentence():
             found = files.read()
-        except RingdanceError as error:
-            raise SystemExit(str(error)) from None
         if found is None:
             return None
         number, content = found
@@ -154,7 +152,10 @@ class Training:
                 state = dict(saved)
             at, made = (json.loads(str(state.pop(name))) for name in ("position", "options"))
             at = Position(**at)
-        except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+            names = json.loads(str(state.pop("arrays", json.dumps([*state]))))  # a version before has none
+            if odd := {*names} ^ {*state}:
+                raise ValueError(f"the array {min(odd)} is missing, or one too many")
+        except Exception as error:  # of damaged files NumPy raises many
             raise SystemExit(
                 f"{where} is damaged, or of something else: {error}. Remove it to go on from the one before."
             ) from None
@@ -239,9 +240,11 @@ class Training:
             return False
         if found[self.score] > at.best:
             at.best, at.worse = found[self.score], 0
-            self.save(self.best)
+            if at.best > self.kept.best:
+                self.kept = replace(at)
+                self.save(self.best)
             return False
-        at.worse += 1
+        at.worse += at.step > self.kept.step  # up to there a run before has gone on
         if patience and at.worse >= patience:
             log.print(f"ended: no better {self.score} than {at.best:.5f} in {at.worse} evaluations")
             return True
@@ -251,107 +254,34 @@ class Training:
         """Export the best model, if that was asked for, as a directory that ``about`` describes."""
         if self.given.export:
             self.restore(self.best)  # once it is written
-            self._export(self.given.export, about | {"steps": self.at.step})
+            self.model.average_statistics()
+            about = {"framework": self.model.framework, **about, "steps": self.at.step}
+            export(self.given, self.model.export, about, self.table)
             log.print(f"model written to {self.given.export}")
-        for files in (self.files, self.best):
-            if files:
-                files.close()
+        with _one_sentence():
+            for files in (self.files, self.best):
+                if files:
+                    files.close()
         log.close()
 
-    def _export(self, directory: str, about: dict[str, Any]) -> None:
-        """Write the model for score.py: a directory that is complete when it has its name."""
-        final = Path(directory).resolve()
-        partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
-        self.model.average_statistics()
-        problem = ""
-        try:
-            if hvd.rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-        except OSError as error:
-            problem = f"--export {directory}: {error}"
-        if problem := hvd.broadcast_object(problem):  # else they would wait in the table's exchange
-            raise SystemExit(problem)
-        try:
-            if self.table is not None:
-                self.table.save(partial / "table.npy")
-        except OSError as error:  # on all ranks
-            problem = f"--export {directory}: {error}"
-        # What only one rank does takes seconds here. Marked, the waiting ranks do not warn.
-        with hvd.pause_stall_check("export"):
-            if hvd.rank() == 0 and not problem:
-                try:
-                    self.model.export(partial)
-                    files = [one.name for one in partial.iterdir()]
-                    about = {"framework": self.model.framework, **about, "files": files}
-                    (partial / "model.json").write_text(json.dumps(about, indent=1))
-                except Exception as error:  # of any framework, on a full disk for one
-                    free = shutil.disk_usage(partial.parent).free / 1e6
-                    problem = f"--export {directory}: {error} ({free:,.0f} MB are free there)"
-                    shutil.rmtree(partial, ignore_errors=True)
-                else:
-                    problem = _wrong_target(self.given) or _renamed(partial, final, old)
-                    problem += f". The model is in {partial}" if problem else ""
-            problem = hvd.broadcast_object(problem)
-        if problem:
-            raise SystemExit(problem)
 
-
-def _renamed(partial: Path, final: Path, old: Path) -> str:
-    """Give a directory its name instead of that which has it; return the problem, or ""."""
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """End with the text of what is wrong with checkpoints, on all ranks."""
     try:
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            os.replace(final, old)
-        os.replace(partial, final)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        return f"--export {final}: {error.strerror}"
-    return ""
+        yield
+    except (ArgumentError, hvd.CheckpointError) as error:
+        raise SystemExit(str(error)) from None
 
 
-def _wrong_target(given: argparse.Namespace) -> str:
-    """Return why ``--export`` cannot write there: before the training, and nothing of others is replaced."""
-    if not given.export:
-        return ""
-    target = Path(given.export).resolve()
-    if given.checkpoints and target in (kept := Path(given.checkpoints).resolve(), *kept.parents):
-        return f"--export {given.export}: --checkpoints {given.checkpoints} is there: give another directory"
+def _refused(given: argparse.Namespace) -> str:
+    """Return why rank 0 could not write what it is to write in the end, or ""."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        there = {one.name for one in target.iterdir()} if target.exists() else set()
-        if "model.json" in there:
-            there -= {"model.json", *about_model(target, "files")["files"]}
-        if there:
-            return f"--export {given.export}: there is something else, such as {min(there)}"
-        if os.path.ismount(target):
-            return f"--export {given.export}: a file system is mounted there: name a directory in it"
-        if not os.access(target.parent, os.W_OK):
-            return f"--export {given.export}: {target.parent} cannot be written"
-    except OSError as error:
-        return f"--export {given.export}: {error.strerror}: {error.filename}"
-    except (ArgumentError, TypeError) as error:
-        return f"--export {given.export}: there is something else: {error}"
-    return ""
-
-
-def about_model(model: Path, *needed: str) -> dict[str, Any]:
-    """Return what ``model.json`` says of an exported model.
-
-    Raises:
-        ArgumentError: it is not there, damaged, or does not have what is needed.
-    """
-    file = model / "model.json"
-    try:
-        about: dict[str, Any] = json.loads(file.read_text())
-        missing = [name for name in needed if name not in about]
-    except OSError as error:
-        raise ArgumentError(f"{model} is no exported model: {error.strerror}: {error.filename}") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ArgumentError(f"{file} is damaged: {error}") from None
-    if missing:
-        raise ArgumentError(f"{model} is a model of another recipe: {file} has no {missing[0]}")
-    return about
+        if given.tensorboard:
+            optional("tensorboardX", ArgumentError, "--tensorboard needs tensorboardX")
+    except ArgumentError as error:
+        return str(error)
+    return wrong_target(given)
 
 
 def write(path: Path, state: dict[str, Array]) -> None:
@@ -359,30 +289,3 @@ def write(path: Path, state: dict[str, Array]) -> None:
     arrays: Any = state  # none is named as an argument of savez, of which NumPy 2.2 has one more
     with open(path, "wb") as file:
         np.savez(file, **arrays)
-
-
-@contextmanager
-def text_file(name: str | None) -> Iterator[TextIO]:
-    """Open a file for a text; it has its name when it is complete.
-
-    Args:
-        name: of the file; a pipe or a device is written directly. None: the text is thrown away.
-    """
-    path = os.path.realpath(name or os.devnull)
-    special = os.path.exists(path) and not os.path.isfile(path)
-    partial = path if special else f"{path}.partial"
-    with open(partial, "w", encoding="utf-8", errors="surrogateescape") as file:
-        yield file
-    if not special:
-        os.replace(partial, path)
-
-
-def alone() -> None:
-    """Start as one process: scripts that score have no work for more.
-
-    Raises:
-        ArgumentError: there are more.
-    """
-    hvd.init()
-    if hvd.size() > 1:
-        raise ArgumentError(f"{sys.argv[0]} runs as one process: start it without `ringdance run`")

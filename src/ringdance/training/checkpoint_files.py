@@ -10,6 +10,7 @@ without their manifests count too, as older than those that have one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ringdance.data.files import sync_path
+from ringdance.data.files import file_crc32, sync_path
 from ringdance.errors import RingdanceError
 
 _log = logging.getLogger("ringdance")
@@ -46,6 +47,7 @@ class SavedCheckpoint(NamedTuple):
         serial: counts what was saved there, from 1; 0 without a manifest.
         token: in the first names of its files, see Note [Manifests]; "" without one.
         sizes: bytes of its file and of its table; the latter is missing where it has none.
+        checksums: CRC-32 of these; () where the manifest has none.
         problem: why it is no whole checkpoint, or "".
     """
 
@@ -53,6 +55,7 @@ class SavedCheckpoint(NamedTuple):
     serial: int = 0
     token: str = ""
     sizes: tuple[int, ...] = ()
+    checksums: tuple[int, ...] = ()
     problem: str = ""
 
     @property
@@ -98,13 +101,13 @@ class CheckpointFiles:
                 raise ValueError
             manifest = _manifest(path).read_bytes()
             about = json.loads(manifest)
-            sizes = tuple(map(int, about["sizes"]))
-            saved = SavedCheckpoint(number, int(about["serial"]), about["token"], sizes)
-            if not (sizes and re.fullmatch("[0-9a-f]+", saved.token)):
+            sizes, sums = (tuple(map(int, about.get(name, ()))) for name in ("sizes", "checksums"))
+            saved = SavedCheckpoint(number, int(about["serial"]), about["token"], sizes, sums)
+            if not (sizes and len(sums) in (0, len(sizes)) and re.fullmatch("[0-9a-f]+", saved.token)):
                 raise ValueError
         except FileNotFoundError:
             pass
-        except (ArithmeticError, ValueError, LookupError, TypeError, OSError, RecursionError):
+        except (ArithmeticError, AttributeError, ValueError, LookupError, TypeError, OSError, RecursionError):
             saved = SavedCheckpoint(number, problem=f"{_manifest(path)} is damaged")
         # The table first: another process that removes a checkpoint begins with the checkpoint's own file.
         for one, size in reversed(list(zip(files, saved.sizes, strict=False))):
@@ -125,19 +128,41 @@ class CheckpointFiles:
         Raises:
             CheckpointError: it is not there, or damaged.
         """
-        every = self.scan()
+        every, found = self.scan(), None
+        for place, one in reversed(list(enumerate(every))):
+            if not one.problem and number in (None, one.number):
+                try:
+                    every[place] = one = self._checked(one)
+                except FileNotFoundError:
+                    return self.find(number)
+                if not one.problem:
+                    found = one
+                    break
         whole = [one for one in every if not one.problem]
         damaged = ", ".join(f"{one.number} ({one.problem})" for one in every if one.problem)
-        found = [one for one in whole if number in (None, one.number)]
         if found or (number is None and not damaged):
-            if damaged and number is None:
-                _log.warning("ringdance: %d is read; damaged checkpoints: %s.", found[-1].number, damaged)
-            return found[-1] if found else None
+            if damaged and found and number is None:
+                _log.warning("ringdance: %d is read; damaged checkpoints: %s.", found.number, damaged)
+            return found
         others = ", ".join(str(one.number) for one in whole) or "none"
         raise CheckpointError(
             f"no checkpoint{'' if number is None else f' {number}'} that is whole. Whole: {others}; "
             f"damaged: {damaged or 'none'}. Read another one, or remove the files of the damaged ones"
         )
+
+    def _checked(self, saved: SavedCheckpoint) -> SavedCheckpoint:
+        """Read all of a checkpoint; return it, with a problem where a checksum is another one.
+
+        Raises:
+            FileNotFoundError: another process has just replaced it.
+        """
+        path = self.path(saved.number)
+        for one, checksum in zip((path, table_path(path)), saved.checksums, strict=False):
+            if file_crc32(present_path(one, saved.token)) != checksum:
+                if self.look(saved.number) != saved:
+                    raise FileNotFoundError(errno.ENOENT, "another process has replaced it", str(one))
+                return saved._replace(problem=f"{one} is damaged: its checksum is another one")
+        return saved
 
     def table(self, saved: SavedCheckpoint) -> Path:
         """Return where the table of a checkpoint is.
@@ -166,11 +191,12 @@ class CheckpointFiles:
                 raise CheckpointError("a checkpoint is one file, and what was passed wrote a directory")
             for one in partials[:-1]:
                 sync_path(one)
+            sums = tuple(map(file_crc32, partials[:-1]))
             with _naming:
                 serial = 1 + max((one.serial for one in self.scan()), default=0)
                 sizes = tuple(one.stat().st_size for one in partials[:-1])
-                saved = SavedCheckpoint(number, serial, token, sizes)
-                about = {"serial": serial, "token": token, "sizes": sizes}
+                saved = SavedCheckpoint(number, serial, token, sizes, sums)
+                about = {"serial": serial, "token": token, "sizes": sizes, "checksums": sums}
                 partials[-1].write_text(json.dumps(about))
                 for one in (partials[-1], self._directory):
                     sync_path(one)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdance import session
+from ringdance.data.files import why_not
 from ringdance.errors import ArgumentError
 from ringdance.training.checkpoint_files import (
     TABLE,
@@ -93,7 +94,7 @@ class Checkpoints:
         except OSError as error:
             with contextlib.suppress(OSError):  # only rank 0 has it
                 path.unlink()
-            raise self._error(error) from None
+            raise self._error(self._not_written(number, error)) from None
         if self._executor is not None:
             tokens.add(token)
             self._writing = self._executor.submit(self._write, number, token, write, write_table)
@@ -102,8 +103,9 @@ class Checkpoints:
         try:
             self._files.write(number, token, *writers)
         except Exception as error:  # the script may end before it waits for the last one
-            _log.error("ringdance: checkpoint %d is not written: %s", number, self._error(error))
-            raise
+            problem = self._not_written(number, error)
+            _log.error("ringdance: %s", self._error(problem))
+            raise problem from None
         finally:
             tokens.discard(token)
 
@@ -188,6 +190,10 @@ class Checkpoints:
         if problem:
             raise problem
         return result
+
+    def _not_written(self, number: int, error: Exception) -> CheckpointError:
+        name = self._files.path(number).name
+        return CheckpointError(f"{name} is not written: {why_not(error, self.directory)}")
 
     def _error(self, problem: Exception | str) -> CheckpointError:
         if isinstance(problem, OSError):

@@ -36,6 +36,11 @@ def test_small_differences_are_called_so() -> None:
     assert lines[2] == "slowest rank: rank 0 on host h0 (pid 100), by 1%: all are about equally fast"
 
 
+def test_no_rank_is_blamed_for_a_few_steps() -> None:
+    lines = summary_lines(RANKS, figures(0.01, 0.01, 0.02, 0.01, steps=3), 61)
+    assert lines[2] == "slowest rank: unknown, 4 steps are too few to tell"
+
+
 def test_what_is_missing_is_said() -> None:
     known = figures(0.01, 0.01)
     assert summary_lines(RANKS, known, 60)[2] == "slowest rank: unknown, the figures of 2 ranks are missing"
@@ -104,7 +109,7 @@ def test_a_rank_without_figures_holds_up_no_end(monkeypatch: pytest.MonkeyPatch)
 
 
 def ended(engine: Engine) -> list[str]:
-    for _ in range(5):
+    for _ in range(25):
         hvd.allreduce(np.ones(3), name="x")
         engine.recorder.step()
     assert engine.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -353,6 +354,30 @@ def test_a_file_that_was_cut_is_not_read(
         saved.save(3, text(3))
 
 
+@pytest.mark.parametrize("end", ["", ".npy"])
+def test_a_file_with_another_byte_is_not_read(
+    end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = hvd.Checkpoints(tmp_path)
+    for number in (1, 2, 3):
+        saved.save(number, text(f"content {number}"), table_of(number))
+    saved.wait()
+    path = tmp_path / f"checkpoint-00000003{end}"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert pair(saved) == (2, "content 2", 2)
+    told = f"3 ({path} is damaged: its checksum is another one)"
+    assert caplog.messages == [f"ringdance: 2 is read; damaged checkpoints: {told}."]
+    with pytest.raises(hvd.CheckpointError, match=r"no checkpoint 3 .*Whole: 1, 2; damaged: 3 "):
+        saved.read(3)
+    (manifest,) = tmp_path.glob(".*-00000003.json")
+    about = json.loads(manifest.read_text())
+    del about["checksums"]  # of a version before
+    manifest.write_text(json.dumps(about))
+    assert pair(saved)[0] == 3
+    saved.close()
+
+
 def test_the_last_one_that_fails_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The script may end without another call."""
 
@@ -363,7 +388,9 @@ def test_the_last_one_that_fails_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     saved.save(7, full)
     with pytest.raises(hvd.CheckpointError, match="No space left"):
         saved.close()
-    assert "checkpoint 7 is not written" in caplog.text
+    told = f"checkpoint-00000007 is not written: No space left on device: {tmp_path}/"
+    assert told in caplog.text
+    assert "MB are free in" in caplog.text
 
 
 def test_a_directory_is_refused_at_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ _UNKNOWN = (
     "for one; where else it waits cannot be seen"
 )
 _SLOW = 0.05  # slower by less is called even
+_FEW = 20  # steps, of which chance may make any rank the slowest
 
 
 class Figures(NamedTuple):
@@ -158,6 +159,8 @@ def summary_lines(identities: Sequence[Identity], ranks: dict[int, Figures], sec
     lines.append(text)
     if len(ranks) < size:
         lines.append(f"slowest rank: unknown, the figures of {size - len(ranks)} ranks are missing")
+    elif 0 < own.steps < _FEW:
+        lines.append(f"slowest rank: unknown, {own.steps + 1} steps are too few to tell")
     else:
         lines.append(_slowest(identities, ranks, " per step" if own.steps else ""))
     return lines

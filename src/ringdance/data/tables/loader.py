@@ -95,7 +95,7 @@ class TableLoader(Batches):
         try:
             rows = self.table.read(np.concatenate([part[0] for part in parts]))
         except ArgumentError as error:
-            raise ArgumentError(f"rank {self.plan.rank}: {error}") from None
+            raise ArgumentError(f"{self.plan.where}{error}") from None
         found, start = [], 0
         for numbers, weight, position, count in parts:
             stop = start + len(numbers)

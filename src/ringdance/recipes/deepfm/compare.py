@@ -49,8 +49,8 @@ from comparison import Result, report  # type: ignore[import-not-found]
 
 from ringdance.cluster.hostfile import parse_hosts
 from ringdance.errors import ArgumentError
+from ringdance.recipes.files import text_file
 from ringdance.recipes.options import count, number, widths
-from ringdance.recipes.training import text_file
 
 FRAMEWORKS = {
     "tensorflow": ("ringdance", "single", "tower", "mirrored", "multi_worker_mirrored", "parameter_server"),

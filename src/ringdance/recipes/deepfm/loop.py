@@ -15,9 +15,10 @@ import rates  # type: ignore[import-not-found]  # beside this file
 import ringdance.numpy as hvd
 from ringdance.data import Table, TableBatch
 from ringdance.errors import ArgumentError
+from ringdance.recipes.files import whole_model
 from ringdance.recipes.log import TRAINED_ON, TrainingLog, scores_of
 from ringdance.recipes.options import Options, count, number, widths
-from ringdance.recipes.training import Position, Training, about_model, write
+from ringdance.recipes.training import Position, Training, write
 
 Array = np.ndarray[Any, Any]
 
@@ -123,7 +124,7 @@ def warm_start(start: Path, model: Model, about: dict[str, Any]) -> None:
     def exported() -> tuple[dict[str, Array], str]:
         """Return its layers, or what is wrong with it."""
         try:
-            found = about_model(start, "framework", *about)
+            found = whole_model(start, "framework", *about)
             for name, value in {"framework": model.framework, **about}.items():
                 if found[name] != value:
                     return {}, f"its {name} is {found[name]}, here it is {value}"

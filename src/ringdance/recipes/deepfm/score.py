@@ -26,8 +26,8 @@ import ringdance.numpy as hvd
 from ringdance.data import Table, TableLoader
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import Parser
+from ringdance.recipes.files import alone, text_file, whole_model
 from ringdance.recipes.log import scores_of
-from ringdance.recipes.training import about_model, alone, text_file
 
 Array = np.ndarray[Any, Any]
 Layers = Callable[[Array, Array, Array], Array]
@@ -71,7 +71,7 @@ def main() -> None:
 def score(given: argparse.Namespace) -> None:
     """Score rows, and print what their labels say of it."""
     alone()
-    about = about_model(given.model, "table_size", "fields")
+    about = whole_model(given.model, "table_size", "fields")
     data = Table.open(given.data, given.split, table_size=about["table_size"])
     if data.fields != about["fields"]:
         raise ArgumentError(f"{given.data}: {data.fields} fields, but {given.model} has {about['fields']}")

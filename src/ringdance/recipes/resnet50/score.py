@@ -7,6 +7,7 @@ Photographs are found in all directories below the one that is named. Writes a l
 head: its file (of prepared data: its number), its label, and the probability of each class. The label is the
 class of prepared data, or the name of the image's directory, if that is a class of the model; otherwise "-".
 With labels it prints top-1 and top-5 too. Images are cut as in an evaluation: the square in the centre.
+Photographs that are broken are left out and listed; the exit code is 3 then.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from shared import ranks_of  # type: ignore[import-not-found]  # beside this fil
 
 import ringdance.numpy as hvd
 from ringdance.data import Dataset, Loader
+from ringdance.data.files import needed
 from ringdance.data.prepare.clean import BrokenImage, clean
 from ringdance.errors import ArgumentError
 from ringdance.launch.parser import Parser
-from ringdance.recipes.training import about_model, alone, text_file
+from ringdance.recipes.files import alone, text_file, whole_model
 
 Array = np.ndarray[Any, Any]
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -43,16 +45,21 @@ class Photographs:
         self.rows = np.zeros(len(self.paths), [("label", np.int64)])
         self.rows["label"] = [labels.get(one.parent.name, -1) for one in self.paths]
         self.names = [str(one.relative_to(directory)) for one in self.paths]
+        self.broken: dict[int, str] = {}  # why, by number
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, number: int) -> bytes:
-        """Return an image as ``ringdance data prepare`` would write it: upright, 8 bits, in RGB."""
+        """Return an image as ``ringdance data prepare`` would write it: upright, 8 bits, in RGB.
+
+        Of a broken one, which is noted, a black image.
+        """
         try:
             return clean(self.paths[number].read_bytes()).image
         except (BrokenImage, OSError) as error:
-            raise ArgumentError(f"{self.paths[number]}: {error}") from None
+            self.broken[number] = f"{self.paths[number]}: {getattr(error, 'strerror', None) or error}"
+            return needed("simplejpeg").encode_jpeg(np.zeros((8, 8, 3), np.uint8))
 
 
 def program_of(model: Path, framework: str, backend: str) -> Callable[[Array], Array]:
@@ -85,42 +92,60 @@ def main() -> None:
     add("--batch-size", type=int, default=32, metavar="N", help="default: 32")
     given = parser.parse_args()
     try:
-        score(given)
+        broken = score(given)
     except (ArgumentError, OSError) as error:
         parser.error(str(error))
+    if broken:
+        sys.exit(3)
 
 
-def score(given: argparse.Namespace) -> None:
-    """Score images, and print what their labels say of it."""
+def opened(given: argparse.Namespace, classes: list[str]) -> Any:
+    """Return the photographs, or the split of prepared data."""
+    data = Photographs(given.data, classes)
+    if len(data) and not (given.data / f"{given.split}.json").exists():
+        return data
+    try:
+        prepared = Dataset.open(given.data, given.split)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error} Nor are there images ({', '.join(ENDINGS)})") from None
+    except NotADirectoryError:
+        raise ArgumentError(f"{given.data} is no image ({', '.join(ENDINGS)})") from None
+    if list(map(str, prepared.classes)) != classes:
+        raise ArgumentError(f"{given.data}: other classes than those of {given.model}")
+    return prepared
+
+
+def score(given: argparse.Namespace) -> int:
+    """Score images, and print what their labels say of it; return how many were left out."""
     alone()
-    about = about_model(given.model, "image_size", "classes")
+    about = whole_model(given.model, "image_size", "classes")
     classes = list(map(str, about["classes"]))
-    data: Any = Photographs(given.data, classes)
-    if (given.data / f"{given.split}.json").exists():
-        data = Dataset.open(given.data, given.split)
-        if list(map(str, data.classes)) != classes:
-            raise ArgumentError(f"{given.data}: other classes than those of {given.model}")
-    if not len(data):
-        raise ArgumentError(f"{given.data}: neither {given.split}.json nor images ({', '.join(ENDINGS)})")
+    data = opened(given, classes)
     try:
         program = program_of(given.model, about["framework"], about.get("backend", ""))
     except Exception as error:  # of damaged files of any kind
         raise ArgumentError(f"{given.model} cannot be read: {error}") from None
+    broken: dict[int, str] = getattr(data, "broken", {})
     figures, began = hvd.TopK(ranks_of(len(classes))), time.perf_counter()
     loader = Loader(data, given.batch_size, image_size=about["image_size"], augment=False)
     with text_file(given.output) as output:
         print("file", "label", *classes, sep="\t", file=output)
         for batch in loader:
             shares = program(batch.images)
-            figures.add(shares, batch.labels)
-            for number, label, row in zip(batch.indices, batch.labels, shares, strict=True):
+            whole = [number not in broken for number in batch.indices]
+            numbers, labels, shares = batch.indices[whole], batch.labels[whole], shares[whole]
+            figures.add(shares, labels)
+            for number, label, row in zip(numbers, labels, shares, strict=True):
                 name = data.names[number].replace("\t", "\\t") if hasattr(data, "names") else number
                 print(name, classes[label] if label >= 0 else "-", *map("{:.6g}".format, row),
                       sep="\t", file=output)  # fmt: skip
     found, seconds = figures.result(), time.perf_counter() - began
     told = [f"top-{name[3:]} {share:.2%}" for name, share in found.items() if name.startswith("top")]
     of = f"{', '.join(told)} of {found['count']:,} with a label" if found["count"] else "none has a label"
-    print(f"{len(data):,} images in {seconds:.1f} s: {of}", file=sys.stderr)
+    print(f"{len(data) - len(broken):,} images in {seconds:.1f} s: {of}", file=sys.stderr)
+    for _, why in sorted(broken.items()):
+        print(f"left out: {why}", file=sys.stderr)
+    return len(broken)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from presets import Preset  # type: ignore[import-not-found]  # beside this file
 import ringdance.numpy as hvd
 from ringdance.data import Dataset, Synthetic
 from ringdance.errors import ArgumentError
+from ringdance.recipes.files import whole_model
 from ringdance.recipes.log import TRAINED_ON, TrainingLog
 from ringdance.recipes.training import Position, Training
 from ringdance.training.schedules import Schedule
@@ -55,14 +57,17 @@ def described(at: Position, found: dict[str, float]) -> str:
 
 def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
     """Load weights on rank 0, but for a head of other classes; return what is to be said about it."""
-    file = Path(given.weights)
-    file = file / model.weights if file.is_dir() else file  # of an exported model
+    file, fresh, problem = Path(given.weights), list[str](), ""
     try:
-        fresh, problem = (model.load_weights(str(file)) if hvd.rank() == 0 else []), ""
+        if hvd.rank() == 0:
+            file = _exported(file, model) if file.is_dir() else file
+            fresh = model.load_weights(str(file))
+    except ArgumentError as error:
+        problem = f"--weights {error}"
     except OSError as error:
-        fresh, problem = [], f"--weights {file}: {error.strerror or error}"
+        problem = f"--weights {file}: {error.strerror or error}"
     except Exception as error:  # of files of any kind
-        fresh, problem = [], f"--weights {file}: not of this model: {error}".splitlines()[0]
+        problem = f"--weights {file}: not of this model: {error}".splitlines()[0]
     if fresh and given.evaluate:
         problem = f"--weights {file}: it has not {classes} classes, so there is nothing to evaluate"
     fresh, problem = hvd.broadcast_object((fresh, problem))
@@ -70,6 +75,25 @@ def begin_with(given: argparse.Namespace, model: Any, classes: int) -> str:
         raise SystemExit(problem)
     head = f", but {', '.join(fresh)} fresh: it has not {classes} classes" if fresh else ""
     return f"weights of {file}{head}"
+
+
+def _exported(directory: Path, model: Any) -> Path:
+    """Return the file of weights of an exported model."""
+    framework = whole_model(directory, "framework", "image_size")["framework"]
+    if framework != model.framework:
+        raise ArgumentError(
+            f"{directory}: it was exported by train_{framework}.py, whose weights train_{model.framework}.py "
+            "cannot read"
+        )
+    return directory / str(model.weights)
+
+
+def unknown(name: str, library: str, names: list[str]) -> str:
+    """Return the error of a model that a library does not have."""
+    lower = {one.lower(): one for one in names}
+    near = difflib.get_close_matches(name.lower(), lower, n=3)
+    text = f"did you mean {' or '.join(lower[one] for one in near)}?" if near else ", ".join(names)
+    return f"--model {name} is no classifier of {library}: {text}"
 
 
 def train(
@@ -99,10 +123,11 @@ def train(
     training = Training(given, model, same, model.figures, split, "top1", described)
     if hvd.rank() == 0:
         batch = loader.plan.batch_size * hvd.size()
+        epochs = f", {preset.epochs:g} epochs\npreset {given.preset} ({preset.source}): {preset.expected}"
         print(
             f"{same['model']} by {framework}: {hvd.size()} ranks, batch {batch:,}, {preset.optimizer}, "
-            f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes, {preset.epochs:g} "
-            f"epochs\npreset {given.preset} ({preset.source}): {preset.expected}", flush=True,
+            f"{preset.precision}, {len(data):,} images of {len(data.classes)} classes"
+            f"{'' if given.evaluate else epochs}", flush=True,
         )  # fmt: skip
     found = (given.evaluate and training.restore(training.best)) or training.resume()
     if given.evaluate and given.checkpoints and not found:

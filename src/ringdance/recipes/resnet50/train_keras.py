@@ -54,7 +54,7 @@ import numpy as np
 from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
 from options import parser, read  # type: ignore[import-not-found]
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
-from shared import datasets, ranks_of, train  # type: ignore[import-not-found]
+from shared import datasets, ranks_of, train, unknown  # type: ignore[import-not-found]
 
 import ringdance.keras as hvd
 from ringdance import numpy
@@ -104,7 +104,7 @@ def of_keras(name: str, classes: int, image_size: int) -> Any:
     """Return a classifier of keras.applications, on pixels 0 to 255; logits."""
     known = [one for one, found in vars(keras.applications).items() if callable(found)]
     if name not in known:
-        raise SystemExit(f"--model {name}: the classifiers of keras.applications are {', '.join(known)}")
+        raise SystemExit(unknown(name, "keras.applications", known))
     make = getattr(keras.applications, name)
     shape = (image_size, image_size, 3)
     try:

@@ -47,7 +47,7 @@ import torch
 from augmentation import mix, trivial_augment  # type: ignore[import-not-found]  # beside it
 from options import parser, read  # type: ignore[import-not-found]
 from presets import PRESETS, Preset  # type: ignore[import-not-found]
-from shared import datasets, ranks_of, train  # type: ignore[import-not-found]
+from shared import datasets, ranks_of, train, unknown  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -118,7 +118,7 @@ def of_torchvision(name: str, classes: int, size: int, evaluated: int) -> tuple[
         raise SystemExit(f"--model {name} needs torchvision, of the same release as torch: {error}") from None
     names = models.list_models(module=models)
     if name not in names:
-        raise SystemExit(f"--model {name}: torchvision's classifiers are {', '.join(names)}")
+        raise SystemExit(unknown(name, "torchvision", names))
     special: dict[str, Any] = {"image_size": size} if name.startswith("vit") else {}
     if name in ("googlenet", "inception_v3"):
         special = {"aux_logits": False, "init_weights": True, "transform_input": True}
