@@ -28,6 +28,7 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import in_session, number, perform, perform_all, plain, reduce_rows
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
+from ringdance.training.gradients import weights
 from ringdance.training.gradients.options import (
     UseOrder,
     check_groups,
@@ -99,6 +100,7 @@ class GradientReducer:
         self.devices = device_dense, device_sparse
         self.step_mark = step_mark
         self.local: set[int] = set()
+        self.advice = "hvd.broadcast_variables(model.variables, root_rank=0)"
 
     def register_local(self, variable: Any) -> None:
         """Do not reduce the gradient of this variable."""
@@ -138,7 +140,8 @@ class GradientReducer:
         kinds = [_kind(one) for one in results]
         sparse = [index for index, kind in enumerate(kinds) if kind == "rows"]
         dense = [index for index, kind in enumerate(kinds) if kind == "dense"]
-        call = partial(self._call, self._key(variables), pattern_of(kinds))
+        key = self._key(variables)
+        call = partial(self._call, key, pattern_of(kinds))
         with tf.name_scope(f"{self.name}_Allreduce"):
             if dense:
                 with tf.device(self.devices[0]):
@@ -149,7 +152,26 @@ class GradientReducer:
                     self._reduce_sparse(results, sparse, variables, call("rows" if dense else 0, True))
             if not dense and not sparse and variables:  # others may have some, and wait for this rank
                 perform(call(0, True), [tf.zeros(1)])
+            self._compare_weights(key, [variable_of(one) for one in variables])
         return results
+
+    def _compare_weights(self, key: str, variables: Sequence[Any]) -> None:
+        """Compare the ranks' variables if that is due: see ``training.gradients.weights``."""
+        floats = [one for one in variables if isinstance(one, tf.Variable) and one.dtype.is_floating]
+        if not floats or in_session():  # whose order of operations is not the program's
+            return
+        sizes = [math.prod(one.shape) for one in floats]
+        names = [str(getattr(one, "path", one.name)) for one in floats]
+        call = weights.call_of(key, names, sizes, self.advice, set_id(self.process_set))
+
+        def compare() -> Tensor:
+            parts = [
+                tf.cast(tf.reshape(one, [-1])[:: weights.step_of(size)], tf.float32)
+                for one, size in zip(floats, sizes, strict=True)
+            ]
+            return tf.size(perform(call, [tf.stop_gradient(tf.concat(parts, 0))])[0])
+
+        tf.cond(tf.cast(number("weights", key), tf.bool), compare, lambda: 0)
 
     def _key(self, variables: Sequence[Any]) -> str:
         described = repr([(tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables])

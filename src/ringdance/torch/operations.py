@@ -11,7 +11,7 @@ their argument and are not differentiable; ``grouped_`` forms exchange several t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, sparse_entries
 from ringdance.torch.exchange import Tensors, run, run_in_place, start
+from ringdance.torch.gradients import sample_of
 from ringdance.torch.memory import Compression
 from ringdance.training import collectives
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import Average
+from ringdance.training.gradients import weights
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
@@ -131,6 +133,15 @@ def reduce_gradients(
     reduced: list[Tensor] = run_in_place(call, [one.detach().contiguous() for one in tensors])
     session.mark_step()
     return reduced
+
+
+def compare_weights(
+    tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
+) -> None:
+    """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
+    if weights.due(exchange):
+        elements, sample = sample_of(tensors)
+        weights.compare(weights.call_of(exchange, names, elements, advice, set_id(process_set)), sample)
 
 
 def grouped_allreduce_async_(

@@ -43,6 +43,7 @@ from ringdance import session
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import on_join, prepared
+from ringdance.training.gradients import weights
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.options import check_passes, parts_of, scales_of
 from ringdance.training.gradients.source import AS_DENSE, Bucket, GradientSource, State
@@ -250,16 +251,20 @@ class GradientExchange:
     def _exchange(self) -> None:
         self._rejoin()
         try:
-            if not (self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step)):
+            if self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step):
+                self._exchanged(self._fast_path.expected_kinds)
+            else:
                 self._exchange_by_mask()
-                return
         except DifferentStepsError as error:
             self._abandon()
             raise self._different_steps(str(error)) from None
         except BaseException:
             self._abandon()
             raise
-        self._exchanged(self._fast_path.expected_kinds)
+        if weights.due(self.name):
+            elements, sample = self.source.sample()
+            call = weights.call_of(self.name, self.names, elements, self.source.advice, self.set_id)
+            weights.compare(call, sample)
 
     def _exchange_by_mask(self) -> None:
         state, count = self.state, len(self.names)
