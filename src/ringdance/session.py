@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -27,7 +28,7 @@ from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.recorder import Profiler, StepMark
 from ringdance.core.reports import dump
-from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
+from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError, RingdanceError
 from ringdance.monitoring import Monitoring
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
@@ -40,6 +41,9 @@ CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process
 # ends and the MPI launcher kills them.
 _GRACE = 0.5
+
+_LIBRARIES = "|".join(re.escape(os.path.dirname(one)) for one in (__file__, os.__file__))
+_OF_LIBRARIES = re.compile(f"^({_LIBRARIES})/|^<frozen|/(site|dist)-packages/")
 
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (
@@ -319,18 +323,35 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
         sys.stderr.flush()
 
 
+def _text_of(error: BaseException, whole: bool) -> str:
+    """Return the traceback; of an error of ours, unless ``whole``, only down to the script's own line."""
+    shown = traceback.TracebackException.from_exception(error)
+    own = [n for n, frame in enumerate(shown.stack) if not _OF_LIBRARIES.search(frame.filename)]
+    hidden = len(shown.stack) - own[-1] - 1 if own else 0
+    if whole or not hidden or not isinstance(error, RingdanceError):
+        return "".join(shown.format())
+    shown.stack = traceback.StackSummary.from_list(list(shown.stack)[: own[-1] + 1])
+    *lines, last = shown.format(chain=False)
+    left_out = f"  ({hidden} calls inside of libraries are left out: RINGDANCE_LOG_LEVEL=debug shows them)\n"
+    return "".join([*lines, left_out, last])
+
+
 def _on_exception(
     previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Report an uncaught exception as the cause, to the launcher and to the peers."""
-    previous(kind, error, trace)
     found = _process.engine
+    shown = _text_of(error, found is None or found.settings.log_level in ("debug", "trace"))
+    if previous is sys.__excepthook__ and isinstance(error, RingdanceError) and sys.stderr is not None:
+        sys.stderr.write(shown)
+    else:
+        previous(kind, error, trace)
     _process.failed = True
     if found is None or _process.pid != os.getpid() or found.size == 1:
         return
     text = f"{kind.__name__}: {error}"
     how = "lost" if found.end.broken is not None or found.closed else "exception"
-    _cause(found, how, text, "".join(traceback.format_exception(kind, error, trace)))
+    _cause(found, how, text, shown)
     if not found.closed:
         found.leave(f"{found.identity} ended with {text}")
     if found.end.failed_here:

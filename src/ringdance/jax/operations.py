@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
@@ -190,9 +191,10 @@ def grouped_allreduce(
 
 def reduce_gradients(
     arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
-    pattern: str, compression: Any = Compression.none,
+    pattern: str, compression: Any = Compression.none, parameters: Sequence[str] = (),
 ) -> list[Any]:
-    """Return the reductions of all gradients of a step, which ends with it."""
+    """Return the reductions of all gradients of a step, which ends with it; ``parameters``: their names."""
+    labels.note(f"grouped_allreduce.{name}", "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
 

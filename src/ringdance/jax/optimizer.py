@@ -119,14 +119,16 @@ def distributed(
     inner = optax.with_extra_args_support(tx)
 
     def reduced(gradients: Any) -> Any:
-        leaves, structure = jax.tree.flatten(gradients)
+        paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
+        leaves = [leaf for _, leaf in paths]
         every = jax.tree.leaves(gradients, is_leaf=lambda one: one is None)
         pattern = pattern_of(["none" if one is None else "dense" for one in every])
         if not leaves or not takes_part(process_set):
             return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
         _check_caller()
         scales = prescale, postscale * share
-        done = reduce_gradients(leaves, name, operation, *scales, process_set, pattern, compression)
+        names = [jax.tree_util.keystr(path) for path, _ in paths]
+        done = reduce_gradients(leaves, name, operation, *scales, process_set, pattern, compression, names)
         return jax.tree.unflatten(structure, done)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:

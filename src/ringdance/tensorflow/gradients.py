@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
@@ -152,16 +153,17 @@ class GradientReducer:
                     self._reduce_sparse(results, sparse, variables, call("rows" if dense else 0, True))
             if not dense and not sparse and variables:  # others may have some, and wait for this rank
                 perform(call(0, True), [tf.zeros(1)])
-            self._compare_weights(key, [variable_of(one) for one in variables])
+            self._compare_weights(key, variables)
         return results
 
     def _compare_weights(self, key: str, variables: Sequence[Any]) -> None:
         """Compare the ranks' variables if that is due: see ``training.gradients.weights``."""
-        floats = [one for one in variables if isinstance(one, tf.Variable) and one.dtype.is_floating]
+        named = [(_name_of(one), variable_of(one)) for one in variables]
+        named = [(_, one) for _, one in named if isinstance(one, tf.Variable) and one.dtype.is_floating]
+        names, floats = [name for name, _ in named], [one for _, one in named]
         if not floats or in_session():  # whose order of operations is not the program's
             return
         sizes = [math.prod(one.shape) for one in floats]
-        names = [str(getattr(one, "path", one.name)) for one in floats]
         call = weights.call_of(key, names, sizes, self.advice, set_id(self.process_set))
 
         def compare() -> Tensor:
@@ -184,15 +186,22 @@ class GradientReducer:
         number = _order.number((key, set_id(self.process_set)), last)
         return f"{key}.{number}" if number else key
 
-    def _call(self, key: str, pattern: str, part: int | str, last: bool) -> Call:
-        """Return the call of a part of a step's gradients; the first has one name, whatever it holds."""
+    def _call(
+        self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()
+    ) -> Call:
+        """Return the call of a part of a step's gradients; the first has one name, whatever it holds.
+
+        ``tensors``: variables of the gradients, for messages.
+        """
         given = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
         mark = self.step_mark if last else StepMark.NONE
+        if tensors:
+            labels.note(f"grouped_allreduce.{key}.{part}", "gradients", [_name_of(one) for one in tensors])
         return prepared(*given, set_id(self.process_set), -1, True, step_mark=mark, pattern=pattern)
 
     def _reduce_dense(
         self, results: list[Tensor], dense: list[int], variables: Sequence[Any],
-        call: Callable[[int, bool], Call], last: bool,
+        call: Callable[[int, bool, Sequence[Any]], Call], last: bool,
     ) -> None:
         index_of = {id(variable_of(variables[index])): index for index in dense}
         groups = check_groups(self.groups, dense, lambda one: index_of.get(id(variable_of(one))))
@@ -202,7 +211,10 @@ class GradientReducer:
         buckets += parts_of(rest, lambda index: _nbytes(variables[index]))
         pairs = {index: self.compression.compress(results[index]) for index in dense}
         calls = [
-            (call(number, last and bucket is buckets[-1]), [pairs[index][0] for index in bucket])
+            (
+                call(number, last and bucket is buckets[-1], [variables[index] for index in bucket]),
+                [pairs[index][0] for index in bucket],
+            )
             for number, bucket in enumerate(buckets)
         ]
         for bucket, tensors in zip(buckets, perform_all(calls), strict=True):
@@ -227,6 +239,10 @@ class GradientReducer:
 def _kind(gradient: Tensor) -> str:
     """Return what kind of gradient it is, for ``pattern_of``."""
     return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _name_of(variable: Any) -> str:
+    return str(getattr(variable, "path", getattr(variable_of(variable), "name", "?")))
 
 
 def _nbytes(variable: Any) -> int:

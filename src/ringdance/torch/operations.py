@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, sparse_entries
@@ -126,9 +127,13 @@ def grouped_allreduce_(
 @compiler_disable
 def reduce_gradients(
     tensors: Tensors, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
-    pattern: str,
+    pattern: str, parameters: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Reduce all gradients of a step, which ends with it; results may use the memory of the inputs."""
+    """Reduce all gradients of a step, which ends with it; results may use the memory of the inputs.
+
+    ``parameters``: their names, for messages.
+    """
+    labels.note(f"grouped_allreduce.{name}", "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
     reduced: list[Tensor] = run_in_place(call, [one.detach().contiguous() for one in tensors])
     session.mark_step()

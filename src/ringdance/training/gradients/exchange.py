@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import on_join, prepared
@@ -147,6 +148,11 @@ class GradientExchange:
             )
             for number, part in enumerate(parts)
         ]
+        for name, members in [(f"{self.name}.expected", range(len(self.names)))] + [
+            (one.name, one.members) for one in self.buckets
+        ]:
+            labels.note(f"grouped_allreduce.{name}", "gradients", [self.names[index] for index in members])
+        labels.note(f"allreduce.{self.name}.mask", "list of the gradients", self.names)
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
 
@@ -387,7 +393,7 @@ class GradientExchange:
         # Where digests differ, their maximum or that of their complements differs from this rank's.
         if error is not None or not memory.endswith(self._names_digest):
             raise MismatchError(
-                f"The ranks' optimizers have different parameters ({self.name}): rank {self.engine.rank} "
+                f"The ranks' optimizers have different parameters: rank {self.engine.rank} "
                 f"({self.engine.hosts[self.engine.rank]}) has {len(self.names)}, the last is "
                 f"{self.names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
                 f"parameters, between the same two steps. {error or ''}".rstrip()
@@ -395,7 +401,7 @@ class GradientExchange:
 
     def _different_steps(self, others: str) -> MismatchError:
         return MismatchError(
-            f"Gradients of different steps were exchanged together ({self.name}): rank {self.engine.rank} is "
+            f"Gradients of different steps were exchanged together: rank {self.engine.rank} is "
             f"in {self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
             "Make the same number on all ranks (a pass may leave parameters out), "
             "or set reduce_in_backward=False, which exchanges once, in step()."
