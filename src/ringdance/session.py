@@ -323,17 +323,16 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
         sys.stderr.flush()
 
 
-def _text_of(error: BaseException, whole: bool) -> str:
-    """Return the traceback; of an error of ours, unless ``whole``, only down to the script's own line."""
-    shown = traceback.TracebackException.from_exception(error)
-    own = [n for n, frame in enumerate(shown.stack) if not _OF_LIBRARIES.search(frame.filename)]
-    hidden = len(shown.stack) - own[-1] - 1 if own else 0
-    if whole or not hidden or not isinstance(error, RingdanceError):
-        return "".join(shown.format())
-    shown.stack = traceback.StackSummary.from_list(list(shown.stack)[: own[-1] + 1])
-    *lines, last = shown.format(chain=False)
-    left_out = f"  ({hidden} calls inside of libraries are left out: RINGDANCE_LOG_LEVEL=debug shows them)\n"
-    return "".join([*lines, left_out, last])
+def _cut(error: RingdanceError, trace: TracebackType | None) -> None:
+    """Leave out of a traceback what is below the script's own last line, and errors that led to this one."""
+    last, hidden, error.__suppress_context__, error.__cause__ = None, 0, True, None
+    while trace is not None:
+        inside = _OF_LIBRARIES.search(trace.tb_frame.f_code.co_filename)
+        last, hidden = (last, hidden + 1) if inside else (trace, 0)
+        trace = trace.tb_next
+    if last is not None and hidden:
+        last.tb_next = None
+        error.add_note(f"({hidden} calls in libraries are left out: RINGDANCE_LOG_LEVEL=debug shows them)")
 
 
 def _on_exception(
@@ -341,17 +340,16 @@ def _on_exception(
 ) -> None:
     """Report an uncaught exception as the cause, to the launcher and to the peers."""
     found = _process.engine
-    shown = _text_of(error, found is None or found.settings.log_level in ("debug", "trace"))
-    if previous is sys.__excepthook__ and isinstance(error, RingdanceError) and sys.stderr is not None:
-        sys.stderr.write(shown)
-    else:
-        previous(kind, error, trace)
+    whole = found is None or found.settings.log_level in ("debug", "trace")
+    if isinstance(error, RingdanceError) and not whole:
+        _cut(error, trace)
+    previous(kind, error, trace)
     _process.failed = True
     if found is None or _process.pid != os.getpid() or found.size == 1:
         return
     text = f"{kind.__name__}: {error}"
     how = "lost" if found.end.broken is not None or found.closed else "exception"
-    _cause(found, how, text, shown)
+    _cause(found, how, text, "".join(traceback.format_exception(kind, error, trace)))
     if not found.closed:
         found.leave(f"{found.identity} ended with {text}")
     if found.end.failed_here:
