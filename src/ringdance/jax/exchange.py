@@ -97,7 +97,7 @@ def _run_compiled(
 ) -> list[Array]:
     try:
         if what.call.weights:
-            weights.compare_if_due(what.call, inputs[0])
+            weights.compare_if_due(session.engine(), what.call, inputs[0])
             return []
         return run(what, inputs, outputs, shapes)
     except CollectiveError as error:

@@ -211,8 +211,8 @@ def compare_weights(
     ]
     if is_traced(arrays):
         compiled(JaxCall(call), [jnp.concatenate(parts)], (), ())
-    elif weights.due(call.name or ""):
-        weights.compare(call, np.asarray(jnp.concatenate(parts)))
+    elif weights.due(session.engine(), call.name or ""):
+        weights.compare(session.engine(), call, np.asarray(jnp.concatenate(parts)))
 
 
 def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

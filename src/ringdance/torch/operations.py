@@ -144,9 +144,11 @@ def compare_weights(
     tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
     """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
-    if weights.due(exchange):
+    engine = session.engine()
+    if weights.due(engine, exchange):
         elements, sample = sample_of(tensors)
-        weights.compare(weights.call_of(exchange, names, elements, advice, set_id(process_set)), sample)
+        call = weights.call_of(exchange, names, elements, advice, set_id(process_set))
+        weights.compare(engine, call, sample)
 
 
 def grouped_allreduce_async_(

@@ -44,7 +44,7 @@ NUMBERS: dict[str, Callable[[str], int]] = {
     "included": lambda set_id: int(basics.rank() in session.engine().members(int(set_id))),
     "join": lambda _: collectives.join(session.engine()),
     "step": lambda mark: _mark_step(StepMark(int(mark))),
-    "weights": lambda name: int(weights.due(name)),
+    "weights": lambda name: int(weights.due(session.engine(), name)),
 }
 
 
@@ -57,7 +57,7 @@ def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
     """Run a call on arrays; splits are the second input and result of an alltoall."""
     engine = session.engine()
     if call.weights:
-        weights.compare(call, inputs[0])
+        weights.compare(engine, call, inputs[0])
         return [inputs[0]]
     if call.kind is not Collective.ALLTOALL:
         results: list[Array] = submit(call, engine, inputs).wait()

@@ -148,13 +148,15 @@ class GradientExchange:
             )
             for number, part in enumerate(parts)
         ]
-        for name, members in [(f"{self.name}.expected", range(len(self.names)))] + [
-            (one.name, one.members) for one in self.buckets
-        ]:
-            labels.note(f"grouped_allreduce.{name}", "gradients", [self.names[index] for index in members])
+        self._note(f"{self.name}.expected", range(len(self.names)))
+        for bucket in self.buckets:
+            self._note(bucket.name, bucket.members)
         labels.note(f"allreduce.{self.name}.mask", "list of the gradients", self.names)
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
+
+    def _note(self, name: str, indices: Sequence[int]) -> None:
+        labels.note(f"grouped_allreduce.{name}", "gradients", [self.names[index] for index in indices])
 
     def start_again(self) -> None:
         """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
@@ -267,10 +269,10 @@ class GradientExchange:
         except BaseException:
             self._abandon()
             raise
-        if weights.due(self.name):
+        if weights.due(self.engine, self.name):
             elements, sample = self.source.sample()
             call = weights.call_of(self.name, self.names, elements, self.source.advice, self.set_id)
-            weights.compare(call, sample)
+            weights.compare(self.engine, call, sample)
 
     def _exchange_by_mask(self) -> None:
         state, count = self.state, len(self.names)
@@ -359,6 +361,7 @@ class GradientExchange:
         if len(indices) != len(bucket.members):
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
             name = f"{name}.{chosen}"
+            self._note(name, indices)
         scales = self.prescale, self.postscale
         call = prepared(Collective.ALLREDUCE, name, self.operation, *scales, self.set_id, grouped=True)
         return call.submit(self.engine, views, views, wake=wake)

@@ -50,9 +50,8 @@ def changed() -> None:
     _seen.setdefault(engine, _Seen()).broadcasts += 1
 
 
-def due(name: str) -> bool:
+def due(engine: Engine, name: str) -> bool:
     """Count an exchange of gradients by its name; return whether to compare weights, alike on all ranks."""
-    engine = session.engine()
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
     seen = _seen.setdefault(engine, _Seen())
@@ -63,10 +62,10 @@ def due(name: str) -> bool:
     return True
 
 
-def compare_if_due(call: Call, sample: Array) -> None:
+def compare_if_due(engine: Engine, call: Call, sample: Array) -> None:
     """Count an exchange in a compiled program, and compare if that is due; see ``compare``."""
-    if due(call.name or "") and sample.ndim == 1:  # not a batch of jax.vmap
-        compare(call, sample)
+    if due(engine, call.name or "") and sample.ndim == 1:  # not a batch of jax.vmap
+        compare(engine, call, sample)
 
 
 def step_of(elements: int) -> int:
@@ -90,17 +89,17 @@ def call_of(name: str, parameters: Sequence[str], elements: Sequence[int], advic
     return Call(kind, name, ReduceOp.MAX, set_id=set_id, weights=(advice, *described))
 
 
-def compare(call: Call, sample: Array) -> None:
+def compare(engine: Engine, call: Call, sample: Array) -> None:
     """Compare a sample with those of the other ranks; say which parameter differs.
 
     Args:
+        engine: of this rank.
         call: see ``call_of``.
         sample: of all parameters, one after the other, float32.
 
     Raises:
         MismatchError: one differs, and the setting ``check_weights`` is "error"; on all ranks.
     """
-    engine = session.engine()
     sample = np.nan_to_num(np.asarray(sample, np.float32))
     # The last element's maximum is 0 where a rank that has joined takes part.
     both = np.concatenate([sample, -sample, np.array([-1], np.float32)])
