@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -27,7 +28,7 @@ from ringdance.core.engine import Engine
 from ringdance.core.process_sets.registry import buffer_bytes, vector_bytes
 from ringdance.core.recorder import Profiler, StepMark
 from ringdance.core.reports import dump
-from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError
+from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitializedError, RingdanceError
 from ringdance.monitoring import Monitoring
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
@@ -40,6 +41,9 @@ CAUSE_MARK = "::ringdance-cause::"
 # Seconds for the other ranks to see the message and raise their own error, before this process
 # ends and the MPI launcher kills them.
 _GRACE = 0.5
+
+_LIBRARIES = "|".join(re.escape(os.path.dirname(one)) for one in (__file__, os.__file__))
+_OF_LIBRARIES = re.compile(f"^({_LIBRARIES})/|^<frozen|/(site|dist)-packages/")
 
 # Settings on which the layout of shared memory and the cutting of batches rest.
 _COMMON = (
@@ -319,12 +323,27 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
         sys.stderr.flush()
 
 
+def _cut(error: RingdanceError, trace: TracebackType | None) -> None:
+    """Leave out of a traceback what is below the script's own last line, and errors that led to this one."""
+    last, hidden, error.__suppress_context__, error.__cause__ = None, 0, True, None
+    while trace is not None:
+        inside = _OF_LIBRARIES.search(trace.tb_frame.f_code.co_filename)
+        last, hidden = (last, hidden + 1) if inside else (trace, 0)
+        trace = trace.tb_next
+    if last is not None and hidden:
+        last.tb_next = None
+        error.add_note(f"({hidden} calls in libraries are left out: RINGDANCE_LOG_LEVEL=debug shows them)")
+
+
 def _on_exception(
     previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Report an uncaught exception as the cause, to the launcher and to the peers."""
-    previous(kind, error, trace)
     found = _process.engine
+    whole = found is None or found.settings.log_level in ("debug", "trace")
+    if isinstance(error, RingdanceError) and not whole:
+        _cut(error, trace)
+    previous(kind, error, trace)
     _process.failed = True
     if found is None or _process.pid != os.getpid() or found.size == 1:
         return

@@ -20,6 +20,7 @@ from nets import (
     same_on_all_ranks,
 )
 from steps import counting_steps
+from warned import warned
 
 import ringdance.keras as hvd
 from ringdance.errors import ArgumentError, MismatchError
@@ -37,6 +38,21 @@ def sgd(**options: Any) -> Any:
 
 def adamw(**options: Any) -> Any:
     return keras.optimizers.AdamW(0.01, **options)
+
+
+@every_backend
+@pytest.mark.parametrize(("differ", "broadcast"), [(False, False), (True, False), (True, True)])
+def test_weights_that_differ_are_noticed(differ: bool, broadcast: bool) -> None:
+    """A seed of dropout is each rank's own."""
+    keras.utils.set_random_seed(1 + RANK * differ)
+    dropout = keras.layers.Dropout(0.5, seed=RANK)
+    net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), dropout, keras.layers.Dense(1)])
+    net.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
+    with warned() as texts:
+        net.fit(np.ones((12, 5)), np.full((12, 1), RANK), batch_size=4, callbacks=callbacks, verbose=0)
+    assert len(texts) == (RANK == 0 and differ and not broadcast)
+    assert all("BroadcastGlobalVariablesCallback(0)" in text for text in texts)
 
 
 @pytest.mark.parametrize(("make", "options"), [

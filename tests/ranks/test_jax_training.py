@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from steps import counting_steps
+from warned import warned
 
 import ringdance.jax as hvd
 from ringdance.errors import ArgumentError
@@ -51,6 +52,17 @@ def train(tx: Any, ranks: list[int], params: Any, jit: bool = True, steps: int =
         x, y = (jnp.concatenate(some) for some in zip(*parts, strict=True))
         params, state, _ = run(params, state, x, y)
     return params
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("differ", [False, True])
+def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
+    with warned() as texts:
+        train(hvd.distributed(optax.sgd(0.1)), [RANK], beginning(RANK * differ), jit, steps=4)
+        hvd.barrier()
+    assert len(texts) == (RANK == 0 and differ)
+    assert all("an element of \"['in']['w']\" is" in text for text in texts)
 
 
 def far(one: Any, other: Any) -> float:

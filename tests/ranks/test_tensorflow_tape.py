@@ -13,6 +13,7 @@ import tensorflow as tf
 from by_numpy import values
 from other_settings import other_settings
 from steps import counting_steps
+from warned import warned
 
 import ringdance.tensorflow as hvd
 from ringdance.errors import MismatchError
@@ -37,6 +38,28 @@ def model() -> tuple[list[Any], Any]:
         return tape.gradient(loss, [table, weight, unused])
 
     return [table, weight, unused], gradients
+
+
+@several
+@both
+@pytest.mark.parametrize(("differ", "broadcast"), [(False, False), (True, False), (True, True)])
+def test_weights_that_differ_are_noticed(way: Any, differ: bool, broadcast: bool) -> None:
+    """Not before the second step: scripts written for Horovod broadcast after the first."""
+    weight = tf.Variable(values(RANK * differ, "float32", (3, 2), 2), name="mine")
+
+    @way
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight**2)
+        weight.assign_sub(0.01 * hvd.DistributedGradientTape(tape).gradient(loss, [weight])[0])
+
+    with warned() as texts:
+        for number in range(4):
+            step()
+            if broadcast and number == 0:
+                hvd.broadcast_variables([weight], root_rank=0)
+    assert len(texts) == (RANK == 0 and differ and not broadcast)
+    assert all("an element of 'mine" in text for text in texts)
 
 
 def expected(table: Any, weight: Any, average: bool = True) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from steps import counting_steps
 from torch import nn
 from torch_nets import Net, assert_equal_weights, assert_same_on_all_ranks, data, joined_loss, loss_of, sgd
+from warned import warned
 
 import ringdance.torch as hvd
+from ringdance.errors import MismatchError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -46,6 +49,39 @@ def test_two_optimizers_as_in_a_gan() -> None:
     )
     for net, reference in zip(mine, theirs, strict=True):
         assert_equal_weights(net, reference)
+
+
+@several
+@pytest.mark.parametrize(
+    ("seed", "broadcast_at", "says"), [(0, -1, 0), (RANK, -1, 1), (RANK, 0, 0), (RANK, 1, 0), (RANK, 3, 1)]
+)
+def test_weights_that_differ_are_noticed(seed: int, broadcast_at: int, says: int) -> None:
+    """In the second step, once, by one rank; dropout and the statistics of batch norm are each rank's own."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(9, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 1))
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    torch.manual_seed(100 + RANK)
+    with warned() as texts:
+        for step in range(8):
+            if step == broadcast_at:
+                hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+            optimizer.zero_grad()
+            net(torch.randn(4, 9)).sum().backward()
+            optimizer.step()
+    assert len(texts) == (says if RANK == 0 else 0)
+    if texts:
+        assert re.search(r"an element of '0.weight' is \S+ on rank 0 \(.*\) and \S+ on rank \d", texts[0])
+        assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in texts[0]
+
+
+@several
+def test_a_mismatch_names_the_parameter() -> None:
+    net = nn.Sequential(nn.Linear(9, 5 + (RANK == 0)), nn.LazyLinear(1))
+    net(torch.zeros(2, 9))
+    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters())
+    with pytest.raises(MismatchError, match=r"Mismatched shapes for '0.weight': \(6, 9\) on rank 0 on host"):
+        net(torch.ones(4, 9)).sum().backward()
+    optimizer.zero_grad()
 
 
 def test_names_of_parameters() -> None:

@@ -17,11 +17,12 @@ from ringdance.core.callers import Callers
 from ringdance.core.collectives import complete_alone
 from ringdance.core.ends import EngineEnd
 from ringdance.core.exchange import Context
+from ringdance.core.labels import label_of
 from ringdance.core.peers import Note, Peers
 from ringdance.core.placement import pin, placement
 from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.progress import ProgressEngine
-from ringdance.core.recorder import Profiler, Recorder, without_number
+from ringdance.core.recorder import Profiler, Recorder
 from ringdance.core.reports.summary import RunSummary
 from ringdance.core.request import Collective, Description, Request, Work
 from ringdance.core.ring import Ring
@@ -201,7 +202,7 @@ class Engine:
     def _wait(self, work: Work, timeout: float | None, profilers: Sequence[Profiler] | None = None) -> None:
         for profiler in self.profilers if profilers is None else profilers:
             if profiler.running():
-                with profiler.span(f"ringdance WAIT {without_number(work.name)}"):
+                with profiler.span(f"ringdance WAIT {label_of(work.name)}"):
                     self._wait(work, timeout, ())
                 return
         waiting, progress_engine, me = self.callers.waiting, self._progress_engine, object()

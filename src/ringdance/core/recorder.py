@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
+from ringdance.core.labels import label_of
 from ringdance.core.request import Collective, Work
 from ringdance.core.ring import MASK, RECORD, Kind, Label, Ring, RingReader, Word, steps_text
 from ringdance.transport.base import Identity
@@ -183,7 +184,7 @@ class Recorder:
         request, number = work.request, self._next()
         inputs, name = request.inputs, work.name
         nbytes = inputs[0].nbytes if len(inputs) == 1 else sum([view.nbytes for view in inputs])
-        label = self._labels.get(name) or self.label(without_number(name))
+        label = self._labels.get(name) or self.label(label_of(name))
         RECORD.pack_into(  # as Ring.add, in half of the time
             self._slots, (number & MASK) * 40, monotonic_ns(), label, _SUBMIT, request.set_id & 0xFFFF,
             nbytes & _U32, nbytes >> 32, request.description.kind, 0, 0, number & _U32,
@@ -192,14 +193,14 @@ class Recorder:
 
     def wait(self, work: Work, seconds: float) -> None:
         """Record that a thread has waited for a result."""
-        label = self.label(without_number(work.name))
+        label = self.label(label_of(work.name))
         self.ring.add(_WAIT, label, work.request.set_id, int(seconds * 1e6))
 
     def alone(self, work: Work) -> None:
         """Record the batch of a request that only this rank takes part in."""
         request = work.request
         nbytes = sum([view.nbytes for view in request.inputs])
-        label, began = self.label(without_number(work.name)), int(work.submitted * 1e9)
+        label, began = self.label(label_of(work.name)), int(work.submitted * 1e9)
         if self.detail > 1:
             self.ring.add(Kind.ROUND)
         self.batch(self.describe(request.set_id, request.description.kind, label, nbytes), 0, began)
@@ -289,11 +290,6 @@ class Recorder:
         except OSError:
             return None
         return path
-
-
-def without_number(name: str) -> str:
-    """Return a name as a label: those of unnamed operations without their numbers, which never end."""
-    return name.rstrip("0123456789").rstrip(".") if ".noname." in name else name
 
 
 def _remove_old(directory: str) -> None:

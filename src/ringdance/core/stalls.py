@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringdance.core.callers import Callers
+from ringdance.core.labels import label_of
 from ringdance.core.process_sets.registry import ProcessSets
 from ringdance.core.process_sets.state import ProcessSetState
-from ringdance.core.recorder import Recorder, without_number
+from ringdance.core.recorder import Recorder
 from ringdance.core.reports.deadlock import deadlocked_for
 from ringdance.core.reports.dump import main_frames, own_lines, stacks_of
 from ringdance.core.reports.procfs import CpuSample, describe_threads, sample_cpu
@@ -139,7 +140,7 @@ class StallWatch:
         """Return a warning or None, and the error to fail with or None."""
         now, sets = time.monotonic(), self._sets.states()
         oldest = self._oldest(sets, now)
-        self._words[Word.PENDING] = self._recorder.label(without_number(oldest[1].name)) if oldest else 0
+        self._words[Word.PENDING] = self._recorder.label(label_of(oldest[1].name)) if oldest else 0
         self._words[Word.PENDING_SINCE] = int(1e9 * (now - oldest[2])) if oldest else 0
         if self._settings.stall_check_disable:
             return None, None

@@ -32,6 +32,7 @@ from ringdance.jax.memory import array_of, from_array
 from ringdance.jax.programs import by_address, settle, start_quickly
 from ringdance.training.collectives import Call
 from ringdance.training.elastic import remember
+from ringdance.training.gradients import weights
 
 Array = np.ndarray[Any, Any]
 Shapes = tuple[tuple[int, ...], ...]
@@ -95,6 +96,9 @@ def _run_compiled(
     what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
 ) -> list[Array]:
     try:
+        if what.call.weights:
+            weights.compare_if_due(session.engine(), what.call, inputs[0])
+            return []
         return run(what, inputs, outputs, shapes)
     except CollectiveError as error:
         remember(error)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective
 from ringdance.errors import ArgumentError
@@ -27,6 +28,7 @@ from ringdance.jax.memory import Compression, exact
 from ringdance.jax.programs import settle
 from ringdance.training import collectives
 from ringdance.training.collectives import Call, Keep, allreduce_call, movement, reducescatter_call
+from ringdance.training.gradients import weights
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -189,11 +191,28 @@ def grouped_allreduce(
 
 def reduce_gradients(
     arrays: Values, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
-    pattern: str, compression: Any = Compression.none,
+    pattern: str, compression: Any = Compression.none, parameters: Sequence[str] = (),
 ) -> list[Any]:
-    """Return the reductions of all gradients of a step, which ends with it."""
+    """Return the reductions of all gradients of a step, which ends with it; ``parameters``: their names."""
+    labels.note(f"grouped_allreduce.{name}", "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
+
+
+def compare_weights(
+    arrays: Values, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
+) -> None:
+    """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
+    sizes = [one.size if jnp.issubdtype(one.dtype, jnp.floating) else 0 for one in arrays]
+    call = weights.call_of(exchange, names, sizes, advice, set_id(process_set))
+    parts = [
+        jnp.ravel(one)[:: weights.step_of(size)].astype(jnp.float32)
+        for one, size in zip(arrays, sizes, strict=True) if size
+    ]
+    if is_traced(arrays):
+        compiled(JaxCall(call), [jnp.concatenate(parts)], (), ())
+    elif weights.due(session.engine(), call.name or ""):
+        weights.compare(session.engine(), call, np.asarray(jnp.concatenate(parts)))
 
 
 def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

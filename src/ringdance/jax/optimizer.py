@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from ringdance import session
 from ringdance.errors import ArgumentError
 from ringdance.jax.memory import Compression
-from ringdance.jax.operations import grouped_allreduce, reduce_gradients
+from ringdance.jax.operations import compare_weights, grouped_allreduce, reduce_gradients
 from ringdance.training.checks import pick_operation
 from ringdance.training.exports import Average
 from ringdance.training.gradients.options import check_passes, pattern_of, scales_of
 from ringdance.training.process_sets import ProcessSet, global_process_set, takes_part
 
+_ADVICE = "params = hvd.broadcast_parameters(params, root_rank=0)"
 _numbers = itertools.count()  # all ranks make their transformations in one order
 
 
@@ -118,20 +119,27 @@ def distributed(
     inner = optax.with_extra_args_support(tx)
 
     def reduced(gradients: Any) -> Any:
-        leaves, structure = jax.tree.flatten(gradients)
+        paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
+        leaves = [leaf for _, leaf in paths]
         every = jax.tree.leaves(gradients, is_leaf=lambda one: one is None)
         pattern = pattern_of(["none" if one is None else "dense" for one in every])
         if not leaves or not takes_part(process_set):
             return gradients if share == 1.0 else jax.tree.map(lambda one: one * share, gradients)
         _check_caller()
         scales = prescale, postscale * share
-        done = reduce_gradients(leaves, name, operation, *scales, process_set, pattern, compression)
+        names = [jax.tree_util.keystr(path) for path, _ in paths]
+        done = reduce_gradients(leaves, name, operation, *scales, process_set, pattern, compression, names)
         return jax.tree.unflatten(structure, done)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-        if takes_part(process_set):
-            extra = {key: _of_all_ranks(name, key, one, process_set) for key, one in extra.items()}
-        return inner.update(reduced(gradients), state, params, **extra)
+        if not takes_part(process_set):
+            return inner.update(reduced(gradients), state, params, **extra)
+        extra = {key: _of_all_ranks(name, key, one, process_set) for key, one in extra.items()}
+        mean = reduced(gradients)
+        if found := jax.tree_util.tree_leaves_with_path(params):
+            names, values = [jax.tree_util.keystr(path) for path, _ in found], [one for _, one in found]
+            compare_weights(values, names, name, _ADVICE, process_set)
+        return inner.update(mean, state, params, **extra)
 
     def init(params: Any) -> Any:
         state = inner.init(params)

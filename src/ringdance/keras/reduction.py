@@ -18,6 +18,10 @@ from ringdance.training.gradients.options import UseOrder, pattern_of, reduce_sh
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id, takes_part
 
 OPTIONS_FILE = "ringdance.json"  # among the assets in a .keras file
+ADVICE = (
+    "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] in fit(), or "
+    "hvd.broadcast_variables(model.variables, root_rank=0)"
+)
 BACKENDS = ("tensorflow", "torch", "jax")
 
 
@@ -99,23 +103,27 @@ class GradientReduction:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients; ``None`` stays. Results may use the memory of the inputs."""
         if self._in_tensorflow is not None:
-            self._in_tensorflow.name = self.name
+            self._in_tensorflow.name, self._in_tensorflow.advice = self.name, ADVICE
             return self._in_tensorflow.reduce(gradients, variables)
         if not takes_part(self.process_set):
             if keras.backend.backend() == "torch":
                 session.mark_step()
             return list(gradients)
         pattern = pattern_of(["none" if one is None else "dense" for one in gradients])
-        present = [one for one in gradients if one is not None]
+        names = [str(one.path) for one in variables]
+        present = [(one, name) for one, name in zip(gradients, names, strict=True) if one is not None]
         reduced = iter(self._reduced(present, pattern) if present else ())
+        values = [one.value for one in variables]
+        binding().operations.compare_weights(values, names, self.name, ADVICE, self.process_set)
         return [None if one is None else next(reduced) for one in gradients]
 
-    def _reduced(self, tensors: list[Any], pattern: str) -> list[Any]:
+    def _reduced(self, named: Sequence[tuple[Any, str]], pattern: str) -> list[Any]:
         reduce = binding().operations.reduce_gradients
-        packed = [self.compression.compress(one) for one in tensors]
+        packed = [self.compression.compress(one) for one, _ in named]
         small = [one for one, _ in packed]
         scales = self.prescale, self.postscale
-        small = reduce(small, self.name, int(self.operation), *scales, self.process_set, pattern)
+        given = (small, self.name, int(self.operation), *scales, self.process_set, pattern)
+        small = reduce(*given, parameters=[name for _, name in named])
         return [self.compression.decompress(one, pair[1]) for one, pair in zip(small, packed, strict=True)]
 
 

@@ -90,6 +90,10 @@ class Settings:
         "auto", choice("auto", "rows", "dense"),
         "How sparse gradients are exchanged: as rows or as dense tensors; auto: by the number of rows.",
     )
+    check_weights: str = _setting(
+        "warn", choice("warn", "error", "off"),
+        "What happens if the ranks' parameters differ in the second step, or in one after a broadcast.",
+    )
     jax_ffi: str = _setting(
         "auto", choice("auto", "off"),
         "Exchange compiled JAX programs' buffers without copies; off, or where that is not possible: copies.",

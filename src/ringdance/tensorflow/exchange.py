@@ -237,12 +237,12 @@ def _start(call: Call, tensors: Sequence[Tensor], others: list[Call]) -> tuple[l
     return results, number
 
 
-def number(what: str, set_id: int = 0, name: str | None = None) -> Tensor:
+def number(what: str, about: int | str = 0, name: str | None = None) -> Tensor:
     """Return one of ``kernels.NUMBERS`` as an int32 tensor; in graphs read at run time."""
     if tf.executing_eagerly():
         with as_tensorflow():
-            return tf.constant(kernels.NUMBERS[what](set_id), tf.int32)
-    (result,) = _operation("RingdanceNumber", name, [], [tf.int32], text=f"{what}:{set_id}").outputs
+            return tf.constant(kernels.NUMBERS[what](str(about)), tf.int32)
+    (result,) = _operation("RingdanceNumber", name, [], [tf.int32], text=f"{what}:{about}").outputs
     result.set_shape([])
     return result
 

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.recorder import StepMark
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
@@ -28,6 +29,7 @@ from ringdance.tensorflow.compression import Compression
 from ringdance.tensorflow.exchange import in_session, number, perform, perform_all, plain, reduce_rows
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
+from ringdance.training.gradients import weights
 from ringdance.training.gradients.options import (
     UseOrder,
     check_groups,
@@ -99,6 +101,7 @@ class GradientReducer:
         self.devices = device_dense, device_sparse
         self.step_mark = step_mark
         self.local: set[int] = set()
+        self.advice = "hvd.broadcast_variables(model.variables, root_rank=0)"
 
     def register_local(self, variable: Any) -> None:
         """Do not reduce the gradient of this variable."""
@@ -138,7 +141,8 @@ class GradientReducer:
         kinds = [_kind(one) for one in results]
         sparse = [index for index, kind in enumerate(kinds) if kind == "rows"]
         dense = [index for index, kind in enumerate(kinds) if kind == "dense"]
-        call = partial(self._call, self._key(variables), pattern_of(kinds))
+        key = self._key(variables)
+        call = partial(self._call, key, pattern_of(kinds))
         with tf.name_scope(f"{self.name}_Allreduce"):
             if dense:
                 with tf.device(self.devices[0]):
@@ -149,7 +153,27 @@ class GradientReducer:
                     self._reduce_sparse(results, sparse, variables, call("rows" if dense else 0, True))
             if not dense and not sparse and variables:  # others may have some, and wait for this rank
                 perform(call(0, True), [tf.zeros(1)])
+            self._compare_weights(key, variables)
         return results
+
+    def _compare_weights(self, key: str, variables: Sequence[Any]) -> None:
+        """Compare the ranks' variables if that is due: see ``training.gradients.weights``."""
+        named = [(_name_of(one), variable_of(one)) for one in variables]
+        named = [(_, one) for _, one in named if isinstance(one, tf.Variable) and one.dtype.is_floating]
+        names, floats = [name for name, _ in named], [one for _, one in named]
+        if not floats or in_session():  # whose order of operations is not the program's
+            return
+        sizes = [math.prod(one.shape) for one in floats]
+        call = weights.call_of(key, names, sizes, self.advice, set_id(self.process_set))
+
+        def compare() -> Tensor:
+            parts = [
+                tf.cast(tf.reshape(one, [-1])[:: weights.step_of(size)], tf.float32)
+                for one, size in zip(floats, sizes, strict=True)
+            ]
+            return tf.size(perform(call, [tf.stop_gradient(tf.concat(parts, 0))])[0])
+
+        tf.cond(tf.cast(number("weights", key), tf.bool), compare, lambda: 0)
 
     def _key(self, variables: Sequence[Any]) -> str:
         described = repr([(tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
@@ -162,15 +186,22 @@ class GradientReducer:
         number = _order.number((key, set_id(self.process_set)), last)
         return f"{key}.{number}" if number else key
 
-    def _call(self, key: str, pattern: str, part: int | str, last: bool) -> Call:
-        """Return the call of a part of a step's gradients; the first has one name, whatever it holds."""
+    def _call(
+        self, key: str, pattern: str, part: int | str, last: bool, tensors: Sequence[Any] = ()
+    ) -> Call:
+        """Return the call of a part of a step's gradients; the first has one name, whatever it holds.
+
+        ``tensors``: variables of the gradients, for messages.
+        """
         given = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
         mark = self.step_mark if last else StepMark.NONE
+        if tensors:
+            labels.note(f"grouped_allreduce.{key}.{part}", "gradients", [_name_of(one) for one in tensors])
         return prepared(*given, set_id(self.process_set), -1, True, step_mark=mark, pattern=pattern)
 
     def _reduce_dense(
         self, results: list[Tensor], dense: list[int], variables: Sequence[Any],
-        call: Callable[[int, bool], Call], last: bool,
+        call: Callable[[int, bool, Sequence[Any]], Call], last: bool,
     ) -> None:
         index_of = {id(variable_of(variables[index])): index for index in dense}
         groups = check_groups(self.groups, dense, lambda one: index_of.get(id(variable_of(one))))
@@ -180,7 +211,10 @@ class GradientReducer:
         buckets += parts_of(rest, lambda index: _nbytes(variables[index]))
         pairs = {index: self.compression.compress(results[index]) for index in dense}
         calls = [
-            (call(number, last and bucket is buckets[-1]), [pairs[index][0] for index in bucket])
+            (
+                call(number, last and bucket is buckets[-1], [variables[index] for index in bucket]),
+                [pairs[index][0] for index in bucket],
+            )
             for number, bucket in enumerate(buckets)
         ]
         for bucket, tensors in zip(buckets, perform_all(calls), strict=True):
@@ -205,6 +239,10 @@ class GradientReducer:
 def _kind(gradient: Tensor) -> str:
     """Return what kind of gradient it is, for ``pattern_of``."""
     return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _name_of(variable: Any) -> str:
+    return str(getattr(variable, "path", getattr(variable_of(variable), "name", "?")))
 
 
 def _nbytes(variable: Any) -> int:

@@ -14,6 +14,7 @@ from ringdance.torch._private import sparse_entries
 from ringdance.torch.memory import Array, Compression, from_array, host_tensor, view_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE
 from ringdance.training.gradients.sparse import Rows
+from ringdance.training.gradients.weights import step_of
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -27,6 +28,16 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return staged
 
 
+def sample_of(parameters: Sequence[Tensor]) -> tuple[list[int], Array]:
+    """Return how many elements each has, 0 if these are no floats, and a sample: see ``weights``."""
+    elements = [one.numel() if one.is_floating_point() else 0 for one in parameters]
+    chosen = [
+        one.detach().reshape(-1)[:: step_of(count)].float().cpu()
+        for one, count in zip(parameters, elements, strict=True) if count
+    ]
+    return elements, torch.cat(chosen).numpy() if chosen else np.empty(0, np.float32)
+
+
 class Gradients:
     """The gradients of ``parameters``, by index. See ``training.gradients.source.GradientSource``.
 
@@ -34,6 +45,8 @@ class Gradients:
     compression, not contiguous as with channels_last) go through a copy that ``write_back`` copies back.
     ``parameters`` may grow (``GradientExchange.extend``).
     """
+
+    advice = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 
     def __init__(self, parameters: Sequence[Tensor], compression: Any, sparse_as_dense: bool) -> None:
         self.parameters = parameters
@@ -44,6 +57,10 @@ class Gradients:
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
         return self.parameters[index].nbytes
+
+    def sample(self) -> tuple[list[int], Array]:
+        """Return how many elements the parameters have, and a sample of these."""
+        return sample_of(self.parameters)
 
     def kinds(self, computed: bytearray) -> bytearray:
         """Return what each parameter in ``computed`` has: see ``AS_DENSE`` and ``DENSE``."""

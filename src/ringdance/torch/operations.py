@@ -11,22 +11,25 @@ their argument and are not differentiable; ``grouped_`` forms exchange several t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, sparse_entries
 from ringdance.torch.exchange import Tensors, run, run_in_place, start
+from ringdance.torch.gradients import sample_of
 from ringdance.torch.memory import Compression
 from ringdance.training import collectives
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
 from ringdance.training.exports import Average
+from ringdance.training.gradients import weights
 from ringdance.training.handles import poll, synchronize
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
@@ -124,13 +127,28 @@ def grouped_allreduce_(
 @compiler_disable
 def reduce_gradients(
     tensors: Tensors, name: str, op: int, prescale: float, postscale: float, process_set: ProcessSet,
-    pattern: str,
+    pattern: str, parameters: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Reduce all gradients of a step, which ends with it; results may use the memory of the inputs."""
+    """Reduce all gradients of a step, which ends with it; results may use the memory of the inputs.
+
+    ``parameters``: their names, for messages.
+    """
+    labels.note(f"grouped_allreduce.{name}", "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
     reduced: list[Tensor] = run_in_place(call, [one.detach().contiguous() for one in tensors])
     session.mark_step()
     return reduced
+
+
+def compare_weights(
+    tensors: Tensors, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
+) -> None:
+    """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
+    engine = session.engine()
+    if weights.due(engine, exchange):
+        elements, sample = sample_of(tensors)
+        call = weights.call_of(exchange, names, elements, advice, set_id(process_set))
+        weights.compare(engine, call, sample)
 
 
 def grouped_allreduce_async_(

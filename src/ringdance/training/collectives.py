@@ -51,6 +51,7 @@ class Call:
         tables: names of tables of which rows are reduced: see ``training.gradients.sparse.submit``.
         step_mark: of a step's last exchange: who marks the step when it is complete, see ``completed``.
         pattern: of a reduction of gradients: see ``options.pattern_of``.
+        weights: of a comparison of weights: see ``training.gradients.weights``.
     """
 
     kind: Collective
@@ -65,13 +66,15 @@ class Call:
     tables: tuple[str, ...] = ()
     step_mark: int = 0  # a StepMark; hashing a member of an Enum takes long
     pattern: str = ""
+    weights: tuple[str, ...] = ()
     # Data types and shapes of the last submission with their description: comparing is quicker than hashing.
     _described: list[Any] = field(default_factory=lambda: [None], init=False, repr=False, compare=False)
 
     @property
     def keeps_shapes(self) -> bool:
         """Whether each result has the shape of its input, so that memory for it can be given."""
-        return (self.kind is Collective.ALLREDUCE or self.kind is Collective.BROADCAST) and not self.tables
+        kept = self.kind is Collective.ALLREDUCE or self.kind is Collective.BROADCAST
+        return kept and not self.tables and not self.weights
 
     @property
     def full_name(self) -> str | None:
@@ -95,7 +98,7 @@ class Call:
         values = json.loads(text)
         values["kind"] = Collective(values["kind"])
         values["operation"] = ReduceOp(values["operation"])
-        values["tables"] = tuple(values["tables"])
+        values["tables"], values["weights"] = tuple(values["tables"]), tuple(values["weights"])
         return Call(**values)
 
     def submit(

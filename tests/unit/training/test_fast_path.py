@@ -26,8 +26,13 @@ Average = Callable[[list[Array], Array], None]
 class Gradients:
     """A source whose parameters have one gradient each, of three elements."""
 
+    advice = "broadcast them"
+
     def __init__(self, dtype: str) -> None:
         self.view = np.ones(3, dtype_of(dtype))
+
+    def sample(self) -> tuple[list[int], Array]:
+        return [0], np.empty(0, np.float32)
 
     def kinds(self, computed: bytearray) -> bytearray:
         return bytearray(DENSE * one for one in computed)

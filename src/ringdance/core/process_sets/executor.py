@@ -14,11 +14,12 @@ from typing import Any
 from ringdance.core.collectives import AgreedRequest, allreduce_flat, execute
 from ringdance.core.exchange import Exchange, Steps
 from ringdance.core.exchange.arithmetic import Reduction, reduction
+from ringdance.core.labels import label_of
 from ringdance.core.process_sets.agreement import CacheEntry, set_bits
 from ringdance.core.process_sets.batch import description_bytes, plan_batches
 from ringdance.core.process_sets.encoding import decode_call, encode_call
 from ringdance.core.process_sets.pending import PendingRequests
-from ringdance.core.recorder import BatchRecord, Recorder, without_number
+from ringdance.core.recorder import BatchRecord, Recorder
 from ringdance.core.reports.mismatch import mismatch_message
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
@@ -98,7 +99,7 @@ class Executor:
             how = reduction(d.dtypes[0], d.operation, d.prescale, d.postscale, self.transport.size)
             names = tuple(entry.name for entry in batch)
             nbytes = sum(description_bytes(entry.description) for entry in batch)
-            label = self.recorder.label(names)
+            label = self.recorder.label(tuple(map(label_of, names)))
             record = self.recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
             bits = sum(1 << self.pending.cache.slots[name] for name in names)
             plan.append((bits, batch, names, how, record))
@@ -156,7 +157,7 @@ class Executor:
                 results = yield from execute(self.exchange, self.transport.members, batch)
             works = [item.work for item in batch if item.work is not None]
             nbytes = sum([view.nbytes for work in works for view in work.request.inputs])
-            label = self.recorder.label(tuple([without_number(item.name) for item in batch]))
+            label = self.recorder.label(tuple([label_of(item.name) for item in batch]))
             record = self.recorder.describe(self.set_id, kind, label, nbytes)
             self.recorder.batch(record, round_number, began, len(batch))
             self._finish(batch, results)

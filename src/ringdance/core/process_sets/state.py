@@ -16,6 +16,7 @@ import numpy as np
 from ringdance.core.callers import Callers
 from ringdance.core.exchange import Steps, aligned_empty
 from ringdance.core.exchange.arithmetic import Reduction, reduction
+from ringdance.core.labels import label_of
 from ringdance.core.process_sets.agreement import (
     CONTINUE,
     HAS_UNNAMED,
@@ -227,7 +228,7 @@ class ProcessSetState:
         buffers = [
             [room[:nbytes].view(how.dtype).reshape(shape) for room in rooms] for rooms in window.piggybacks
         ]
-        label = self._recorder.label(name)
+        label = self._recorder.label(label_of(name))
         record = self._recorder.describe(self.set_id, Collective.ALLREDUCE, label, nbytes)
         return self._layout.piggyback(slot), how, buffers, record
 

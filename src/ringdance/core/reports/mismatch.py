@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ringdance.core.labels import quoted, tensors_of
 from ringdance.core.request import Collective, Description
 from ringdance.transport.base import Identity
 
@@ -56,19 +58,31 @@ def mismatch_message(
         who: the members.
         submitted: for each, what it submitted and why its own call was refused; None if it joined.
     """
+    shown_name, tensors = quoted(name), tensors_of(name)
     for identity, entry in zip(who, submitted, strict=True):
         if entry is not None and entry[1] is not None:
-            return f"'{name}' failed because of the call on {identity}: {entry[1]}"
+            begin = shown_name[:1].upper() + shown_name[1:]
+            return f"{begin} failed because of the call on {identity}: {entry[1]}"
     present = [(identity, entry[0]) for identity, entry in zip(who, submitted, strict=True) if entry]
     for title, key, text in _CHECKS:
         groups: dict[Any, list[tuple[Identity, Description]]] = {}
         for identity, description in present:
             groups.setdefault(key(description), []).append((identity, description))
         if len(groups) > 1:
-            shown = [f"{text(g[0][1])} on {_ranks([identity for identity, _ in g])}" for g in groups.values()]
+            if title == "shapes" and len(tensors) == len(present[0][1].shapes):
+                text, shown_name = _first_other_shape(tensors, [d for _, d in present])
+            differs = [f"{text(g[0][1])} on {_ranks([one for one, _ in g])}" for g in groups.values()]
             advice = _ADVICE.get(title, "Make the call with equal arguments on all ranks.")
-            return f"Mismatched {title} for '{name}': {'; '.join(shown)}. {advice}"
-    return f"Ranks submitted different requests for '{name}'."
+            return f"Mismatched {title} for {shown_name}: {'; '.join(differs)}. {advice}"
+    return f"Ranks submitted different requests for {shown_name}."
+
+
+def _first_other_shape(
+    tensors: Sequence[str], all_of: Sequence[Description]
+) -> tuple[Callable[[Description], str], str]:
+    """Return how to show the first shape of a group that differs, and the name of its tensor."""
+    index = next(i for i, _ in enumerate(tensors) if len({one.shapes[i] for one in all_of}) > 1)
+    return lambda one: _shape(replace(one, shapes=(one.shapes[index],))), f"'{tensors[index]}'"
 
 
 def _ranks(members: Sequence[Identity]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringdance.core.labels import quoted
 from ringdance.core.reports.stacks import place_of
 from ringdance.errors import OUT_OF_DATA
 from ringdance.transport.base import Identity
@@ -118,7 +119,7 @@ def stall_message(stall: Stall) -> str:
         parts.append(f"No answer from {'; from '.join(descriptions)}.")
     if stall.missing:
         if stall.culprits == [stall.rank]:
-            parts.append(f"Only rank {stall.rank} has submitted '{stall.name}'.")
+            parts.append(f"Only rank {stall.rank} has submitted {quoted(stall.name)}.")
         alone = _alone(stall, own)
         parts.append(alone or "All ranks must make the same calls.")
         # Ranks that have no more batches can join, which helps with the reductions of all ranks.
@@ -137,7 +138,7 @@ def _head(stall: Stall) -> str:
     late = [*stall.missing, *stall.unstarted, *stall.behind]
     others = _frames(stall.answers[late[0]]) if late and late[0] in stall.answers else set()
     location = _locations(stall.status, others, only_pending=True)
-    return f"{stall.identities[stall.rank]} {kind} '{stall.name}'{where} ({location})."
+    return f"{stall.identities[stall.rank]} {kind} {quoted(stall.name)}{where} ({location})."
 
 
 def _late(stall: Stall, rank: int, own: set[str]) -> str:
@@ -149,7 +150,7 @@ def _late(stall: Stall, rank: int, own: set[str]) -> str:
     elif names:
         more = "" if len(names) <= _MOST_NAMES else f" and {len(names) - _MOST_NAMES} more"
         doing = "it waits for " if status["waiting"] else "it has submitted "
-        doing += ", ".join(f"'{n}'" for n in names[:_MOST_NAMES]) + more
+        doing += ", ".join(map(quoted, names[:_MOST_NAMES])) + more
         others = [stall.status, *(one for one in stall.answers.values() if one is not status)]
         if len(others) > 1 and not any(set(names) & set(pending_names(one, stall.set_id)) for one in others):
             doing += ", which no other rank has submitted"

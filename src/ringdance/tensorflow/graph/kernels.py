@@ -28,6 +28,7 @@ from ringdance.tensorflow.graph.capi import Context, Slot, drop
 from ringdance.tensorflow.threads import computing_threads
 from ringdance.training import basics, collectives
 from ringdance.training.collectives import Call
+from ringdance.training.gradients import weights
 from ringdance.training.gradients.options import usable_cores, wants_overlap
 from ringdance.training.gradients.sparse import submit
 
@@ -35,14 +36,15 @@ Array = np.ndarray[Any, Any]
 
 _log = logging.getLogger("ringdance")
 
-NUMBERS: dict[str, Callable[[int], int]] = {
-    "size": lambda set_id: len(session.engine().members(set_id)),
+NUMBERS: dict[str, Callable[[str], int]] = {
+    "size": lambda set_id: len(session.engine().members(int(set_id))),
     "rank": lambda _: basics.rank(),
     "local_size": lambda _: basics.local_size(),
     "local_rank": lambda _: basics.local_rank(),
-    "included": lambda set_id: int(basics.rank() in session.engine().members(set_id)),
+    "included": lambda set_id: int(basics.rank() in session.engine().members(int(set_id))),
     "join": lambda _: collectives.join(session.engine()),
-    "step": lambda mark: _mark_step(StepMark(mark)),
+    "step": lambda mark: _mark_step(StepMark(int(mark))),
+    "weights": lambda name: int(weights.due(session.engine(), name)),
 }
 
 
@@ -54,6 +56,9 @@ def _mark_step(mark: StepMark) -> int:
 def run(call: Call, inputs: Sequence[Array]) -> list[Array]:
     """Run a call on arrays; splits are the second input and result of an alltoall."""
     engine = session.engine()
+    if call.weights:
+        weights.compare(engine, call, inputs[0])
+        return [inputs[0]]
     if call.kind is not Collective.ALLTOALL:
         results: list[Array] = submit(call, engine, inputs).wait()
         call.completed()
@@ -175,8 +180,8 @@ def _wait(_: str, context: Context) -> None:
 
 
 def _number(text: str, context: Context) -> None:
-    what, _, set_id = text.partition(":")
-    context.set_output(0, np.array(NUMBERS[what](int(set_id)), np.int32))
+    what, _, about = text.partition(":")
+    context.set_output(0, np.array(NUMBERS[what](about), np.int32))
 
 
 def register_all() -> None:

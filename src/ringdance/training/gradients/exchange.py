@@ -40,9 +40,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringdance import session
+from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp, Work
 from ringdance.errors import MismatchError
 from ringdance.training.collectives import on_join, prepared
+from ringdance.training.gradients import weights
 from ringdance.training.gradients.fast_path import DifferentStepsError, FastPath
 from ringdance.training.gradients.options import check_passes, parts_of, scales_of
 from ringdance.training.gradients.source import AS_DENSE, Bucket, GradientSource, State
@@ -146,8 +148,15 @@ class GradientExchange:
             )
             for number, part in enumerate(parts)
         ]
+        self._note(f"{self.name}.expected", range(len(self.names)))
+        for bucket in self.buckets:
+            self._note(bucket.name, bucket.members)
+        labels.note(f"allreduce.{self.name}.mask", "list of the gradients", self.names)
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
+
+    def _note(self, name: str, indices: Sequence[int]) -> None:
+        labels.note(f"grouped_allreduce.{name}", "gradients", [self.names[index] for index in indices])
 
     def start_again(self) -> None:
         """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
@@ -250,16 +259,20 @@ class GradientExchange:
     def _exchange(self) -> None:
         self._rejoin()
         try:
-            if not (self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step)):
+            if self._fast_path.open and self._fast_path.exchange(self.state.computed, self.step):
+                self._exchanged(self._fast_path.expected_kinds)
+            else:
                 self._exchange_by_mask()
-                return
         except DifferentStepsError as error:
             self._abandon()
             raise self._different_steps(str(error)) from None
         except BaseException:
             self._abandon()
             raise
-        self._exchanged(self._fast_path.expected_kinds)
+        if weights.due(self.engine, self.name):
+            elements, sample = self.source.sample()
+            call = weights.call_of(self.name, self.names, elements, self.source.advice, self.set_id)
+            weights.compare(self.engine, call, sample)
 
     def _exchange_by_mask(self) -> None:
         state, count = self.state, len(self.names)
@@ -348,6 +361,7 @@ class GradientExchange:
         if len(indices) != len(bucket.members):
             chosen = hashlib.blake2b(repr(indices).encode(), digest_size=4).hexdigest()
             name = f"{name}.{chosen}"
+            self._note(name, indices)
         scales = self.prescale, self.postscale
         call = prepared(Collective.ALLREDUCE, name, self.operation, *scales, self.set_id, grouped=True)
         return call.submit(self.engine, views, views, wake=wake)
@@ -382,7 +396,7 @@ class GradientExchange:
         # Where digests differ, their maximum or that of their complements differs from this rank's.
         if error is not None or not memory.endswith(self._names_digest):
             raise MismatchError(
-                f"The ranks' optimizers have different parameters ({self.name}): rank {self.engine.rank} "
+                f"The ranks' optimizers have different parameters: rank {self.engine.rank} "
                 f"({self.engine.hosts[self.engine.rank]}) has {len(self.names)}, the last is "
                 f"{self.names[-1]!r}. Call add_param_group() on all ranks of the process set, with the same "
                 f"parameters, between the same two steps. {error or ''}".rstrip()
@@ -390,7 +404,7 @@ class GradientExchange:
 
     def _different_steps(self, others: str) -> MismatchError:
         return MismatchError(
-            f"Gradients of different steps were exchanged together ({self.name}): rank {self.engine.rank} is "
+            f"Gradients of different steps were exchanged together: rank {self.engine.rank} is "
             f"in {self.step}, {others}. Some made more backward passes than others before optimizer.step(). "
             "Make the same number on all ranks (a pass may leave parameters out), "
             "or set reduce_in_backward=False, which exchanges once, in step()."

@@ -21,7 +21,13 @@ DENSE = 255
 
 
 class GradientSource(Protocol):
-    """A binding's gradients, by the index of the parameter."""
+    """A binding's gradients, by the index of the parameter.
+
+    Attributes:
+        advice: the line by which a script gives all ranks the same parameters.
+    """
+
+    advice: str
 
     def kinds(self, computed: bytearray) -> bytearray:
         """Return for each parameter that is set in ``computed`` the kind of gradient this rank has."""
@@ -50,6 +56,9 @@ class GradientSource(Protocol):
 
     def nbytes(self, index: int) -> int:
         """Return the size of the gradient in bytes."""
+
+    def sample(self) -> tuple[list[int], Array]:
+        """Return the parameters' numbers of elements, and a sample of these: see ``weights``."""
 
 
 @dataclass
