@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ringdance.torch._private import sparse_entries
-from ringdance.torch.memory import Array, Compression, from_array, host_tensor, view_of
+from ringdance.torch.memory import Array, Compression, from_array, host_tensor, sample_of, view_of
 from ringdance.training.gradients.source import AS_DENSE, DENSE
 from ringdance.training.gradients.sparse import Rows
-from ringdance.training.gradients.weights import step_of
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -26,16 +25,6 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     for device in {tensor.device for tensor in tensors}:
         torch.cuda.current_stream(device).synchronize()
     return staged
-
-
-def sample_of(parameters: Sequence[Tensor]) -> tuple[list[int], Array]:
-    """Return how many elements each has, 0 if these are no floats, and a sample: see ``weights``."""
-    elements = [one.numel() if one.is_floating_point() else 0 for one in parameters]
-    chosen = [
-        one.detach().reshape(-1)[:: step_of(count)].float().cpu()
-        for one, count in zip(parameters, elements, strict=True) if count
-    ]
-    return elements, torch.cat(chosen).numpy() if chosen else np.empty(0, np.float32)
 
 
 class Gradients:

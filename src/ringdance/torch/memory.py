@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
+from torch import Tensor
 
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import divided_by
 from ringdance.training.gradients.compression import compression_for
+from ringdance.training.gradients.weights import step_of
 
 Array = np.ndarray[Any, Any]
 
@@ -110,3 +113,13 @@ def check_in_place(tensor: torch.Tensor) -> None:
             f"An operation in place needs a contiguous tensor, got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}: use tensor.contiguous(), or the form without underscore."
         )
+
+
+def sample_of(parameters: Sequence[Tensor]) -> tuple[list[int], Array]:
+    """Return how many elements each has, 0 if these are no floats, and a sample: see ``weights``."""
+    elements = [one.numel() if one.is_floating_point() else 0 for one in parameters]
+    chosen = [
+        one.detach().reshape(-1)[:: step_of(count)].float().cpu()
+        for one, count in zip(parameters, elements, strict=True) if count
+    ]
+    return elements, torch.cat(chosen).numpy() if chosen else np.empty(0, np.float32)

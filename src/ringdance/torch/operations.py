@@ -23,8 +23,7 @@ from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable, sparse_entries
 from ringdance.torch.exchange import Tensors, run, run_in_place, start
-from ringdance.torch.gradients import sample_of
-from ringdance.torch.memory import Compression
+from ringdance.torch.memory import Compression, sample_of
 from ringdance.training import collectives
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import allreduce_call, movement, reducescatter_call
