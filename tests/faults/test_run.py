@@ -142,6 +142,25 @@ def test_rank_0_reads_what_the_launcher_is_given(program: Callable[[str], str]) 
     assert done.stdout == "[0] read some words\n"
 
 
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import torch", True),
+        ("import torch\nimport ringdance.torch as hvd\nhvd.init()", False),
+        ("import torch\nfrom torch.nn.parallel import DistributedDataParallel", False),
+        ("import torch\nfrom mpi4py import MPI", False),
+        ("print('no framework')", False),
+    ],
+)
+def test_ranks_that_train_by_themselves_are_noticed(tmp_path: Path, text: str, says: bool) -> None:
+    (tmp_path / "plain.py").write_text(text)
+    done = run("-np", "2", "python", str(tmp_path / "plain.py"))
+    assert done.returncode == 0
+    line = "ringdance: no rank has joined the job: 2 programs have used torch, each by itself."
+    assert done.stderr.startswith(line) if says else done.stderr == ""
+
+
 def test_the_traceback_is_printed_once_as_the_cause(program: Callable[[str], str]) -> None:
     path = program("if rank == 1:\n    raise ValueError('boom')\ntime.sleep(30)\n")
     done = run("-np", "3", "python", path)

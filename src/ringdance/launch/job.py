@@ -440,6 +440,13 @@ class Job:
                 self._err(f"ringdance: {cause.message}\n".encode())
             self._err(f"ringdance: the job was ended by {signal_name(number)} to its launcher\n".encode())
             return 128 + number
+        if len(self._ranks.alone) == self._plan.ranks > 1:
+            framework = self._ranks.alone[0].removeprefix("tf_")
+            self._err(
+                f"ringdance: no rank has joined the job: {self._plan.ranks} programs have used {framework}, "
+                f"each by itself. Training is shared from `import ringdance.{framework} as hvd` and "
+                "`hvd.init()` on; README.md has a script\n".encode()
+            )
         return verdict or 0
 
     def _close(self, local: Remote | None) -> None:

@@ -56,6 +56,7 @@ class RankTable:
         self._first_host = next(host.name for host in self._plan.hosts if 0 in host.ranks)
         self._ranks: dict[int, Rank] = {}
         self.lost_hosts: set[str] = set()
+        self.alone: list[str] = []  # the frameworks of ranks that have trained without the others
         sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
         self._folds = [LineMerger(sink, self._plan.ranks) for sink in sinks]
 
@@ -236,6 +237,8 @@ class RankTable:
                 if rank.ended.code is None and rank.rank in lost:
                     rank.ended = replace(rank.ended, why="not reachable: its host is lost")
                 ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
+        self.alone = [mark.message for mark in marks if mark.kind == "alone"]
+        marks = [mark for mark in marks if mark.kind != "alone"]
         return judge(marks, ended, outside, mpiexec), sum(not end.failed for end in ended.values())
 
     def show_held(self, verdict: Verdict | None) -> None:

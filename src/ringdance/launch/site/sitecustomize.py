@@ -8,8 +8,14 @@ Scripts that use the engine are not concerned: it stops the job by itself.
 
 import atexit
 import importlib
+import json
 import os
 import sys
+import time
+
+_FRAMEWORKS = ("torch", "tensorflow", "jax", "keras", "tf_keras", "mxnet")
+# What joins ranks in another way, or may: then nothing is said.
+_OTHERS = ("mpi4py.MPI", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray")
 
 
 def _import_the_next() -> None:
@@ -28,6 +34,24 @@ def _import_the_next() -> None:
     sys.modules.setdefault(__name__, own)  # the importer of this module looks for it
 
 
+def _tell_of_training_alone() -> None:
+    """Tell the launcher that this rank has used a framework, and neither Ringdance nor anything like it."""
+    used = [name for name in _FRAMEWORKS if name in sys.modules]
+    session = sys.modules.get("ringdance.session")
+    joined = session is not None and session._process.pid
+    if not used or joined or any(name in sys.modules for name in _OTHERS):
+        return
+    try:
+        with open(sys.argv[0], encoding="utf-8", errors="replace") as file:
+            if "distribut" in file.read().lower():  # torch.distributed, tf.distribute, jax.distributed
+                return
+        found = {"rank": int(os.environ["RINGDANCE_RANK"]), "kind": "alone", "message": used[0]}
+        line = json.dumps({**found, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
+        print(f"::ringdance-cause:: {line}", file=sys.stderr, flush=True)
+    except (AttributeError, OSError, KeyError, ValueError, TypeError):
+        pass
+
+
 def _watch() -> None:
     former, pid, failed = sys.excepthook, os.getpid(), []
 
@@ -37,6 +61,8 @@ def _watch() -> None:
 
     def leave() -> None:
         mpi = sys.modules.get("mpi4py.MPI")
+        if os.getpid() == pid and not failed:
+            _tell_of_training_alone()
         if not failed or os.getpid() != pid or mpi is None:
             return
         if mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
