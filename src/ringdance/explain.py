@@ -144,7 +144,10 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
     if len(jobs) == 1:
         return sorted(ranks, key=lambda rank: rank.number)
     if jobs:
-        raise LaunchError(f"several jobs run here; name one: {', '.join(job[:8] for job in jobs)}")
+        known = [one for one in [*records.load_all(), *records.without_record()] if one.job in jobs]
+        others = [f"{job}: of another launcher" for job in sorted(jobs - {one.job for one in known})]
+        lines = "\n  ".join([*(one.about for one in known), *others])
+        raise LaunchError(f"several jobs run here; name one:\n  {lines}")
     here = f"on {os.uname().nodename}"
     if not target:
         raise LaunchError(f"no ranks of yours run {here}; name the directory of a job that has ended")

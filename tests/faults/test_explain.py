@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -67,6 +68,28 @@ def test_the_line_of_an_exception_is_named(tmp_path: Path) -> None:
     assert "): pending 'allreduce.loss'; last batch at " in said[0]
     (tmp_path / "out" / "ringdance-cause.json").unlink()  # as under another launcher
     assert "ValueError: image 17 cannot be read" in explain(str(tmp_path / "out")).splitlines()[-1]
+
+
+def test_several_jobs_are_told_apart(tmp_path: Path) -> None:
+    """By directory and command, also those in the foreground."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    jobs = [begin(tmp_path / name, "file_lock") for name in ("one", "other")]
+    try:
+        for name in ("one", "other"):
+            assert wait_until((tmp_path / name / "began").exists, 30.0) is not None
+        done = subprocess.run(
+            [sys.executable, "-m", "ringdance", "explain"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        rows = [line for line in done.stderr.splitlines() if f"in {os.getcwd()}: python" in line]
+        assert len([row for row in rows if ": 3 ranks for " in row and row.endswith("file_lock")]) >= 2
+        line = [sys.executable, "-m", "ringdance", "status", "--json"]
+        found = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+        assert {job.process.pid for job in jobs} <= {one["pid"] for one in found if one["ranks"] == 3}
+    finally:
+        for job in jobs:
+            job.end()
 
 
 def test_what_is_not_there() -> None:

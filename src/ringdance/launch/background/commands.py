@@ -23,9 +23,11 @@ from ringdance.launch.plan import table
 _POLL_S = 0.1
 _KILL_S = 10.0
 
+_HEAD = ("job", "state", "started", "ranks", "hosts", "directory", "command")
+
 _COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "status": (
-        "Show the jobs that were started with `ringdance run --detach`.",
+        "Show the jobs that run here, and those that were started with `ringdance run --detach`.",
         "examples:\n  ringdance status\n  ringdance status 3f2a91c0 --json\n\n"
         "exit code: 0; with JOB 0 if it runs or has completed, else its exit code",
         "--json",
@@ -60,12 +62,14 @@ def _run(name: str, command: Callable[[argparse.Namespace], int], argv: Sequence
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    found = [records.find(arguments.job)] if arguments.job else records.load_all()
+    here = records.without_record()
+    named = [one for one in here if arguments.job and one.job.startswith(arguments.job)]
+    found = named or ([records.find(arguments.job)] if arguments.job else [*records.load_all(), *here])
     if arguments.json:
         entries = [{**asdict(record), "state": record.state, "ranks": record.ranks} for record in found]
         print(json.dumps(entries, indent=2))
     elif found:
-        print("\n".join(table([("job", "state", "started", "ranks", "hosts", "command"), *map(_row, found)])))
+        print("\n".join(table([_HEAD, *map(_row, found)])))
     else:
         print("no jobs; `ringdance run --detach` starts one in the background")
     return (found[0].code or int(found[0].state == "lost")) if arguments.job else 0
@@ -81,7 +85,7 @@ def _row(record: records.Record) -> tuple[str, ...]:
     hosts = ",".join(names[:3]) + (f",... ({len(names)})" if names[3:] else "")
     words = shlex.join([os.path.basename(record.command[0]), *record.command[1:]])
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
-    return record.short, state, began, str(record.ranks), hosts, words
+    return record.short, state, began, str(record.ranks), hosts, record.cwd, words
 
 
 def _attach(arguments: argparse.Namespace) -> int:

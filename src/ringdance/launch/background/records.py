@@ -6,14 +6,18 @@ write, STREAM being 1 for stdout and 2 for stderr.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from ringdance.errors import LaunchError
 from ringdance.launch.output.stream import Sink, write_all
@@ -77,6 +81,15 @@ class Record:
             return "ended"
         # Machines may share the directory; one that was restarted has its name, but another identity.
         return "lost" if self.launcher_host == os.uname().nodename else "elsewhere"
+
+    @property
+    def about(self) -> str:
+        """The job in a line: id, ranks, age, directory and command."""
+        seconds = time.time() - self.began
+        age = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else ""
+        age = age or f"{seconds / 3600:.0f} h"
+        words = shlex.join([os.path.basename(self.command[0]), *self.command[1:]])
+        return f"{self.short}: {self.ranks} ranks for {age}, in {self.cwd}: {words}"
 
     @property
     def over(self) -> bool:
@@ -161,6 +174,30 @@ def load_all() -> list[Record]:
     """Return all records, the oldest first."""
     records = [_load(path.parent) for path in base().glob("*/job.json")]
     return sorted((record for record in records if record), key=lambda record: record.began)
+
+
+def without_record() -> list[Record]:
+    """Return the jobs of which ranks run here and there is no record: in the foreground, or of other hosts.
+
+    Their `pid` is that of the process that started the job here, `command` and `cwd` are a rank's.
+    """
+    known, found = {record.job for record in load_all()}, dict[str, Record]()
+    for process in psutil.process_iter():
+        # It may have ended meanwhile, or be another user's.
+        with contextlib.suppress(psutil.Error, OSError, IndexError, StopIteration):
+            job = process.environ().get(linux.MARKER, "")
+            above = process.parents()
+            is_rank = "RINGDANCE_RANK" in process.environ() and "RINGDANCE_RANK" not in above[0].environ()
+            if not is_rank or not job or job in known:
+                continue
+            launcher = next(one for one in above if linux.MARKER not in one.environ())
+            host = os.uname().nodename
+            ranks = found[job].ranks + 1 if job in found else 1
+            start = linux.start_of(launcher.pid), launcher.create_time()
+            found[job] = Record(
+                job, process.cmdline(), {host: ranks}, process.cwd(), host, identity(), launcher.pid, *start
+            )
+    return sorted(found.values(), key=lambda record: record.began)
 
 
 def find(name: str = "") -> Record:
