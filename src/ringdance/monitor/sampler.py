@@ -52,6 +52,7 @@ class Sampler:
             if time.monotonic() - self._taken > _FRESH_S or not self._shared:
                 cpu, memory = psutil.cpu_percent(), psutil.virtual_memory().percent
                 self._shared = {"host_cpu_percent": cpu, "host_memory_percent": memory}
+                self._shared["host_cores"] = psutil.cpu_count() or 1
                 self._used = self._gpus.sample()
                 self._taken = time.monotonic()
             rows = []

@@ -27,9 +27,13 @@ PARTS = {"loader": "loader alone", "step": "step alone", "both": "both"}
 _LESS = {
     "images": "prepare smaller images (`ringdance data prepare ... --resize 256`)",
     "rows": "prepare files that need no parsing (`ringdance data prepare criteo ... --format rows`)",
+    "samples": "do what is the same for a sample each time once, before training, and store the result",
 }
 _WORTH = 0.1  # share of the speed below which nothing is worth changing
 _BUSY = 0.85  # share of the cores' time from which on they are busy
+_OTHERS = 0.2  # the same that other programs use, from which on they may be the cause
+_WAITS = 0.5  # cores that a loader uses, below which it waits for something most of the time
+_BEHIND = 0.1  # share by which one rank is slower than the mean, from which on it is the cause
 _TAIL = 30  # lines of a failed run that are shown
 
 _INPUT = """\
@@ -62,9 +66,11 @@ class Speed:
         noise: half of the speed's 95% confidence interval, as a share of it.
         slowest: the slowest rank.
         behind: share by which it is behind the mean rank.
-        cores: that a rank uses, with its loader's processes.
-        usable: cores for each rank.
-        host_busy: share of the hosts' processor time that is used, by whatever runs there.
+        cores: that this rank uses, with its loader's processes.
+        cores_of_mean: the same of the mean rank.
+        usable: cores for this rank.
+        host_busy: share of its host's processor time that is used, by whatever runs there.
+        by_others: the part of it that other programs use.
     """
 
     unit: str
@@ -73,13 +79,20 @@ class Speed:
     slowest: int
     behind: float
     cores: float
+    cores_of_mean: float
     usable: float
     host_busy: float
+    by_others: float
 
     @property
     def is_busy(self) -> bool:
         """Whether there is hardly an idle core."""
         return self.host_busy >= _BUSY or self.cores >= _BUSY * self.usable
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs take cores that the rank could use."""
+        return self.host_busy >= _BUSY and self.by_others >= _OTHERS
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Speed:
@@ -87,10 +100,12 @@ class Speed:
         speeds = [row["samples"] / row["seconds"] for row in rows]
         least, mean = min(speeds), fmean(speeds)
         slowest = speeds.index(least)
-        names = ("cores", "usable", "host_busy")
+        row = rows[slowest]
+        own = sum(one["cores"] for one in rows if one["host"] == row["host"]) / row["host_cores"]
         return cls(
-            str(rows[0]["unit"]), least * len(rows), rows[slowest]["noise"], slowest, 1 - least / mean,
-            *(fmean(row[name] for row in rows) for name in names),
+            str(row["unit"]), least * len(rows), row["noise"], slowest, 1 - least / mean, row["cores"],
+            fmean(one["cores"] for one in rows), row["usable"], row["host_busy"],
+            max(0.0, row["host_busy"] - own),
         )  # fmt: skip
 
 
@@ -103,7 +118,15 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     """
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
-    pace, advice = f"{alone.unit}/s", _LESS.get(alone.unit, _LESS["images"])
+    pace, advice = f"{alone.unit}/s", _LESS[alone.unit]
+    if disturbed := max((one.by_others for one in speeds.values() if one.is_disturbed), default=0.0):
+        return Limit(
+            "unclear",
+            f"Other programs use {disturbed:.0%} of a host's cores, and hardly one is idle: the loader alone "
+            f"gives {loader:,.1f} {pace}, the step alone takes {step:,.1f}, both together {both:,.1f}; what "
+            "they would without these programs is not known.",
+            "Measure again while nothing else runs on the hosts.",
+        )
     less = loader < step * (1 - _WORTH) and both >= loader * 0.7
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
     fast = step / (step + loader) < _WORTH  # even one after the other costs less than that
@@ -128,23 +151,7 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             f"{loader:,.1f} {pace}, the step could take {step:,.1f}. With a loader that keeps up, training "
             f"is {gain:.1f} times as fast."
         )
-        used = f"each rank uses {alone.cores:.1f} of {alone.usable:.1f} cores, all processes of a host "
-        used += f"{alone.host_busy:.0%} of its cores"
-        if alone.is_busy:
-            return Limit(
-                "loader", sentence,
-                f"Loading alone keeps the cores busy ({used}): {advice}, or use machines with more cores "
-                "for each rank.",
-            )  # fmt: skip
-        slow = ""
-        if alone.behind > 0.1:
-            slow = f" Look at rank {alone.slowest} first: it is {alone.behind:.0%} behind the mean."
-        return Limit(
-            "loader", sentence,
-            f"Loading alone leaves cores idle ({used}): use more threads (threads= of Ringdance's loaders, "
-            "num_workers= of a DataLoader). If that does not help, the disk is the limit: copy the data to a "
-            f"local one (`ringdance hosts copy`), or {advice}.{slow}",
-        )  # fmt: skip
+        return Limit("loader", sentence, _faster_loader(alone, advice))
     if not speeds["both"].is_busy and loader > both:
         return Limit(
             "order",
@@ -160,6 +167,32 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
         f"{pace}, together {both:,.1f}. Without the loader's work, training is {gain:.1f} times as fast.",
         f"Less work for the loader: {advice}; or more cores for each rank. Try fewer threads of the loader "
         "too (threads=, num_workers=).",
+    )
+
+
+def _faster_loader(alone: Speed, less: str) -> str:
+    """Return what to do about a loader that is the limit; `less`: how to give it less to do."""
+    used = f"it uses {alone.cores:.1f} of {alone.usable:.1f} cores"
+    if alone.behind > _BEHIND:
+        who = f"Rank {alone.slowest} holds the others up: its loader is {alone.behind:.0%} behind the mean"
+        if alone.cores < _WAITS or alone.cores < alone.cores_of_mean * (1 - _BEHIND):
+            return (
+                f"{who}, and waits ({used}, the mean rank {alone.cores_of_mean:.1f}): for its disk, a "
+                "network, a lock or a sleep. `ringdance explain` shows the line."
+            )
+        return f"{who}, and computes ({used}): its samples are larger, or its cores slower or shared."
+    if alone.cores >= _BUSY * alone.usable:
+        return (
+            f"Loading alone keeps a rank's cores busy ({used}): {less}, or use machines with more cores for "
+            "each rank."
+        )
+    threads = "threads= of Ringdance's loaders, num_workers= of a DataLoader"
+    if alone.cores >= _WAITS:
+        return f"Loading leaves cores idle ({used}): use more threads or processes ({threads}), or {less}."
+    return (
+        f"The loader waits most of the time ({used}): for its disk, a network, a lock or a sleep. Where "
+        f"reading takes the time, let more be read at once ({threads}), or from a local disk (`ringdance "
+        "hosts copy`); `ringdance explain` shows the line."
     )
 
 

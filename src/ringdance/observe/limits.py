@@ -11,6 +11,7 @@ _WORTH = 0.2  # share of the time above which waiting limits a run
 _BUSY_CORES = 0.5  # below it a rank that does not wait for others waits for something else
 _FEW_CORES = 0.15  # the same on a host whose cores are all busy
 _BUSY_HOST, _BUSY_GPU = 85.0, 50.0  # percent
+_TAKEN = 20.0  # percent of a host's cores that other programs use, from which on they may be the cause
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,13 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     if uneven >= 0.01:
         text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, now for this rank, now for that one."
         evidence.insert(1, text)
+    taken, host = max((_by_others(run, one), one) for one in run.hosts)
+    if taken >= _TAKEN and _host_cpu(run) > _BUSY_HOST:
+        return RunLimit(
+            "other programs",
+            f"Other programs use {taken:.0f}% of the cores of {host}: what limits the run without them is not "
+            "known.", "Run it again while they do not run, or on cores of its own.", evidence,
+        )  # fmt: skip
     if run.size > 1 and uneven >= max(_WORTH, communication, skew) and _host_cpu(run) < _BUSY_HOST:
         return RunLimit(
             "skew", "Ranks wait for one another, now for this one and now for that one.",
@@ -100,6 +108,13 @@ def _is_idle(run: Run, used: float) -> bool:
 def _host_cpu(run: Run) -> float:
     """Return in percent how far the cores of the busiest host are in use."""
     return max(run.mean("host_cpu_percent", host) for host in run.hosts)
+
+
+def _by_others(run: Run, host: str) -> float:
+    """Return in percent how far programs that are no ranks of the run use a host's cores."""
+    cores = run.mean("host_cores", host)
+    used = sum(one.cores for one in run.ranks if one.host == host)
+    return run.mean("host_cpu_percent", host) - 100 * used / cores if cores else 0.0
 
 
 def _skew(run: Run, evidence: list[str]) -> RunLimit:

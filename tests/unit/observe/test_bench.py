@@ -11,12 +11,25 @@ from ringdance.observe.bench import INPUT_MARK, Speed, judge, table
 from ringdance.training.loaders import input_check
 
 
-def speed(images: float, cores: float = 0.2, second: float = 1.0, noise: float = 0.02) -> Speed:
-    """Two ranks with two cores each, of which the second reaches a share of the first one's speed."""
+def speed(
+    images: float, cores: float = 0.2, second: float = 1.0, noise: float = 0.02, of_second: float = -1.0,
+    others: float = 0.0,
+) -> Speed:
+    """Two ranks with two cores each, of which the second reaches a share of the first one's speed.
+
+    Args:
+        images: a second, of both at the speed of the first.
+        cores: that a rank uses.
+        second: that share.
+        noise: of the measurement.
+        of_second: cores that the second uses; by default as many.
+        others: share of the host's cores that other programs use.
+    """
+    used = [cores, cores if of_second < 0 else of_second]
     rows = [
-        {"unit": "images", "samples": images / 2 * share, "seconds": 1.0, "cores": cores, "usable": 2.0,
-         "host_busy": cores / 2, "noise": noise}
-        for share in (1.0, second)
+        {"unit": "images", "samples": images / 2 * share, "seconds": 1.0, "cores": mine, "usable": 2.0,
+         "host_busy": sum(used) / 4 + others, "noise": noise, "host": "h", "host_cores": 4}
+        for share, mine in zip((1.0, second), used, strict=True)
     ]
     return Speed.of(rows)
 
@@ -26,9 +39,16 @@ def speed(images: float, cores: float = 0.2, second: float = 1.0, noise: float =
     [
         (speed(100), speed(400), speed(100), "loader", "75% of the time"),
         (speed(100), speed(400), speed(99), "loader", "4.0 times as fast"),
-        (speed(100), speed(400), speed(99), "loader", "leaves cores idle (each rank uses 0.2 of 2.0"),
+        (speed(100), speed(400), speed(99), "loader", "waits most of the time (it uses 0.2 of 2.0 cores"),
+        (speed(100, cores=1.0), speed(400), speed(99), "loader", "leaves cores idle (it uses 1.0 of 2.0"),
         (speed(100, cores=1.9), speed(400), speed(99), "loader", "--resize 256"),
-        (speed(100, second=0.5), speed(400), speed(50), "loader", "Look at rank 1 first: it is 33% behind"),
+        (
+            speed(100, cores=1.9, second=0.5, of_second=0.1), speed(400), speed(50), "loader",
+            "Rank 1 holds the others up: its loader is 33% behind the mean, and waits (it uses 0.1 of 2.0",
+        ),
+        (speed(100, cores=1.9, second=0.5), speed(400), speed(50), "loader", "and computes (it uses 1.9"),
+        (speed(100, others=0.85), speed(400), speed(99), "unclear", "Other programs use 85% of a host's"),
+        (speed(100, others=0.3), speed(400), speed(99), "loader", "waits most of the time"),
         (speed(400), speed(100), speed(98), "step", "4.0 times as many"),
         (speed(101), speed(100), speed(99), "step", "not the limit"),
         (speed(100), speed(100), speed(51, cores=2.0), "cores", "fewer threads"),
@@ -64,6 +84,12 @@ def test_rows_are_called_rows_and_get_their_own_advice() -> None:
     assert "the loader gives 100.0 rows/s" in found.sentence
     assert "--format rows" in found.next_step
     assert "image" not in f"{found.sentence} {found.next_step}"
+
+
+def test_unknown_samples_get_no_advice_about_images() -> None:
+    fast, slow = replace(speed(400), unit="samples"), replace(speed(100, cores=1.9), unit="samples")
+    found = judge({"loader": slow, "step": fast, "both": slow})
+    assert "do what is the same for a sample each time once" in found.next_step
 
 
 def test_the_command_and_the_ranks_know_the_same_mark() -> None:

@@ -19,7 +19,7 @@ STEP_S = 0.1
 
 def write(
     directory: Path, exposed: list[float], cores: float = 1.0, host_cpu: float = 50.0,
-    gpu: float | None = None,
+    gpu: float | None = None, host_cores: int = 0,
 ) -> Path:  # fmt: skip
     """Write figures of ranks, two on each host, that wait so much of their time; each uses so many cores."""
     directory.mkdir(exist_ok=True)
@@ -33,7 +33,7 @@ def write(
                 "pid": 100 + rank, "size": len(exposed), "steps": steps, "batches": steps, "tensors": steps,
                 "bytes": steps * 1_000_000, "exposed_seconds": share * second + 7 * bool(second),
                 "cpu_seconds": cores * second, "rss_bytes": 1 << 30, "host_cpu_percent": host_cpu,
-                "host_memory_percent": 20.0,
+                "host_memory_percent": 20.0, **({"host_cores": host_cores} if host_cores else {}),
             }  # fmt: skip
             if steps:
                 row["last_step_time"] = row["time"]
@@ -72,6 +72,14 @@ def test_what_limits_a_run(tmp_path: Path, exposed: list[float], more: dict[str,
 
 
 @pytest.mark.parametrize(("host_cpu", "bound"), [(50.0, "skew"), (99.0, "computation")])
+@pytest.mark.parametrize(("own", "bound"), [(0.5, "other programs"), (2.0, "computation")])
+def test_nothing_is_blamed_where_other_programs_use_the_cores(tmp_path: Path, own: float, bound: str) -> None:
+    run = read_run(write(tmp_path, [0.02, 0.02], cores=own, host_cpu=98.0, host_cores=4))
+    found = judge(run)
+    assert found.bound == bound
+    assert ("Other programs use 73% of the cores of node0" in found.sentence) is (own < 1)
+
+
 def test_ranks_that_are_late_in_turn_are_no_communication(
     tmp_path: Path, host_cpu: float, bound: str
 ) -> None:

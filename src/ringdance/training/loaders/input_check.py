@@ -178,6 +178,7 @@ class WatchedLoader:
             "unit": self._unit, "samples": self._samples, "seconds": round(seconds, 4),
             "noise": noise_of(self._times), "cores": round(used / seconds, 3),
             "usable": max(share, 1), "host_busy": round(busy / host, 3) if host else 0.0,
+            "host": os.uname().nodename, "host_cores": os.cpu_count() or 1,
         }  # fmt: skip
         rank, rows = 0, [row]
         if session.is_initialized():
