@@ -37,6 +37,13 @@ def test_the_fastest_of_equal_auc_is_recommended():
     assert "One process is nearly as fast" not in text
 
 
+def test_nothing_is_recommended_of_one_strategy_or_beside_other_programs():
+    assert advice([result("single", 500)]).startswith("PyTorch: single: 500 samples/s")
+    text = advice([result("single", 500), result("ringdance", 900, others=0.7)])
+    assert text.startswith("PyTorch: other programs used up to 0.7 of 2 cores meanwhile")
+    assert "use" not in text.replace("used", "")
+
+
 def test_few_rows_and_short_runs_say_little():
     few = [result("single", 500, 0.52, validation=40), result("ringdance", 900, 0.49, validation=40)]
     text = advice(few)

@@ -69,8 +69,8 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     if taken >= _TAKEN and _host_cpu(run) > _BUSY_HOST:
         return RunLimit(
             "other programs",
-            f"Other programs use {taken:.0f}% of the cores of {host}: what limits the run without them is not "
-            "known.", "Run it again while they do not run, or on cores of its own.", evidence,
+            f"Other programs use {taken:.0f}% of the cores of {host}: what limits the run without them is "
+            "not known.", "Run it again while they do not run, or on cores of its own.", evidence,
         )  # fmt: skip
     if run.size > 1 and uneven >= max(_WORTH, communication, skew) and _host_cpu(run) < _BUSY_HOST:
         return RunLimit(

@@ -17,7 +17,8 @@ from ringdance.observe.timeline import milliseconds, rank_table
 
 _STYLE = Path(__file__).with_name("page.css")
 _EXCERPT_STEPS, _EXCERPT_RANKS = 3, 16
-_KINDS = ("computes", "waits for results", "exchanges")
+_OTHER = 3  # the first colour that has no meaning in _KINDS
+_KINDS = ("between exchanges", "waits for results", "exchanges")
 
 
 def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch: int) -> str:
@@ -38,8 +39,8 @@ def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch
         + (f", {run.steps_per_second * run.size * batch:.4g} samples/s" if batch else "") + "</p>",
         f'<section class="verdict"><p><strong>{escape(limit.sentence)}</strong></p><ul>{evidence}</ul>'
         f"<p><b>Try next:</b> {_code(limit.next_step)}</p></section>",
-        f'<h2>The run</h2><div class="plots">{"".join(_plots(run))}</div>',
-        "<h2>Ranks</h2>" + _ranks_table(run),
+        f'<h2>The run</h2><div class="plots">{"".join(_plots(run, batch))}</div>',
+        "<h2>Ranks</h2>" + _ranks_table(run, limit),
     ]  # fmt: skip
     if trace:
         times = _table(*rank_table([rank_row(one) for one in trace]))
@@ -61,46 +62,50 @@ def _code(text: str) -> str:
     return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], slow: int = -1) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    marks = ["<tr class='slow'>" if number == slow else "<tr>" for number in range(len(rows))]
+    body = "".join(
+        f"{mark}{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for mark, row in zip(marks, rows, strict=True)
+    )
     tables = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="table" tabindex="0">{tables}</div>'
 
 
-def _plots(run: Run) -> list[str]:
+def _plots(run: Run, batch: int) -> list[str]:
     start = min(one.rows[0]["time"] for one in run.ranks)
     first = run.ranks[0]
     found = []
-    rates = [(at - start, rate) for at, rate in first.rates()]
-    if rates:
-        found.append(svg.lines("Throughput", {"steps/s": rates}, "s", "steps/s"))
+    unit, samples = ("samples/s", batch * run.size) if batch else ("steps/s", 1)
+    if rates := [(at - start, rate * samples) for at, rate in first.rates()]:
+        found.append(svg.lines("Throughput", {unit: rates}, "s", unit, first=_OTHER))
     rows = {}
     for one in sorted(run.ranks, key=lambda one: one.exposed)[:32]:
         step, exposed = one.step_seconds * 1000, one.exposed * one.step_seconds * 1000
         communication = min(exposed, run.communication * step)
-        rows[f"{one.rank} {one.host}"] = [step - exposed, communication, exposed - communication]
-    kinds = ("its own work", "communication", "waits for slower ranks")
+        rows[f"{one.rank} {one.host}"] = [step - exposed, exposed - communication, communication]
+    kinds = ("between exchanges", "waits for slower ranks", "exchanges")  # colours as in _excerpt
     found.append(svg.bars("A step of each rank, ms; the slowest rank first", kinds, rows, "ms"))
     for key, title in (("host_cpu_percent", "Cores in use"), ("host_memory_percent", "Memory in use")):
         hosts = {}
-        for host in run.hosts[:6]:
+        for host in run.hosts[:5]:
             one = next(one for one in run.ranks if one.host == host)
             line = [(row["time"] - start, row[key]) for row in one.rows if key in row]
             if line:
                 hosts[host] = line
         if hosts:
-            found.append(svg.lines(title, hosts, "s", "% of the host", 100.0))
+            found.append(svg.lines(title, hosts, "s", "% of the host", 100.0, _OTHER))
     gpus = {
         f"rank {one.rank}": [(r["time"] - start, r["gpu_percent"]) for r in one.rows if "gpu_percent" in r]
-        for one in run.ranks[:6] if one.gpu is not None
+        for one in run.ranks[:5] if one.gpu is not None
     }  # fmt: skip
     if gpus:
-        found.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0))
+        found.append(svg.lines("GPUs in use", gpus, "s", "%", 100.0, _OTHER))
     return found
 
 
-def _ranks_table(run: Run) -> str:
+def _ranks_table(run: Run, limit: RunLimit) -> str:
     rows = []
     for one in run.ranks:
         last = one.rows[-1]
@@ -110,7 +115,8 @@ def _ranks_table(run: Run) -> str:
             f"{last['rss_bytes'] / 1e9:.2f}", f"{last['bytes'] / 1e9:.3g}",
         ])  # fmt: skip
     names = ("rank", "host", "steps", "ms/step", "waits", "cores", "GPU", "memory, GB", "exchanged, GB")
-    return _table(names, rows)
+    slow = run.ranks.index(run.slowest) if limit.bound == "skew" else -1
+    return _table(names, rows, slow)
 
 
 def _excerpt(trace: Sequence[RankTimes]) -> str:
@@ -159,5 +165,5 @@ def _scaling(runs: Sequence[Run], batch: int) -> str:
     ]  # fmt: skip
     names = ("run", "ranks", "hosts", "steps/s", "efficiency", "communication", "skew", "cores per rank")
     note = "<p>Efficiency is steps/s against the smallest run, for the same batch on each rank.</p>"
-    plot = svg.lines("Speed by ranks", series, "ranks", unit)
+    plot = svg.lines("Speed by ranks", series, "ranks", unit, first=_OTHER)
     return f'<div class="plots">{plot}</div>{_table(names, rows)}{note}'

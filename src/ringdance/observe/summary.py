@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -24,6 +24,7 @@ PARTS = {
 Members = dict[int, tuple[float, float]]
 """Begin and end of a negotiation, by rank."""
 
+_LATE = 0.05  # share of a step by which a rank is behind the others, from which on it is late
 _RANK = re.compile(r"rank (\d+) on (.*) \(pid (\d+)\)")
 _STEP = re.compile(r"step (\d+)")
 
@@ -122,12 +123,14 @@ def summarize(trace: Trace) -> dict[str, Any]:
     marked = any(one.numbers != [0] for one in ranks)
     rows = [rank_row(one) for one in ranks]
     keys = [key for key in (rows[0] if rows else ()) if key.endswith("_seconds")]
+    steps = _steps(ranks) if marked else []
     return {
+        "sentence": _sentence(steps, {one.rank: one.host for one in ranks}),
         "steps_marked": marked,
         "notes": [*notes(ranks), *_incomplete(trace)],
         "ranks": sorted(rows, key=lambda row: -row["compute_seconds"]),
         "mean": {key: fmean([row[key] for row in rows]) for key in keys},
-        "steps": _steps(ranks) if marked else [],
+        "steps": steps,
         "tensors": tensors,
         "unfinished": unfinished,
     }
@@ -167,12 +170,33 @@ def _steps(ranks: list[RankTimes]) -> list[dict[str, Any]]:
         steps = [one.steps[at[number]] for one, at in zip(ranks, places, strict=True)]
         exposed = [one.exposed[at[number]] for one, at in zip(ranks, places, strict=True)]
         computed = {one.rank: s - e for one, s, e in zip(ranks, steps, exposed, strict=True)}
+        slowest = max(computed, key=lambda rank: computed[rank])
+        others = [seconds for rank, seconds in computed.items() if rank != slowest]
         rows.append({
             "step": number, "seconds": float(fmean(steps)), "exposed_seconds": float(fmean(exposed)),
-            "slowest_rank": (slowest := max(computed, key=lambda rank: computed[rank])),
-            "slowest_seconds": float(computed[slowest] - median(computed.values())),
+            "slowest_rank": slowest,
+            "slowest_seconds": float(computed[slowest] - median(others or [computed[slowest]])),
         })  # fmt: skip
     return rows
+
+
+def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
+    """Return in a sentence who or what a step waits for; "" without steps."""
+    if not steps:
+        return ""
+    whole, exposed = (fmean([row[key] for row in steps]) for key in ("seconds", "exposed_seconds"))
+    late = [row for row in steps if row["slowest_seconds"] > _LATE * whole]
+    by_rank = Counter(row["slowest_rank"] for row in late)
+    if len(hosts) > 1 and late and by_rank.most_common(1)[0][1] > len(steps) / 2:
+        ((rank, times),) = by_rank.most_common(1)
+        behind = fmean([row["slowest_seconds"] for row in late if row["slowest_rank"] == rank])
+        return (
+            f"Rank {rank} on {hosts[rank]} is late in {times / len(steps):.0%} of the steps, by "
+            f"{behind * 1000:.3g} ms of {whole * 1000:.3g}: the others wait for it."
+        )
+    if len(hosts) > 1 and len(late) > len(steps) / 2:
+        return f"Now one rank is late, now another: in {len(late) / len(steps):.0%} of the steps."
+    return f"No rank is late; {exposed / whole:.0%} of a step is waiting for exchanges."
 
 
 def _tensors(trace: Trace, ranks: dict[int, RankTimes]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -9,11 +9,16 @@ from itertools import count
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 400, 44, 12, 8
 _ids = count()
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5589a", "#8a6d00", "#4aa3df")  # as of page.css
+# As of page.css.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5589a", "#8a6d00", "#4aa3df", "#6a737d", "#7b4fc9")
+_DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "4 4", "6 3", "2 3")
 _STYLE = (
     "svg{background:#fff}text{font:12px sans-serif;fill:#57606a}.title{font-weight:bold}"
     ".grid{stroke:#d0d7de}.line{fill:none;stroke-width:2}"
-    + "".join(f".c{n}{{stroke:{c}}}.b{n}{{fill:{c}}}" for n, c in enumerate(_COLOURS))
+    + "".join(
+        f".c{n}{{stroke:{colour};stroke-dasharray:{dash}}}.b{n}{{fill:{colour}}}"
+        for n, (colour, dash) in enumerate(zip(_COLOURS, _DASHES, strict=True))
+    )
 )
 
 
@@ -38,16 +43,25 @@ def _ticks(top: float, number: int = 4) -> list[float]:
     return [step * place for place in range(number + 1)]
 
 
-def _legend(names: Sequence[str]) -> str:
-    items = (f'<li><i class="b{place % 6}"></i>{escape(name)}</li>' for place, name in enumerate(names))
+def _legend(names: Sequence[str], first: int = 0) -> str:
+    items = (f'<li><i class="b{n % 8}"></i>{escape(name)}</li>' for n, name in enumerate(names, first))
     return f"<ul class='legend'>{''.join(items)}</ul>"
 
 
 def plot(
     title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str,
-    top: float = 0.0, base: float = 0.0,
+    top: float = 0.0, base: float = 0.0, first: int = 0,
 ) -> str:  # fmt: skip
-    """Return a picture of lines; ``top``: least upper end of the y axis, which begins at ``base``."""
+    """Return a picture of lines.
+
+    Args:
+        title: for screen readers.
+        series: points by name.
+        x_unit, y_unit: of the axes.
+        top: least upper end of the y axis.
+        base: its lower end.
+        first: number of the first line's colour.
+    """
     points = [point for line in series.values() for point in line]
     xs = _ticks(max(x for x, _ in points))
     ys = [base + tick for tick in _ticks(max(top, *(y for _, y in points)) - base)]
@@ -66,23 +80,23 @@ def plot(
         body.append(_text(_LEFT - 6, at + 4, f"{y:g}", "end"))
     body += [_text(place(x, base)[0], bottom + 16, f"{x:g}", "middle") for x in xs]
     body.append(_text((_LEFT + _WIDTH) / 2, height - 6, x_unit, "middle"))
-    for number, line in enumerate(series.values()):
+    for number, line in enumerate(series.values(), first):
         marks = [place(*point) for point in sorted(line)]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in marks)
-        body.append(f'<path class="line c{number % 6}" d="{path}"/>')
+        body.append(f'<path class="line c{number % 8}" d="{path}"/>')
         if len(marks) < 30:
-            body += [f'<circle class="b{number % 6}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in marks]
+            body += [f'<circle class="b{number % 8}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in marks]
     ends = "; ".join(f"{name}: {line[0][1]:.3g} to {line[-1][1]:.3g}" for name, line in series.items())
     return _frame(height, title, f"{y_unit}; {ends}", body)
 
 
 def lines(
     title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str,
-    top: float = 0.0,
+    top: float = 0.0, first: int = 0,
 ) -> str:  # fmt: skip
-    """Return a plot of lines from 0, with caption and legend; ``top``: least upper end of the y axis."""
-    legend = _legend(list(series)) if len(series) > 1 else ""
-    return _figure(f"{title}, {y_unit}", plot(title, series, x_unit, y_unit, top), legend)
+    """Return a plot of lines from 0, with caption and legend; arguments as of :func:`plot`."""
+    legend = _legend(list(series), first) if len(series) > 1 else ""
+    return _figure(f"{title}, {y_unit}", plot(title, series, x_unit, y_unit, top, first=first), legend)
 
 
 def document(rows: Sequence[tuple[str, Sequence[str], Sequence[str]]]) -> str:
@@ -93,7 +107,7 @@ def document(rows: Sequence[tuple[str, Sequence[str], Sequence[str]]]) -> str:
         body.append(f'<text class="title" x="{_LEFT}" y="{y + 18}">{escape(title)}</text>')
         x = _LEFT
         for number, name in enumerate(names):
-            body.append(f'<rect class="b{number % 6}" x="{x}" y="{y + 28}" width="10" height="10"/>')
+            body.append(f'<rect class="b{number % 8}" x="{x}" y="{y + 28}" width="10" height="10"/>')
             body.append(_text(x + 14, y + 37, name))
             x += 26 + 7 * len(name)
         for number, picture in enumerate(pictures):

@@ -27,14 +27,14 @@ examples:
 Files are complete, or as a killed job has left them. Steps are those that optimizers
 or hvd.mark_step() have marked; without marks the summary is of the whole file.
 
-exposed: training waited for results. It consists of negotiate, until all ranks had submitted; data, until the
-other ranks' parts had come; copying and reducing; and other, the rest of an exchange. hidden: exchanged while
-the rank computed.
+between: between exchanges, where the rank computes, loads or sleeps. exposed: training waited for results. It
+consists of negotiate, until all ranks had submitted; data, until the other ranks' parts had come; copying and
+reducing; and other, the rest of an exchange. hidden: exchanged while the rank computed.
 """
 
 _COLUMNS = {key: key.replace("_", " ").removeprefix("wait for ") for key in (
     "step", "compute", "exposed", *PARTS, "hidden",
-)}  # fmt: skip
+)} | {"compute": "between"}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,6 +80,8 @@ def rank_table(ranks: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[st
 
 def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -> None:
     ranks, mean = summary["ranks"], summary["mean"]
+    if summary["sentence"]:
+        console.print(Text(summary["sentence"], "bold"), soft_wrap=True)
     if ranks:
         what = "Of a step" if summary["steps_marked"] else "Of the whole file (no steps are marked)"
         columns, rows = rank_table([*ranks, {"rank": "mean", "host": "", **mean}])
@@ -89,7 +91,7 @@ def _show(console: Console, summary: dict[str, Any], steps: int, tensors: int) -
     if summary["steps"] and steps > 0:
         _table(
             console, f"Steps, ms; the last {min(steps, len(summary['steps']))} of {len(summary['steps'])}",
-            ["step", "time", "exposed", "slowest rank", "behind the median"],
+            ["step", "time", "exposed", "slowest rank", "behind the others"],
             [
                 [str(row["step"]), milliseconds(row["seconds"]), milliseconds(row["exposed_seconds"]),
                  str(row["slowest_rank"]), milliseconds(row["slowest_seconds"])]

@@ -237,15 +237,20 @@ def _complete(result: Result, told: dict[int, list[dict[str, Any]]], began: floa
     busy, memory = 0.0, 0
     for facts in told.values():
         looks = sorted((one for one in facts if "cpu" in one), key=lambda one: one["time"])
-        times, used = [one["time"] for one in looks], [one["cpu"] for one in looks]
-        busy += sum(float(np.interp(b, times, used) - np.interp(a, times, used)) for a, b in windows)
+        times, spent = [one["time"] for one in looks], [one["cpu"] for one in looks]
+        busy += sum(float(np.interp(b, times, spent) - np.interp(a, times, spent)) for a, b in windows)
         memory += max(one["memory"] for one in looks)
     ready = next(one for one in leader if "ready" in one)
     result.processes, result.warm, result.validation = len(told), ready["warm"], ready["validation"]
     result.threads = next((one["threads"] for one in leader if "threads" in one), "")
     result.startup, result.memory = ready["ready"] - began, memory
     result.curve = [one["point"] for one in leader if "point" in one]
-    result.cores_busy = max(0.01, busy / sum(b - a for a, b in windows))
+    seconds = sum(b - a for a, b in windows)
+    result.cores_busy = max(0.01, busy / seconds)
+    if not result.settings.get("hosts"):
+        used = np.array(sorted((one["time"], one["host"]) for one in leader if "host" in one)).T
+        in_all = sum(float(np.diff(np.interp(ends, *used))[0]) for ends in windows)
+        result.others = max(0.0, in_all / seconds - result.cores_busy)
 
 
 def tuned(given: argparse.Namespace) -> str:

@@ -11,6 +11,7 @@ from ringdance.observe import svg
 _EQUAL_AUC = 0.002  # closer ones count as equal, on so many rows of the validation part
 _EQUAL_ROWS = 30_000
 _SHORT = 5.0  # seconds of training below which speeds say little
+_DISTURBED = 0.2  # share of the cores that other programs use, from which on they decide
 _CLOSE = 1.1  # speeds within this factor are not worth a change
 _NAMES = {"tensorflow": "TensorFlow", "torch": "PyTorch"}
 
@@ -28,6 +29,7 @@ class Result:
         warm: rows before the clock was started.
         validation: rows that the AUC is of.
         cores_busy: of all processes, on average while training.
+        others: cores that other programs used meanwhile, where all processes were on one host.
         memory: bytes, the sum of the processes' peaks, without pages of mapped files.
         startup: seconds from the command until the clock was started.
         curve: rows, seconds of training, AUC and log-loss on the validation part.
@@ -42,6 +44,7 @@ class Result:
     warm: int = 0
     validation: int = 0
     cores_busy: float = 0.0
+    others: float = 0.0
     memory: int = 0
     startup: float = 0.0
     curve: list[list[float]] = field(default_factory=list)
@@ -144,11 +147,17 @@ def _of_framework(title: str, measured: Sequence[Result]) -> list[str]:
     highest, equal = max(one.auc(0, samples) for one in measured), _equal(measured)
     good = [one for one in measured if one.auc(0, samples) >= highest - equal]
     best = max(good, key=lambda one: one.speed)
-    cores = best.settings.get("cores", 0)
-    lines = [
-        f"{title}: use {best.strategy}: {best.speed:,.0f} samples/s with {best.cores_busy:.1f} of {cores} "
-        f"cores busy, AUC {best.auc(0, samples):.4f} after {samples:,} rows."
-    ]
+    cores, others = best.settings.get("cores", 0), max(one.others for one in measured)
+    figures = (
+        f"{best.speed:,.0f} samples/s with {best.cores_busy:.1f} of {cores} cores busy, AUC "
+        f"{best.auc(0, samples):.4f} after {samples:,} rows."
+    )
+    if others > _DISTURBED * cores:
+        return [
+            f"{title}: other programs used up to {others:.1f} of {cores} cores meanwhile, so the figures do "
+            "not say which strategy is the best. Run it again (--again) while nothing else runs."
+        ]
+    lines = [f"{title}: {'use ' if len(measured) > 1 else ''}{best.strategy}: {figures}"]
     if seconds < _SHORT:
         lines.append(f"- Trained for {seconds:.2g} s: too short for figures of speed. Give more --rows.")
     if equal > 2 * _EQUAL_AUC:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import rates  # type: ignore[import-not-found]  # beside this file
 
 from ringdance.data.tables.auc import auc
@@ -187,7 +188,9 @@ def _memory() -> int:
 def _look() -> None:
     """Report this process's processor time and memory."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    tell(time=time.time(), cpu=used.ru_utime + used.ru_stime, memory=_memory())
+    host = psutil.cpu_times()
+    busy = host.user + host.nice + host.system
+    tell(time=time.time(), cpu=used.ru_utime + used.ru_stime, memory=_memory(), host=busy)
 
 
 def _watch() -> None:
