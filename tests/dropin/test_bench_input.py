@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,81 @@ def test_the_recipe_is_measured_as_the_tutorial_shows(tmp_path: Path, framework:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert all(found[part]["samples_per_second"] > 0 for part in ("loader", "step", "both"))
+
+
+PLANTED = """
+import fcntl, sys, time
+import numpy as np
+import ringdance.numpy as hvd
+
+CAUSE, SECONDS = sys.argv[1], float(sys.argv[2])
+hvd.init()
+
+def spin(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+class Loader:
+    def __iter__(self):
+        for number in range(50):
+            slow = SECONDS if CAUSE not in ("slow rank", "busy rank") or hvd.rank() == 1 else 0.0
+            if CAUSE in ("disk", "slow rank"):
+                time.sleep(slow)
+            elif CAUSE in ("decoding", "busy rank"):
+                spin(slow)
+            elif CAUSE == "shuffling":
+                until = time.process_time() + SECONDS
+                while time.process_time() < until:
+                    np.random.default_rng(number).permutation(5000)
+            elif CAUSE == "lock":
+                with open("lock", "w") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    time.sleep(SECONDS / 2)
+            yield np.ones(8 if CAUSE != "small batch" else 1)
+
+loader = hvd.watch_input(Loader())
+for epoch in range(100000):
+    for batch in loader:
+        time.sleep({"none": SECONDS, "small batch": 0.0}.get(CAUSE, SECONDS / 20))
+        hvd.allreduce(np.ones(3), "gradients")
+"""
+RIGHT = {  # words of the advice, of which one must be there
+    "slow rank": ("Rank 1 holds the others up", "and waits"),
+    "busy rank": ("Rank 1 holds the others up", "and computes"),
+    "disk": ("The loader waits most of the time",),
+    "lock": ("The loader waits most of the time",),
+    "decoding": ("keeps a rank's cores busy",),
+    "shuffling": ("keeps a rank's cores busy",),
+    "small batch": ("The input is not the limit",),
+    "none": ("The input is not the limit",),
+    "other programs": ("Other programs use",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("seconds", [0.008, 0.015, 0.03, 0.05, 0.08])
+@pytest.mark.parametrize("cause", RIGHT)
+def test_a_planted_cause_is_named_or_nothing_is(cause: str, seconds: float, tmp_path: Path) -> None:
+    """On a busy machine, or where the noise is large, it says that it does not know."""
+    (tmp_path / "train.py").write_text(PLANTED)
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)] if cause == "other programs" else []
+    try:
+        line = ["bench", "input", "-np", "2", "--seconds", "1.5", "--json", "--"]
+        done = subprocess.run(
+            [sys.executable, "-m", "ringdance", *line, "python", "train.py", cause, str(seconds)],
+            cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=100,
+        )  # fmt: skip
+    finally:
+        for one in others:
+            one.kill()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    said = f"{found['sentence']} {found['next_step']}"
+    assert found["bound"] == "unclear" or all(words in said for words in RIGHT[cause]), said
+    assert "--resize" not in said
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def plot(
     Args:
         title: for screen readers.
         series: points by name.
-        x_unit, y_unit: of the axes.
+        x_unit: of the x axis.
+        y_unit: of the y axis.
         top: least upper end of the y axis.
         base: its lower end.
         first: number of the first line's colour.

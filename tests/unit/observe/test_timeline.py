@@ -58,6 +58,8 @@ def test_a_step_s_time_is_divided(tmp_path: Path) -> None:
             assert row[f"{name}_seconds"] * 1000 == pytest.approx(value), name
     assert (slow["rank"], slow["host"], slow["pid"], slow["steps"]) == (1, "node2", 8, 4)
     assert [row["step"] for row in found["steps"]] == [2, 3, 4, 5]
+    sentence = "Rank 1 on node2 is late in 100% of the steps, by 60 ms of 100: the others wait for it."
+    assert found["sentence"] == sentence
     assert {row["slowest_rank"] for row in found["steps"]} == {1}
     (tensor,) = found["tensors"]
     assert (tensor["tensor"], tensor["times"], tensor["late_rank"], tensor["late_share"]) == (
