@@ -23,7 +23,8 @@ from ringdance.recipes import files
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-ROWS, CHECKED, SMALL, BATCH = 40_000, 8_000, 20_011, 256  # BATCH: of all ranks
+ROWS, CHECKED, SMALL = 40_000, 8_000, 20_011
+BATCH = 256 // SIZE * SIZE  # of all ranks
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from ringdance.observe.figures import Run
 
-_WORTH = 0.2  # share of the time above which waiting limits a run
+WORTH = 0.2  # share of the time above which waiting limits a run
 _BUSY_CORES = 0.5  # below it a rank that does not wait for others waits for something else
 _FEW_CORES = 0.15  # the same on a host whose cores are all busy
 _BUSY_HOST, _BUSY_GPU = 85.0, 50.0  # percent
@@ -72,15 +72,15 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
             f"Other programs use {taken:.0f}% of the cores of {host}: what limits the run without them is "
             "not known.", "Run it again while they do not run, or on cores of its own.", evidence,
         )  # fmt: skip
-    if run.size > 1 and uneven >= max(_WORTH, communication, skew) and _host_cpu(run) < _BUSY_HOST:
+    if run.size > 1 and uneven >= max(WORTH, communication, skew) and _host_cpu(run) < _BUSY_HOST:
         return RunLimit(
             "skew", "Ranks wait for one another, now for this one and now for that one.",
             "Give all ranks the same to do in each step, such as samples of like length, and to each its own "
             "cores.", evidence,
         )  # fmt: skip
-    if run.size > 1 and skew >= max(_WORTH, communication):
+    if run.size > 1 and skew >= max(WORTH, communication):
         return _skew(run, evidence)
-    if run.size > 1 and communication >= _WORTH:
+    if run.size > 1 and communication >= WORTH:
         last = run.slowest.rows[-1]
         sent = last["bytes"] / last["steps"]
         evidence.append(f"{sent / 1e6:,.1f} MB are reduced per step.")

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from ringdance.observe import svg
 from ringdance.observe.figures import Run
-from ringdance.observe.limits import RunLimit
+from ringdance.observe.limits import WORTH, RunLimit
 from ringdance.observe.summary import RankTimes, rank_row
 from ringdance.observe.timeline import milliseconds, rank_table
 
@@ -40,7 +40,7 @@ def page(runs: Sequence[Run], limit: RunLimit, trace: Sequence[RankTimes], batch
         f'<section class="verdict"><p><strong>{escape(limit.sentence)}</strong></p><ul>{evidence}</ul>'
         f"<p><b>Try next:</b> {_code(limit.next_step)}</p></section>",
         f'<h2>The run</h2><div class="plots">{"".join(_plots(run, batch))}</div>',
-        "<h2>Ranks</h2>" + _ranks_table(run, limit),
+        "<h2>Ranks</h2>" + _ranks_table(run),
     ]  # fmt: skip
     if trace:
         times = _table(*rank_table([rank_row(one) for one in trace]))
@@ -105,7 +105,7 @@ def _plots(run: Run, batch: int) -> list[str]:
     return found
 
 
-def _ranks_table(run: Run, limit: RunLimit) -> str:
+def _ranks_table(run: Run) -> str:
     rows = []
     for one in run.ranks:
         last = one.rows[-1]
@@ -115,7 +115,7 @@ def _ranks_table(run: Run, limit: RunLimit) -> str:
             f"{last['rss_bytes'] / 1e9:.2f}", f"{last['bytes'] / 1e9:.3g}",
         ])  # fmt: skip
     names = ("rank", "host", "steps", "ms/step", "waits", "cores", "GPU", "memory, GB", "exchanged, GB")
-    slow = run.ranks.index(run.slowest) if limit.bound == "skew" else -1
+    slow = run.ranks.index(run.slowest) if run.size > 1 and run.skew >= WORTH else -1
     return _table(names, rows, slow)
 
 
