@@ -324,8 +324,10 @@ def _cause(found: Engine, kind: str, message: str, trace: str = "") -> None:
 
 
 def _cut(error: RingdanceError, trace: TracebackType | None) -> None:
-    """Leave out of a traceback what is below the script's own last line, and errors that led to this one."""
-    last, hidden, error.__suppress_context__, error.__cause__ = None, 0, True, None
+    """Leave out of a traceback what is below the script's own last line, and an error of ours before it."""
+    if isinstance(error.__cause__ or error.__context__, RingdanceError):
+        error.__suppress_context__, error.__cause__ = True, None
+    last, hidden = None, 0
     while trace is not None:
         inside = _OF_LIBRARIES.search(trace.tb_frame.f_code.co_filename)
         last, hidden = (last, hidden + 1) if inside else (trace, 0)

@@ -94,7 +94,7 @@ def test_another_environment_and_directory_on_another_host(tmp_path: Path) -> No
         capture_output=True, text=True, check=False, timeout=100.0,
     )  # fmt: skip
     assert sorted(done.stdout.splitlines()) == [
-        f"[0]<{os.uname().nodename}> 2 {sys.executable} {tmp_path}",
+        f"[0]<{os.uname().nodename}> 2 {sys.executable} {there}",  # which is on this host too
         f"[1]<other1> 2 {moved}/bin/python {there}",
     ], done.stderr
 

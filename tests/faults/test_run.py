@@ -82,8 +82,8 @@ def test_files_and_no_prefix(program: Callable[[str], str], tmp_path: Path) -> N
     ("words", "environ", "message"),
     [
         (["--env", "FOO,BAR=2"], {}, "-x FOO,BAR=2: give each NAME=VALUE by itself"),
-        (["--chdir", "/nowhere"], {}, "--chdir /nowhere: no such directory"),
-        ([], {"RINGDANCE_JOB": "1a", "RINGDANCE_RANK": "3"}, "this is rank 3 of a job, and each of"),
+        (["--chdir", "/nowhere"], {}, "--chdir /nowhere: there is no such directory on this host"),
+        ([], {"RINGDANCE_JOB": "1a", "RINGDANCE_RANK": "3", "RINGDANCE_SIZE": "4"}, "this is rank 3 of 4"),
     ],
 )
 def test_what_would_go_wrong_is_refused(words: list[str], environ: dict[str, str], message: str) -> None:

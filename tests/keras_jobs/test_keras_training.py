@@ -50,7 +50,7 @@ def test_weights_that_differ_are_noticed(differ: bool, broadcast: bool) -> None:
     net.compile(hvd.DistributedOptimizer(sgd()), "mse")
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
     with warned() as texts:
-        net.fit(np.ones((12, 5)), np.full((12, 1), RANK), batch_size=4, callbacks=callbacks, verbose=0)
+        net.fit(np.ones((12, 5)), np.full((12, 1), RANK), batch_size=1, callbacks=callbacks, verbose=0)
     assert len(texts) == (RANK == 0 and differ and not broadcast)
     assert all("BroadcastGlobalVariablesCallback(0)" in text for text in texts)
 

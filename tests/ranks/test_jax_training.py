@@ -59,10 +59,31 @@ def train(tx: Any, ranks: list[int], params: Any, jit: bool = True, steps: int =
 @pytest.mark.parametrize("differ", [False, True])
 def test_weights_that_differ_are_noticed(jit: bool, differ: bool) -> None:
     with warned() as texts:
-        train(hvd.distributed(optax.sgd(0.1)), [RANK], beginning(RANK * differ), jit, steps=4)
+        train(hvd.distributed(optax.sgd(0.1)), [RANK], beginning(RANK * differ), jit, steps=12)
         hvd.barrier()
     assert len(texts) == (RANK == 0 and differ)
     assert all("an element of \"['in']['w']\" is" in text for text in texts)
+
+
+@pytest.mark.ranks(2)
+def test_weights_are_compared_wherever_update_is_traced() -> None:
+    """In the condition of several passes, in ``grad`` and ``vmap``, with parameters that are no arrays."""
+    params = beginning()
+    tx = hvd.distributed(optax.sgd(0.1), backward_passes_per_step=2)
+    state = tx.init(params)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    for _ in range(24):
+        _, state = tx.update(gradients, state, params)
+    tx = hvd.distributed(optax.sgd(0.1))
+    state = tx.init(params)
+    one = {"w": jnp.ones(3)}
+    plain = tx.init(one)
+    through = jax.grad(lambda w: tx.update({"w": w}, plain, {"w": w})[0]["w"].sum())(jnp.ones(3))
+    assert through.tolist() == pytest.approx([-0.1] * 3)
+    many = jax.vmap(lambda w: tx.update({"w": w}, plain, {"w": w})[0]["w"])(jnp.ones((2, 3)))
+    assert many.shape == (2, 3)
+    updates, _ = tx.update({"w": 1.0}, tx.init({"w": 1.0}), {"w": 1.0})
+    assert float(updates["w"]) == pytest.approx(-0.1)
 
 
 def far(one: Any, other: Any) -> float:

@@ -44,7 +44,7 @@ def model() -> tuple[list[Any], Any]:
 @both
 @pytest.mark.parametrize(("differ", "broadcast"), [(False, False), (True, False), (True, True)])
 def test_weights_that_differ_are_noticed(way: Any, differ: bool, broadcast: bool) -> None:
-    """Not before the second step: scripts written for Horovod broadcast after the first."""
+    """Not in the first steps: scripts written for Horovod broadcast after the first."""
     weight = tf.Variable(values(RANK * differ, "float32", (3, 2), 2), name="mine")
 
     @way
@@ -54,7 +54,7 @@ def test_weights_that_differ_are_noticed(way: Any, differ: bool, broadcast: bool
         weight.assign_sub(0.01 * hvd.DistributedGradientTape(tape).gradient(loss, [weight])[0])
 
     with warned() as texts:
-        for number in range(4):
+        for number in range(12):
             step()
             if broadcast and number == 0:
                 hvd.broadcast_variables([weight], root_rank=0)

@@ -75,6 +75,29 @@ def test_weights_that_differ_are_noticed(seed: int, broadcast_at: int, says: int
 
 
 @several
+def test_weights_are_compared_though_ranks_join() -> None:
+    """After different numbers of steps in an epoch, of optimizers of all ranks and of some."""
+    some = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
+    nets = [Net(), Net()]
+    every, two = [
+        hvd.DistributedOptimizer(sgd(net), net.named_parameters(), process_set=ranks)
+        for net, ranks in zip(nets, (hvd.global_process_set, some), strict=True)
+    ]
+    for _ in range(3):
+        for step in range(1 + 2 * RANK):
+            every.zero_grad()
+            loss_of(nets[0], step, RANK).backward()
+            every.step()
+        hvd.join()
+        for step in range(2):
+            two.zero_grad()
+            loss_of(nets[1], step, RANK).backward()
+            two.step()
+    if SIZE > 2:
+        hvd.remove_process_set(some)
+
+
+@several
 def test_a_mismatch_names_the_parameter() -> None:
     net = nn.Sequential(nn.Linear(9, 5 + (RANK == 0)), nn.LazyLinear(1))
     net(torch.zeros(2, 9))

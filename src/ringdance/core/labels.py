@@ -6,13 +6,30 @@ from collections.abc import Sequence
 
 _MOST = 4096  # names; those of a model are a few
 _tensors: dict[str, tuple[str, Sequence[str]]] = {}
+_owners: dict[str, str] = {}  # who has a label
 
 
-def note(name: str, what: str, tensors: Sequence[str]) -> None:
-    """Note what is exchanged under a name: "gradients", and the names of the parameters."""
-    if name not in _tensors and tensors and len(_tensors) < _MOST:
-        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-        _tensors[name] = f"{what} of {tensors[0]}{more}", tensors
+def note(name: str, owner: str, what: str, tensors: Sequence[str]) -> None:
+    """Note what is exchanged under a name.
+
+    Args:
+        name: of the call.
+        owner: which model or optimizer it is of: another one's label gets a number.
+        what: such as "gradients".
+        tensors: names of the parameters.
+    """
+    if not tensors or len(_tensors) >= _MOST:
+        return
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    label, number = f"{what} of {tensors[0]}{more}", 1
+    while _owners.setdefault(label if number == 1 else f"{label} ({number})", owner) != owner:
+        number += 1
+    _tensors[name] = label if number == 1 else f"{label} ({number})", tensors
+
+
+def known(name: str, number: int) -> bool:
+    """Return whether so many tensors are noted of a name."""
+    return len(tensors_of(name)) == number
 
 
 def tensors_of(name: str) -> Sequence[str]:

@@ -72,6 +72,10 @@ def run(
         CollectiveError: it failed, or a result has another shape than compiled code expects.
     """
     engine, call = session.engine(), what.call
+    if call.weights:
+        if weights.due(engine, call.set_id, call.name or "") and inputs[0].ndim == 1:  # not a batch of vmap
+            weights.compare(engine, call, inputs[0])
+        return []
     splits = None if what.splits is None else np.array(what.splits, np.int64)
     work = call.submit(engine, inputs, outputs if call.keeps_shapes else None, (splits,))
     results: list[Array] = work.wait()
@@ -96,9 +100,6 @@ def _run_compiled(
     what: JaxCall, inputs: tuple[Array, ...], outputs: tuple[Array, ...] | None, shapes: Shapes
 ) -> list[Array]:
     try:
-        if what.call.weights:
-            weights.compare_if_due(session.engine(), what.call, inputs[0])
-            return []
         return run(what, inputs, outputs, shapes)
     except CollectiveError as error:
         remember(error)
@@ -122,7 +123,7 @@ def eager(what: JaxCall, values: Sequence[Any]) -> list[Any]:
     """Run an exchange now, after programs in the background: in the order of the calls."""
     settle()
     results = run(what, tuple([array_of(value) for value in values]))
-    devices = [*values, *[None] * (len(results) - len(values))]
+    devices = [*values, *[None] * (len(results) - len(values))][: len(results)]
     return [from_array(result, like) for result, like in zip(results, devices, strict=True)]
 
 
@@ -154,7 +155,7 @@ def _batched(
         moved.append(value if axis is None else jax.numpy.moveaxis(value, axis, after[-1]))
     count = next(one.shape[new] for one, new in zip(moved, after, strict=True) if new is not None)
     # An alltoall also returns how many rows came from each rank: the same for the whole batch.
-    after += [None] * (len(shapes) - len(after))
+    after = [*after, *[None] * (len(shapes) - len(after))][: len(shapes)]  # what compares has no results
     larger = [
         shape if new is None else (*shape[:new], count, *shape[new:])
         for shape, new in zip(shapes, after, strict=True)

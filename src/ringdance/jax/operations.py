@@ -194,7 +194,7 @@ def reduce_gradients(
     pattern: str, compression: Any = Compression.none, parameters: Sequence[str] = (),
 ) -> list[Any]:
     """Return the reductions of all gradients of a step, which ends with it; ``parameters``: their names."""
-    labels.note(f"grouped_allreduce.{name}", "gradients", parameters)
+    labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, StepMark.OPTIMIZER, pattern)
     return _run(call, arrays, None, compression)
 
@@ -203,16 +203,20 @@ def compare_weights(
     arrays: Values, names: Sequence[str], exchange: str, advice: str, process_set: ProcessSet
 ) -> None:
     """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
-    sizes = [one.size if jnp.issubdtype(one.dtype, jnp.floating) else 0 for one in arrays]
+    traced, engine = in_program(arrays), session.engine()
+    if not traced and not weights.due(engine, set_id(process_set), exchange):
+        return
+    floats = [hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jnp.floating) for one in arrays]
+    sizes = [one.size if real else 0 for one, real in zip(arrays, floats, strict=True)]
     call = weights.call_of(exchange, names, sizes, advice, set_id(process_set))
     parts = [
-        jnp.ravel(one)[:: weights.step_of(size)].astype(jnp.float32)
+        jnp.ravel(jax.lax.stop_gradient(one))[:: weights.step_of(size)].astype(jnp.float32)
         for one, size in zip(arrays, sizes, strict=True) if size
     ]
-    if is_traced(arrays):
+    if traced and parts:
         compiled(JaxCall(call), [jnp.concatenate(parts)], (), ())
-    elif weights.due(session.engine(), call.name or ""):
-        weights.compare(session.engine(), call, np.asarray(jnp.concatenate(parts)))
+    elif parts:
+        weights.compare(engine, call, np.asarray(jnp.concatenate(parts)))
 
 
 def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

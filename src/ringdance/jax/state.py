@@ -9,7 +9,6 @@ import numpy as np
 
 from ringdance import session
 from ringdance.jax.operations import grouped_broadcast
-from ringdance.training.gradients.weights import changed
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
@@ -39,8 +38,6 @@ def broadcast_parameters(
     if session.engine().size == 1 or not leaves:
         return params
     name = "broadcast_parameters"
-    if process_set is global_process_set:
-        changed()
     arrays = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in leaves if _is_array(leaf)]
     others = [leaf for leaf in leaves if not _is_array(leaf)]
     received = iter(grouped_broadcast(arrays, root_rank, name, process_set) if arrays else ())

@@ -12,7 +12,6 @@ from ringdance.keras.reduction import binding
 from ringdance.training.checks import is_random_state, pick_operation
 from ringdance.training.collectives import movement
 from ringdance.training.exports import Average, Sum
-from ringdance.training.gradients.weights import changed
 from ringdance.training.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -83,8 +82,6 @@ def broadcast_variables(
     arrays = tuple([read(one) for one in chosen])
     call = movement(Collective.BROADCAST, "broadcast_variables", process_set, True, root_rank)
     call.submit(engine, arrays, arrays).wait()
-    if process_set is global_process_set:
-        changed()
     if engine.rank != root_rank:
         for one, array in zip(chosen, arrays, strict=True):
             one.assign(array)

@@ -185,17 +185,26 @@ def _exports_of_options(arguments: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
+def refuse_within_a_rank() -> None:
+    """Raise LaunchError in a rank of several: each would start a job of its own."""
+    rank, size = (os.environ.get(f"RINGDANCE_{name}", "") for name in ("RANK", "SIZE"))
+    if "RINGDANCE_JOB" in os.environ and size not in ("", "1"):
+        raise LaunchError(
+            f"this is rank {rank} of {size}, and each of them would start a job of its own: leave the inner "
+            "launcher out. If one rank is to start another job: env -u RINGDANCE_SIZE ringdance run ..."
+        )
+
+
 def spec_of(arguments: argparse.Namespace) -> JobSpec:
     """Build the job that the options of ``ringdance run`` ask for.
 
     Raises:
         LaunchError: a value is wrong, or the command cannot be run.
     """
-    if arguments.chdir and not os.path.isdir(arguments.chdir) and not hosts_of(arguments):
-        raise LaunchError(f"--chdir {arguments.chdir}: no such directory, and the ranks are on this host")
+    refuse_within_a_rank()
     exports = parse_exports([*arguments.x, *(text for text in arguments.env if "=" in text)], os.environ)
     return JobSpec(
-        resolve_command(arguments.command),
+        resolve_command(arguments.command, arguments.chdir),
         ranks=arguments.num_proc,
         hosts=hosts_of(arguments),
         source=f"--hostfile {arguments.hostfile}" if arguments.hostfile else "",

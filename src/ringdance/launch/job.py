@@ -424,7 +424,7 @@ class Job:
         code = self._mpiexec_code
         verdict, completed = self._ranks.judge(self._outside, code)
         number, incomplete = self._shutdown.signal, completed < self._plan.ranks
-        if verdict is None and incomplete and not number:
+        if verdict is None and incomplete and not (number and self._shutdown.caused_failures):
             output = b"".join(self._banner.unshown).decode(errors="replace").strip()
             self._fail(
                 f"mpiexec ended with code {code}, but only {completed} of {self._plan.ranks} ranks reported "
@@ -441,11 +441,11 @@ class Job:
             self._err(f"ringdance: the job was ended by {signal_name(number)} to its launcher\n".encode())
             return 128 + number
         if len(self._ranks.alone) == self._plan.ranks > 1:
-            framework = self._ranks.alone[0].removeprefix("tf_")
+            framework = next(iter(self._ranks.alone.values()))
             self._err(
                 f"ringdance: no rank has joined the job: {self._plan.ranks} programs have used {framework}, "
-                f"each by itself. Training is shared from `import ringdance.{framework} as hvd` and "
-                "`hvd.init()` on; README.md has a script\n".encode()
+                "each by itself. They share the work from `hvd.init()` on, with one of ringdance.torch, "
+                ".tensorflow, .keras and .jax imported as hvd; README.md has a script\n".encode()
             )
         return verdict or 0
 

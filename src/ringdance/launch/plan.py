@@ -67,7 +67,7 @@ class Plan:
         environment: variables that are set for the ranks beyond the launcher's own (these win).
         removed: names of variables of the launcher's that the ranks do not get.
         python: the interpreter on other hosts, "" if it is where the launcher's is.
-        chdir: directory of the ranks on other hosts, "" if it is called as the launcher's.
+        chdir: as of JobSpec.
         notes: warnings before the start.
         forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
         threads: computing threads for each rank, or None if the user's own OMP_NUM_THREADS holds.

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from ringdance.errors import LaunchError
 from ringdance.launch.directories import METRICS_DIR, OWN_DIRECTORY, TIMELINE
 from ringdance.launch.hosts import assign_ranks, facts_from, local_names
 from ringdance.launch.mpi import find_mpi
@@ -83,6 +84,8 @@ def prepare(
     assert spec.ranks is not None
     hosts = spec.hosts or [("localhost", spec.ranks)]
     local = local_names(name for name, _ in hosts) if local is None else local
+    if spec.chdir and all(name in local for name, _ in hosts) and not os.path.isdir(spec.chdir):
+        raise LaunchError(f"--chdir {spec.chdir}: there is no such directory on this host")
     # What is wrong here is reported before other hosts are asked.
     placed = assign_ranks(spec.ranks, hosts)
     mpi = find_mpi()

@@ -56,7 +56,7 @@ class RankTable:
         self._first_host = next(host.name for host in self._plan.hosts if 0 in host.ranks)
         self._ranks: dict[int, Rank] = {}
         self.lost_hosts: set[str] = set()
-        self.alone: list[str] = []  # the frameworks of ranks that have trained without the others
+        self.alone: dict[int | None, str] = {}  # by rank, of those that have trained without the others
         sinks = (screen.of(0), screen.of(1)) if self._spec.fold else ()
         self._folds = [LineMerger(sink, self._plan.ranks) for sink in sinks]
 
@@ -177,7 +177,7 @@ class RankTable:
         """Return whether one that still runs has reported a failure of its own."""
         running = [rank for rank in self._ranks.values() if rank.pid and not rank.ended]
         marks = [mark for rank in running for mark in rank.streams[1].marks]
-        return any(not mark.follows for mark in marks)
+        return any(not mark.follows and mark.kind != "alone" for mark in marks)
 
     def local_pids(self) -> list[int]:
         """Return the processes of the ranks on the launcher's host."""
@@ -237,7 +237,7 @@ class RankTable:
                 if rank.ended.code is None and rank.rank in lost:
                     rank.ended = replace(rank.ended, why="not reachable: its host is lost")
                 ended[rank.rank] = replace(rank.ended, last_words=err.last_words(), last_line=err.last_line())
-        self.alone = [mark.message for mark in marks if mark.kind == "alone"]
+        self.alone = {mark.rank: mark.message for mark in marks if mark.kind == "alone"}
         marks = [mark for mark in marks if mark.kind != "alone"]
         return judge(marks, ended, outside, mpiexec), sum(not end.failed for end in ended.values())
 

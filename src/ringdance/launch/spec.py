@@ -16,7 +16,6 @@ from ringdance.launch.output.stream import Style
 from ringdance.launch.remote.environment import ALL
 from ringdance.launch.remote.shell import RemoteShell
 from ringdance.launch.system import machine
-from ringdance.launch.system.linux import MARKER
 
 
 class CommandError(LaunchError):
@@ -38,7 +37,7 @@ class JobSpec:
         source: where `hosts` come from, for people.
         shell: how to reach other hosts, unless a scheduler defines it.
         interfaces: names of the network interfaces to use; empty for those that lead to all hosts.
-        chdir: directory of the ranks on other hosts, "" for the path of the launcher's.
+        chdir: directory of the ranks, of those here if it is here; "" for the path of the launcher's.
         check: whether to ask other hosts before a plan is made; needed for a start.
         exports: variables to set for the ranks.
         forward: which of the launcher's variables ranks on other hosts get, as of ``environment.forwarded``.
@@ -50,7 +49,7 @@ class JobSpec:
         timeline_steps: of which it tells, as the setting; "" for all.
         start_timeout: seconds until hosts must have answered, and then until all ranks must have started.
         heartbeat_timeout: seconds without a heartbeat after which a host is lost.
-        grace: seconds that ranks have to end after a signal to the launcher; a second signal ends them.
+        grace: seconds that ranks have to end after a signal to the launcher; a second SIGINT ends them.
         verbose: whether to show steps.
         binding: options of mpiexec in place of ours that bind ranks to no cores.
         mpi_args: more options of mpiexec.
@@ -114,11 +113,8 @@ class JobSpec:
 
 
 def check_machine() -> None:
-    """Raise a CommandError if no job can start on this machine, or in this process."""
+    """Raise a CommandError if no job can start on this machine."""
     problem = machine.problem()
-    if MARKER in os.environ and (rank := os.environ.get("RINGDANCE_RANK")):
-        problem = f"this is rank {rank} of a job, and each of its ranks would start a job of its own: leave "
-        problem += f"the inner launcher out (or, if that is wanted: env -u {MARKER} ringdance run ...)"
     if problem:
         raise CommandError(problem)
 
@@ -139,8 +135,12 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return found
 
 
-def resolve_command(command: Sequence[str]) -> list[str]:
+def resolve_command(command: Sequence[str], directory: str = "") -> list[str]:
     """Return the command with its program's path, checked before the start.
+
+    Args:
+        command: program and arguments.
+        directory: of the ranks, "" for this one; where it is only on other hosts, it is not looked into.
 
     Raises:
         CommandError: no command, not found (code 127), not executable, or a Python script that is missing.
@@ -161,8 +161,9 @@ def resolve_command(command: Sequence[str]) -> list[str]:
         raise CommandError(f"command not found: {program}", 127)
     if os.path.basename(path).startswith("python"):
         script = script_of(command[1:])
-        if script and not os.path.exists(script):
-            raise CommandError(f"no such script: {script} (in {os.getcwd()})")
+        there = os.path.join(os.getcwd(), directory)
+        if script and os.path.isdir(there) and not os.path.exists(os.path.join(there, script)):
+            raise CommandError(f"no such script: {script} (in {there})")
     return [os.path.abspath(path), *command[1:]]
 
 

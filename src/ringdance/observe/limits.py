@@ -65,8 +65,9 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
     if uneven >= 0.01:
         text = f"Uneven steps: all ranks wait {uneven:.0%} of the time, now for this rank, now for that one."
         evidence.insert(1, text)
-    taken, host = max((_by_others(run, one), one) for one in run.hosts)
-    if taken >= _TAKEN and _host_cpu(run) > _BUSY_HOST:
+    busy = [one for one in run.hosts if run.mean("host_cpu_percent", one) > _BUSY_HOST]
+    taken, host = max(((_by_others(run, one), one) for one in busy), default=(0.0, ""))
+    if taken >= _TAKEN:
         return RunLimit(
             "other programs",
             f"Other programs use {taken:.0f}% of the cores of {host}: what limits the run without them is "

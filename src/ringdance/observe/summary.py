@@ -25,6 +25,7 @@ Members = dict[int, tuple[float, float]]
 """Begin and end of a negotiation, by rank."""
 
 _LATE = 0.05  # share of a step by which a rank is behind the others, from which on it is late
+_OFTEN = 0.3  # share of the steps
 _RANK = re.compile(r"rank (\d+) on (.*) \(pid (\d+)\)")
 _STEP = re.compile(r"step (\d+)")
 
@@ -187,14 +188,14 @@ def _sentence(steps: Sequence[dict[str, Any]], hosts: Mapping[int, str]) -> str:
     whole, exposed = (fmean([row[key] for row in steps]) for key in ("seconds", "exposed_seconds"))
     late = [row for row in steps if row["slowest_seconds"] > _LATE * whole]
     by_rank = Counter(row["slowest_rank"] for row in late)
-    if len(hosts) > 1 and late and by_rank.most_common(1)[0][1] > len(steps) / 2:
+    if len(hosts) > 1 and late and by_rank.most_common(1)[0][1] > _OFTEN * len(steps):
         ((rank, times),) = by_rank.most_common(1)
         behind = fmean([row["slowest_seconds"] for row in late if row["slowest_rank"] == rank])
         return (
             f"Rank {rank} on {hosts[rank]} is late in {times / len(steps):.0%} of the steps, by "
             f"{behind * 1000:.3g} ms of {whole * 1000:.3g}: the others wait for it."
         )
-    if len(hosts) > 1 and len(late) > len(steps) / 2:
+    if len(hosts) > 1 and len(late) > _OFTEN * len(steps):
         return f"Now one rank is late, now another: in {len(late) / len(steps):.0%} of the steps."
     return f"No rank is late; {exposed / whole:.0%} of a step is waiting for exchanges."
 

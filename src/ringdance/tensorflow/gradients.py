@@ -159,7 +159,10 @@ class GradientReducer:
     def _compare_weights(self, key: str, variables: Sequence[Any]) -> None:
         """Compare the ranks' variables if that is due: see ``training.gradients.weights``."""
         named = [(_name_of(one), variable_of(one)) for one in variables]
-        named = [(_, one) for _, one in named if isinstance(one, tf.Variable) and one.dtype.is_floating]
+        named = [
+            (name, one) for name, one in named
+            if isinstance(one, tf.Variable) and one.dtype.is_floating and one.shape.is_fully_defined()
+        ]
         names, floats = [name for name, _ in named], [one for _, one in named]
         if not floats or in_session():  # whose order of operations is not the program's
             return
@@ -173,7 +176,7 @@ class GradientReducer:
             ]
             return tf.size(perform(call, [tf.stop_gradient(tf.concat(parts, 0))])[0])
 
-        tf.cond(tf.cast(number("weights", key), tf.bool), compare, lambda: 0)
+        tf.cond(tf.cast(number("weights", f"{call.set_id}:{key}"), tf.bool), compare, lambda: 0)
 
     def _key(self, variables: Sequence[Any]) -> str:
         described = repr([(tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
@@ -196,7 +199,7 @@ class GradientReducer:
         given = (Collective.ALLREDUCE, f"{key}.{part}", self.operation, *self.scales)
         mark = self.step_mark if last else StepMark.NONE
         if tensors:
-            labels.note(f"grouped_allreduce.{key}.{part}", "gradients", [_name_of(one) for one in tensors])
+            labels.note(f"grouped_allreduce.{key}.{part}", key, "gradients", list(map(_name_of, tensors)))
         return prepared(*given, set_id(self.process_set), -1, True, step_mark=mark, pattern=pattern)
 
     def _reduce_dense(

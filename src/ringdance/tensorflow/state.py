@@ -12,7 +12,6 @@ from ringdance.tensorflow.gradients import variable_of
 from ringdance.tensorflow.operations import broadcast_
 from ringdance.training import objects
 from ringdance.training.checks import is_random_state
-from ringdance.training.gradients.weights import changed
 from ringdance.training.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -34,8 +33,6 @@ def broadcast_variables(
     """
     listed = [variable_of(one) for one in variables if not is_random_state(one)]
     assigned = broadcast_(listed, root_rank, "broadcast_variables", process_set)
-    if process_set is global_process_set and tf.executing_eagerly():
-        changed()
     return None if tf.compat.v1.executing_eagerly_outside_functions() else tf.group(*assigned)
 
 

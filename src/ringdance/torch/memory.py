@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ringdance.errors import ArgumentError
 from ringdance.torch._private import divided_by
@@ -115,9 +116,15 @@ def check_in_place(tensor: torch.Tensor) -> None:
         )
 
 
+def _has_floats(tensor: Tensor) -> bool:
+    """Return whether elements can be read; not of a lazy module's parameter before its first call."""
+    there = not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
+    return there and tensor.is_floating_point()
+
+
 def sample_of(parameters: Sequence[Tensor]) -> tuple[list[int], Array]:
     """Return how many elements each has, 0 if these are no floats, and a sample: see ``weights``."""
-    elements = [one.numel() if one.is_floating_point() else 0 for one in parameters]
+    elements = [one.numel() if _has_floats(one) else 0 for one in parameters]
     chosen = [
         one.detach().reshape(-1)[:: step_of(count)].float().cpu()
         for one, count in zip(parameters, elements, strict=True) if count

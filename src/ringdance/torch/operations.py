@@ -132,7 +132,7 @@ def reduce_gradients(
 
     ``parameters``: their names, for messages.
     """
-    labels.note(f"grouped_allreduce.{name}", "gradients", parameters)
+    labels.note(f"grouped_allreduce.{name}", name, "gradients", parameters)
     call = allreduce_call(name, None, op, prescale, postscale, process_set, True, pattern=pattern)
     reduced: list[Tensor] = run_in_place(call, [one.detach().contiguous() for one in tensors])
     session.mark_step()
@@ -144,7 +144,7 @@ def compare_weights(
 ) -> None:
     """Compare the parameters of an exchange of gradients over the ranks if that is due: see ``weights``."""
     engine = session.engine()
-    if weights.due(engine, exchange):
+    if weights.due(engine, set_id(process_set), exchange):
         elements, sample = sample_of(tensors)
         call = weights.call_of(exchange, names, elements, advice, set_id(process_set))
         weights.compare(engine, call, sample)

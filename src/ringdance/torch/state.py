@@ -14,7 +14,6 @@ from ringdance.errors import ArgumentError
 from ringdance.torch._private import compiler_disable
 from ringdance.torch.exchange import copy_back, submit
 from ringdance.training.collectives import movement
-from ringdance.training.gradients.weights import changed
 from ringdance.training.objects import broadcast_object
 from ringdance.training.process_sets import global_process_set
 
@@ -68,7 +67,6 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         ArgumentError: something else was given.
     """
     _broadcast_all([(name, value) for name, value in _pairs(params) if isinstance(value, Tensor)], root_rank)
-    changed()
 
 
 class _TensorRef(NamedTuple):

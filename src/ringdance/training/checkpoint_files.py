@@ -158,7 +158,13 @@ class CheckpointFiles:
         """
         path = self.path(saved.number)
         for one, checksum in zip((path, table_path(path)), saved.checksums, strict=False):
-            if file_crc32(present_path(one, saved.token)) != checksum:
+            try:
+                found = file_crc32(present_path(one, saved.token))
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                return saved._replace(problem=f"{one} cannot be read: {error.strerror}")
+            if found != checksum:
                 if self.look(saved.number) != saved:
                     raise FileNotFoundError(errno.ENOENT, "another process has replaced it", str(one))
                 return saved._replace(problem=f"{one} is damaged: its checksum is another one")

@@ -172,17 +172,29 @@ def test_what_would_be_lost_or_taken_twice_is_refused(source, tmp_path, capsys, 
     for make, part in (
         (lambda: day.symlink_to("nowhere"), "day_11 is a link to nothing, or no regular file"),
         (lambda: os.mkfifo(day), "day_11 is a link to nothing, or no regular file"),
-        (day.touch, "day_11: no rows of click logs at its beginning: it is empty"),
     ):
         make()
         assert part in refused(logs, out)
         day.unlink()
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert "empty: no rows of click logs at its beginning: it is empty" in refused(empty, out)
     for number, data in enumerate((packed[:5], packed[:-9], b"no gzip", packed[:-9] + b"x" * 9)):
         path = tmp_path / f"{number}.gz"
         path.write_bytes(data)
         assert f"{path} is damaged, or not complete: " in refused(path, out)
     path.write_bytes(packed[:2000] + bytes(100) + packed[2100:])
     assert f"{path} is damaged, or not complete: " in refused(path, out)
+
+
+def test_empty_files_of_a_directory_are_named_and_left_out(source, tmp_path, capsys):
+    """As Spark writes them."""
+    logs = tmp_path / "logs"
+    shutil.copytree(source, logs)
+    for name in ("_SUCCESS", "part-7"):
+        (logs / name).touch()
+    assert prepare(logs, tmp_path / "out") == 0
+    assert "left out, as they are empty: _SUCCESS, part-7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", ["csv", "rows", "tfrecord"])

@@ -77,6 +77,10 @@ def _files(path: Path, split: str) -> list[tuple[Path, int | None]]:
         and (one.with_suffix("") if one.suffix == ".gz" else one).suffix in ("", ".txt", *SUFFIXES)
         and not re.match(r"(?i)readme|license", one.name)
     ]  # fmt: skip
+    empty = {one for one in found if one.is_file() and not one.stat().st_size}  # as of Spark: _SUCCESS, parts
+    if empty and len(empty) < len(found):
+        say(f"left out, as they are empty: {', '.join(sorted(one.name for one in empty))}")
+        found = [one for one in found if one not in empty]
     if not found:
         raise ArgumentError(f"{path}: no click logs (day_0, train.txt, *.tsv, *.csv, *.libsvm, *.tfrecord)")
     found.sort(key=lambda one: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", one.name)])
@@ -152,14 +156,18 @@ def _check_space(destination: Path, plan: ShufflePlan) -> int:
     rows, looked_at, fields = 0.0, 0, plan.files[0].fields
     for number in np.linspace(0, len(plan.files) - 1, min(_TRIED, len(plan.files))).astype(int):
         file = replace(plan.files[number], crc32c=None)
-        _, data, size = next(file.read(file.units(_BEGINNING)[0], _BEGINNING))
+        first = next(file.read(file.units(_BEGINNING)[0], _BEGINNING), None)
+        if first is None:  # an array of no rows
+            continue
+        _, data, size = first
         rows += formats.parse(file.format, data, fields, plan.table_size)[0] * file.size / size
         looked_at += file.size
     size = sum(one.size for one in plan.files)
     row = 8 + 2 * dtype(fields).itemsize  # its key; sorted and in the result, which other formats have alike
     there = [*state(destination).iterdir(), *destination.glob("*-*-of-*")]
     done = sum(path.stat().st_size for path in there)
-    left, free = max(0, round(rows * size / looked_at * row) - done), shutil.disk_usage(destination).free
+    left = max(0, round(rows * size / max(1, looked_at) * row) - done)
+    free = shutil.disk_usage(destination).free
     say(f"{len(plan.files)} files, {decimal(size)}; about {decimal(left)} to write, {decimal(free)} free")
     if left > free:
         raise ArgumentError(

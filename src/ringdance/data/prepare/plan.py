@@ -142,7 +142,7 @@ def finished(destination: Path, name: str) -> dict[str, Any] | None:
     try:
         about: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
         same = (destination / name).stat().st_size == about["file"]["size"]
-        return about if same and unchanged(directory, about["crc32c"]) else None
+        return about if same and unchanged(directory, about.get("crc32c", {})) else None
     except (FileNotFoundError, *DAMAGE):
         return None
 

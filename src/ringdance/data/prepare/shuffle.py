@@ -143,7 +143,7 @@ def _is_sorted(directory: Path, note: Path, merged: Collection[str]) -> bool:
     """Whether a unit is done: its note is there, and its runs are merged, or as they were written."""
     try:
         runs = json.loads((directory / note).read_text())
-        return all(run["name"] in merged or unchanged(directory, run["crc32c"]) for run in runs)
+        return all(run["name"] in merged or unchanged(directory, run.get("crc32c", {})) for run in runs)
     except (FileNotFoundError, *DAMAGE):
         return False
 

@@ -152,7 +152,7 @@ def _source(
         raise ArgumentError(f"{place}: classes that train does not have: {', '.join(strange[:5])}")
     if split == "train" and (empty := sorted(set(classes) - there.keys())):
         for name in empty if place.is_dir() else ():
-            if other := next((one for one in (place / name).glob("*") if one.is_file()), None):
+            if other := next((one for one in (place / name).glob("[!.]*") if one.is_file()), None):
                 raise ArgumentError(f"{place} is no directory of classes: {name} has {other.name}, no images")
         raise ArgumentError(
             f"{place}: classes without images: {', '.join(empty[:5])}. Remove them, or complete SRC"
@@ -213,7 +213,9 @@ def _walk(directory: str, name: str, above: Sequence[str]) -> Iterator[tuple[str
 
 def _is_directory(entry: os.DirEntry[str], above: Sequence[str]) -> bool:
     """Whether a directory; raises ArgumentError for a link to nothing, or to one that it is in."""
-    if entry.is_symlink() and not entry.name.startswith(".") and not os.path.exists(entry.path):
+    suffix = os.path.splitext(entry.name)[1].lower()
+    wanted = not entry.name.startswith(".") and suffix in ("", ".tar")
+    if entry.is_symlink() and wanted and not os.path.exists(entry.path):
         raise ArgumentError(f"{entry.path} links to nothing that is there: complete SRC, or remove the link")
     if entry.is_symlink() and entry.is_dir():
         there = os.path.realpath(entry.path)

@@ -185,12 +185,14 @@ def without_record() -> list[Record]:
     for process in psutil.process_iter():
         # It may have ended meanwhile, or be another user's.
         with contextlib.suppress(psutil.Error, OSError, IndexError, StopIteration):
-            job = process.environ().get(linux.MARKER, "")
-            above = process.parents()
-            is_rank = "RINGDANCE_RANK" in process.environ() and "RINGDANCE_RANK" not in above[0].environ()
-            if not is_rank or not job or job in known:
+            environ = process.environ()
+            job = environ.get(linux.MARKER, "")
+            if not job or job in known or "RINGDANCE_RANK" not in environ:
                 continue
-            launcher = next(one for one in above if linux.MARKER not in one.environ())
+            above = process.parents()
+            if "RINGDANCE_RANK" in above[0].environ():  # a rank's child
+                continue
+            launcher = next(one for one in above if linux.MARKER not in _environ(one))
             host = os.uname().nodename
             ranks = found[job].ranks + 1 if job in found else 1
             start = linux.start_of(launcher.pid), launcher.create_time()
@@ -198,6 +200,15 @@ def without_record() -> list[Record]:
                 job, process.cmdline(), {host: ranks}, process.cwd(), host, identity(), launcher.pid, *start
             )
     return sorted(found.values(), key=lambda record: record.began)
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    """Return a process's environment, empty if it cannot be read, as of sshd."""
+    try:
+        found: dict[str, str] = process.environ()
+    except (psutil.Error, OSError):
+        found = {}
+    return found
 
 
 def find(name: str = "") -> Record:

@@ -41,10 +41,13 @@ def _tell_of_training_alone() -> None:
     joined = session is not None and session._process.pid
     if not used or joined or any(name in sys.modules for name in _OTHERS):
         return
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    library = (os.path.dirname(os.__file__), sys.prefix, sys.base_prefix)
     try:
-        with open(sys.argv[0], encoding="utf-8", errors="replace") as file:
-            if "distribut" in file.read().lower():  # torch.distributed, tf.distribute, jax.distributed
-                return
+        for name in (sys.argv[0], *(one for one in files if one and not one.startswith(library))):
+            with open(name, encoding="utf-8", errors="replace") as file:
+                if "distribut" in file.read().lower():  # torch.distributed, tf.distribute, jax.distributed
+                    return
         found = {"rank": int(os.environ["RINGDANCE_RANK"]), "kind": "alone", "message": used[0]}
         line = json.dumps({**found, "host": os.uname().nodename, "pid": os.getpid(), "time": time.time()})
         print(f"::ringdance-cause:: {line}", file=sys.stderr, flush=True)

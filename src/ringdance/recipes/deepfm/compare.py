@@ -247,7 +247,7 @@ def _complete(result: Result, told: dict[int, list[dict[str, Any]]], began: floa
     result.curve = [one["point"] for one in leader if "point" in one]
     seconds = sum(b - a for a, b in windows)
     result.cores_busy = max(0.01, busy / seconds)
-    if not result.settings.get("hosts"):
+    if not result.settings.get("hosts") and os.cpu_count() == _CORES:
         used = np.array(sorted((one["time"], one["host"]) for one in leader if "host" in one)).T
         in_all = sum(float(np.diff(np.interp(ends, *used))[0]) for ends in windows)
         result.others = max(0.0, in_all / seconds - result.cores_busy)

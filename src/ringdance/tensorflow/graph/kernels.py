@@ -44,8 +44,12 @@ NUMBERS: dict[str, Callable[[str], int]] = {
     "included": lambda set_id: int(basics.rank() in session.engine().members(int(set_id))),
     "join": lambda _: collectives.join(session.engine()),
     "step": lambda mark: _mark_step(StepMark(int(mark))),
-    "weights": lambda name: int(weights.due(session.engine(), name)),
+    "weights": lambda text: _weights_are_due(*text.split(":", 1)),
 }
+
+
+def _weights_are_due(set_id: str, name: str) -> int:
+    return int(weights.due(session.engine(), int(set_id), name))
 
 
 def _mark_step(mark: StepMark) -> int:

@@ -151,12 +151,14 @@ class GradientExchange:
         self._note(f"{self.name}.expected", range(len(self.names)))
         for bucket in self.buckets:
             self._note(bucket.name, bucket.members)
-        labels.note(f"allreduce.{self.name}.mask", "list of the gradients", self.names)
+        labels.note(f"allreduce.{self.name}.mask", self.name, "list of the gradients", self.names)
         by_index = {index: bucket for bucket in self.buckets for index in bucket.members}
         self._bucket_of = [by_index[index] for index in range(len(self.names))]
 
     def _note(self, name: str, indices: Sequence[int]) -> None:
-        labels.note(f"grouped_allreduce.{name}", "gradients", [self.names[index] for index in indices])
+        if not labels.known(f"grouped_allreduce.{name}", len(indices)):
+            chosen = [self.names[index] for index in indices]
+            labels.note(f"grouped_allreduce.{name}", self.name, "gradients", chosen)
 
     def start_again(self) -> None:
         """Forget agreements after ``join()``: ranks that had joined missed those of the others."""
@@ -269,7 +271,7 @@ class GradientExchange:
         except BaseException:
             self._abandon()
             raise
-        if weights.due(self.engine, self.name):
+        if weights.due(self.engine, self.set_id, self.name, at=2):
             elements, sample = self.source.sample()
             call = weights.call_of(self.name, self.names, elements, self.source.advice, self.set_id)
             weights.compare(self.engine, call, sample)

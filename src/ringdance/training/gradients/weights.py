@@ -4,22 +4,22 @@ Nothing else would tell, since the gradients are averaged all the same. A bindin
 exchange of gradients; then it takes a sample of its parameters, at most ``PLACES`` elements of each, and
 gives it to ``compare``. Compiled programs hold the ``call_of`` a comparison, carried out when they run.
 
-The first exchange is not looked at: scripts written for Horovod's TensorFlow broadcast after it.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringdance import session
+from ringdance.core import labels
 from ringdance.core.request import Collective, ReduceOp
 from ringdance.errors import MismatchError
-from ringdance.training.collectives import Call
+from ringdance.training.collectives import Call, on_join
 
 if TYPE_CHECKING:
     from ringdance.core.engine import Engine
@@ -29,43 +29,39 @@ Array = np.ndarray[Any, Any]
 _log = logging.getLogger("ringdance")
 
 PLACES = 64
+_LATER = 10  # exchanges: scripts for TensorFlow and Keras may broadcast after the first step, of several
 _TOLERANCE = 1e-3  # of a parameter's largest element: processors of different kinds round differently
 
 
-class _Seen:
-    """What a job has seen: exchanges of gradients by their name, and broadcasts of weights."""
+class _Exchanges(Counter[tuple[int, str]]):
+    """How many exchanges of gradients there were, by process set and name."""
 
-    def __init__(self) -> None:
-        self.broadcasts = 0
-        self.exchanges: dict[str, int] = {}
-        self.compared_at: dict[str, int] = {}  # value of broadcasts
-
-
-_seen: weakref.WeakKeyDictionary[Engine, _Seen] = weakref.WeakKeyDictionary()
+    def forget(self) -> None:
+        """Count anew: all ranks have joined, after different numbers of exchanges."""
+        self.clear()
 
 
-def changed() -> None:
-    """Note that all ranks of the job have broadcast weights: they are to be compared again."""
-    engine = session.engine()
-    _seen.setdefault(engine, _Seen()).broadcasts += 1
+_counts: weakref.WeakKeyDictionary[Engine, _Exchanges] = weakref.WeakKeyDictionary()
 
 
-def due(engine: Engine, name: str) -> bool:
-    """Count an exchange of gradients by its name; return whether to compare weights, alike on all ranks."""
+def due(engine: Engine, set_id: int, name: str, at: int = _LATER) -> bool:
+    """Count an exchange of gradients; return whether to compare weights, alike on all ranks.
+
+    All ranks that take part have counted the same: since the job began, or since all had joined.
+
+    Args:
+        engine: of this rank.
+        set_id: process set.
+        name: of the exchange.
+        at: which exchange.
+    """
     if engine.size == 1 or engine.settings.check_weights == "off":
         return False
-    seen = _seen.setdefault(engine, _Seen())
-    number = seen.exchanges[name] = seen.exchanges.get(name, 0) + 1
-    if number == 1 or seen.compared_at.get(name) == seen.broadcasts:
-        return False
-    seen.compared_at[name] = seen.broadcasts
-    return True
-
-
-def compare_if_due(engine: Engine, call: Call, sample: Array) -> None:
-    """Count an exchange in a compiled program, and compare if that is due; see ``compare``."""
-    if due(engine, call.name or "") and sample.ndim == 1:  # not a batch of jax.vmap
-        compare(engine, call, sample)
+    if (counts := _counts.get(engine)) is None:
+        counts = _counts[engine] = _Exchanges()
+        on_join(engine, counts.forget)
+    counts[set_id, name] += 1
+    return counts[set_id, name] == at
 
 
 def step_of(elements: int) -> int:
@@ -85,6 +81,7 @@ def call_of(name: str, parameters: Sequence[str], elements: Sequence[int], advic
     """
     counts = [len(range(0, count, step_of(count))) for count in elements]
     described = [f"{count} {one}" for count, one in zip(counts, parameters, strict=True)]
+    labels.note(f"allreduce.{name}.weights", name, "weights", parameters)
     name, kind = f"{name}.weights", Collective.ALLREDUCE
     return Call(kind, name, ReduceOp.MAX, set_id=set_id, weights=(advice, *described))
 
@@ -101,13 +98,12 @@ def compare(engine: Engine, call: Call, sample: Array) -> None:
         MismatchError: one differs, and the setting ``check_weights`` is "error"; on all ranks.
     """
     sample = np.nan_to_num(np.asarray(sample, np.float32))
-    # The last element's maximum is 0 where a rank that has joined takes part.
-    both = np.concatenate([sample, -sample, np.array([-1], np.float32)])
     plain = call.but(weights=())
-    most = plain.submit(engine, (both,)).wait()[0]
-    if most[-1] == 0:
+    here = plain.but(operation=ReduceOp.SUM).submit(engine, (np.ones(1, np.float32),)).wait()[0]
+    if int(here[0]) < len(engine.members(call.set_id)):  # others have joined, and have no weights to show
         return
-    high, low = most[: sample.size], -most[sample.size : -1]
+    most = plain.submit(engine, (np.concatenate([sample, -sample]),)).wait()[0]
+    high, low = most[: sample.size], -most[sample.size :]
     start = 0
     for described in call.weights[1:]:
         count, _, parameter = described.partition(" ")

@@ -9,6 +9,7 @@ from horovod.runner.build import check_build
 from horovod.runner.options import parse_args
 from horovod.runner.request import order_of, tell
 from ringdance.cli import open_standard_streams
+from ringdance.launch.cli import refuse_within_a_rank
 from ringdance.launch.parser import as_program
 from ringdance.launch.prepare import prepare
 from ringdance.launch.spec import CommandError, resolve_command
@@ -35,6 +36,7 @@ def _main() -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    refuse_within_a_rank()
     order = order_of(args, resolve_command(args.command))
     ready = prepare(order, _say)
     tell(args, ready.spec, _say)

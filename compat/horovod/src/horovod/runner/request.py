@@ -122,7 +122,7 @@ def _discover(script: str, slots: int | None, timeout: float) -> list[tuple[str,
         raise LaunchError(f"--host-discovery-script {script}: {error}") from None
     finally:
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         raise LaunchError(
