@@ -47,7 +47,7 @@ def test_weights_that_differ_are_noticed(differ: bool, broadcast: bool) -> None:
     keras.utils.set_random_seed(1 + RANK * differ)
     dropout = keras.layers.Dropout(0.5, seed=RANK)
     net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), dropout, keras.layers.Dense(1)])
-    net.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.001)), "mse")
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
     with warned() as texts:
         net.fit(np.ones((12, 5)), np.full((12, 1), RANK), batch_size=1, callbacks=callbacks, verbose=0)

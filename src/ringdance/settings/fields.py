@@ -92,7 +92,7 @@ class Settings:
     )
     check_weights: str = _setting(
         "warn", choice("warn", "error", "off"),
-        "What happens if the ranks' parameters differ in the second step (TensorFlow, Keras, JAX: the tenth).",
+        "What happens if the ranks' parameters differ in the second step (PyTorch) or the tenth (others).",
     )
     jax_ffi: str = _setting(
         "auto", choice("auto", "off"),
