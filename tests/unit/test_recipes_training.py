@@ -87,7 +87,8 @@ def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
 
 
 def test_an_export_goes_where_a_link_leads(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
+    """What a killed process has left beside it is removed."""
+    (tmp_path / "disk" / f".model.partial-{os.uname().nodename}-99999999").mkdir(parents=True)
     (tmp_path / "model").symlink_to("disk/model")  # not there yet
     for _ in range(2):
         Run(Model(), tmp_path / "model").close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import glob
 import json
 import os
 import shutil
@@ -37,6 +39,9 @@ def export(
     failure: Exception | None = None
     try:
         if hvd.rank() == 0:
+            for left in final.parent.glob(f".{glob.escape(final.name)}.partial-{os.uname().nodename}-*"):
+                if not os.path.exists(f"/proc/{left.name.rpartition('-')[2]}"):  # its process was killed
+                    shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     except OSError as error:
@@ -178,7 +183,8 @@ def text_file(name: str | None) -> Iterator[TextIO]:
         if not special:
             with suppress(OSError):
                 partial.unlink()
-        if isinstance(error, OSError) and error.filename in (None, str(partial)):
+        no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if isinstance(error, OSError) and (no_room or error.filename == str(partial)):
             error.filename = str(path)
         raise
 

@@ -73,6 +73,7 @@ class CheckpointFiles:
         self._names = re.compile(rf"{stem}|\.{stem}\.json")
         files = rf"(?:{stem}(?:\{TABLE})?|\.{stem}\.json)"
         self._partials = re.compile(rf"\.{files}\.partial-(?P<token>[0-9a-f]+)")
+        self._whole: set[SavedCheckpoint] = set()  # what was read to its end
         self._lock, self._claimed = directory / f".{name}-N{suffix}.lock", False
 
     def path(self, number: int) -> Path:
@@ -157,6 +158,8 @@ class CheckpointFiles:
             FileNotFoundError: another process has just replaced it.
         """
         path = self.path(saved.number)
+        if saved in self._whole:
+            return saved
         for one, checksum in zip((path, table_path(path)), saved.checksums, strict=False):
             try:
                 found = file_crc32(present_path(one, saved.token))
@@ -168,6 +171,7 @@ class CheckpointFiles:
                 if self.look(saved.number) != saved:
                     raise FileNotFoundError(errno.ENOENT, "another process has replaced it", str(one))
                 return saved._replace(problem=f"{one} is damaged: its checksum is another one")
+        self._whole.add(saved)
         return saved
 
     def table(self, saved: SavedCheckpoint) -> Path:

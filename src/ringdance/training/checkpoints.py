@@ -152,7 +152,8 @@ class Checkpoints:
 
         self.wait()
         for _ in range(_READS):
-            found: tuple[SavedCheckpoint, bytes, Path | None] | None = self._on_rank_zero(find)
+            with session.pause_stall_check("reading a checkpoint"):
+                found: tuple[SavedCheckpoint, bytes, Path | None] | None = self._on_rank_zero(find)
             if found is None:
                 return None
             saved, content, path = found
