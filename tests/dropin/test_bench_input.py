@@ -54,8 +54,8 @@ def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: P
     speeds = {part: found[part]["samples_per_second"] for part in ("loader", "step", "both")}
     assert min(speeds["loader"], speeds["step"]) == speeds[bound]
     assert speeds["both"] > 0
-    # On a busy machine it says that cores are short; tests/unit/observe/test_bench.py has the conclusions.
-    assert found["bound"] in (bound, "cores", "order")
+    # Beside other programs it says that cores are short, or does not know; tests/unit/observe/test_bench.py has the conclusions.
+    assert found["bound"] in (bound, "cores", "order", "unclear")
     assert found["sentence"]
 
 
