@@ -54,7 +54,7 @@ def test_which_waits_for_which(load: float, step: float, bound: str, tmp_path: P
     speeds = {part: found[part]["samples_per_second"] for part in ("loader", "step", "both")}
     assert min(speeds["loader"], speeds["step"]) == speeds[bound]
     assert speeds["both"] > 0
-    # Beside other programs it says that cores are short, or does not know; tests/unit/observe/test_bench.py has the conclusions.
+    # Beside other programs it says that cores are short, or does not know: tests/unit/observe/test_bench.py.
     assert found["bound"] in (bound, "cores", "order", "unclear")
     assert found["sentence"]
 
