@@ -72,7 +72,9 @@ class _ScalesLoss(Keras3Distributed):
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Return updated variables; gradients are reduced over the ranks first."""
-        grads = self._reduce(list(grads), _private.trainable_variables(self))
+        variables = _private.trainable_variables(self)
+        with keras.StatelessScope(state_mapping=zip(variables, trainable_variables, strict=True)):
+            grads = self._reduce(list(grads), variables)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
 
