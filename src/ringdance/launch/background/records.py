@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from ringdance.errors import LaunchError
 from ringdance.launch.output.stream import Sink, write_all
 from ringdance.launch.system import linux
@@ -181,6 +179,15 @@ def without_record() -> list[Record]:
 
     Their `pid` is that of the process that started the job here, `command` and `cwd` are a rank's.
     """
+    import psutil  # the launcher starts without it
+
+    def environ_of(process: psutil.Process) -> dict[str, str]:
+        try:
+            environ: dict[str, str] = process.environ()
+        except (psutil.Error, OSError):  # as of sshd
+            environ = {}
+        return environ
+
     known, found = {record.job for record in load_all()}, dict[str, Record]()
     for process in psutil.process_iter():
         # It may have ended meanwhile, or be another user's.
@@ -192,7 +199,7 @@ def without_record() -> list[Record]:
             above = process.parents()
             if "RINGDANCE_RANK" in above[0].environ():  # a rank's child
                 continue
-            launcher = next(one for one in above if linux.MARKER not in _environ(one))
+            launcher = next(one for one in above if linux.MARKER not in environ_of(one))
             host = os.uname().nodename
             ranks = found[job].ranks + 1 if job in found else 1
             start = linux.start_of(launcher.pid), launcher.create_time()
@@ -200,15 +207,6 @@ def without_record() -> list[Record]:
                 job, process.cmdline(), {host: ranks}, process.cwd(), host, identity(), launcher.pid, *start
             )
     return sorted(found.values(), key=lambda record: record.began)
-
-
-def _environ(process: psutil.Process) -> dict[str, str]:
-    """Return a process's environment, empty if it cannot be read, as of sshd."""
-    try:
-        found: dict[str, str] = process.environ()
-    except (psutil.Error, OSError):
-        found = {}
-    return found
 
 
 def find(name: str = "") -> Record:

@@ -42,7 +42,7 @@ def _tell_of_training_alone() -> None:
     if not used or joined or any(name in sys.modules for name in _OTHERS):
         return
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    library = (os.path.dirname(os.__file__), sys.prefix, sys.base_prefix)
+    library = (os.path.dirname(os.__file__), sys.prefix, sys.base_prefix, os.path.dirname(__file__))
     try:
         for name in (sys.argv[0], *(one for one in files if one and not one.startswith(library))):
             with open(name, encoding="utf-8", errors="replace") as file:
