@@ -44,7 +44,8 @@ def _tell_of_training_alone() -> None:
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     library = (os.path.dirname(os.__file__), sys.prefix, sys.base_prefix, os.path.dirname(__file__))
     try:
-        for name in (sys.argv[0], *(one for one in files if one and not one.startswith(library))):
+        own = [one for one in files if os.path.isabs(one) and not one.startswith(library)]
+        for name in (sys.argv[0], *own):
             with open(name, encoding="utf-8", errors="replace") as file:
                 if "distribut" in file.read().lower():  # torch.distributed, tf.distribute, jax.distributed
                     return
