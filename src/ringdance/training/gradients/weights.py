@@ -33,8 +33,8 @@ _LATER = 10  # exchanges: scripts for TensorFlow and Keras may broadcast after t
 _TOLERANCE = 1e-3  # of a parameter's largest element: processors of different kinds round differently
 
 
-class _Exchanges(Counter[tuple[int, str]]):
-    """How many exchanges of gradients there were, by process set and name."""
+class _Exchanges(Counter[tuple[tuple[int, ...], str]]):
+    """How many exchanges of gradients there were, by members of the process set and name."""
 
     def forget(self) -> None:
         """Count anew: all ranks have joined, after different numbers of exchanges."""
@@ -60,8 +60,9 @@ def due(engine: Engine, set_id: int, name: str, at: int = _LATER) -> bool:
     if (counts := _counts.get(engine)) is None:
         counts = _counts[engine] = _Exchanges()
         on_join(engine, counts.forget)
-    counts[set_id, name] += 1
-    return counts[set_id, name] == at
+    key = engine.members(set_id), name  # the number of a set that was removed is another one's later
+    counts[key] += 1
+    return counts[key] == at
 
 
 def step_of(elements: int) -> int:
