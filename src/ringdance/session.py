@@ -45,9 +45,9 @@ _GRACE = 0.5
 _LIBRARIES = "|".join(re.escape(os.path.dirname(one)) for one in (__file__, os.__file__))
 _OF_LIBRARIES = re.compile(f"^({_LIBRARIES})/|^<frozen|/(site|dist)-packages/")
 
-# Settings on which the layout of shared memory and the cutting of batches rest.
+# Settings on which the layout of shared memory, the cutting of batches and what is exchanged rest.
 _COMMON = (
-    "cache_capacity", "deterministic", "fusion_threshold",
+    "cache_capacity", "check_weights", "deterministic", "fusion_threshold",
     "chunk_bytes", "small_bytes", "sparse", "window", "window_bytes",
 )  # fmt: skip
 

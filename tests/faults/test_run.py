@@ -161,6 +161,17 @@ def test_ranks_that_train_by_themselves_are_noticed(tmp_path: Path, text: str, s
     assert done.stderr.startswith(line) if says else done.stderr == ""
 
 
+def test_ranks_agree_on_whether_weights_are_compared(program: Callable[[str], str]) -> None:
+    """Else some would wait for others that do not compare them."""
+    path = program(
+        "if rank == 1: os.environ['RINGDANCE_CHECK_WEIGHTS'] = 'off'\n"
+        "import ringdance.numpy as hvd\nhvd.init()\n"
+    )
+    done = run("-np", "2", "python", path)
+    assert done.returncode == 1
+    assert "check_weights must be the same on all ranks: it is 'warn' on rank 0" in done.stderr
+
+
 def test_the_traceback_is_printed_once_as_the_cause(program: Callable[[str], str]) -> None:
     path = program("if rank == 1:\n    raise ValueError('boom')\ntime.sleep(30)\n")
     done = run("-np", "3", "python", path)

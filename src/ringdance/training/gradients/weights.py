@@ -3,7 +3,6 @@
 Nothing else would tell, since the gradients are averaged all the same. A binding asks ``due`` at each
 exchange of gradients; then it takes a sample of its parameters, at most ``PLACES`` elements of each, and
 gives it to ``compare``. Compiled programs hold the ``call_of`` a comparison, carried out when they run.
-
 """
 
 from __future__ import annotations
