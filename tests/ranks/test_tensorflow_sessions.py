@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,16 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         yield session.run
 
 
-def test_many_calls_in_one_run(run: Run) -> None:
-    """More of them than threads, and each rank makes them in another order."""
+@pytest.mark.parametrize("branch", [False, True])
+def test_many_calls_in_one_run(run: Run, branch: bool) -> None:
+    """More of them than threads, each rank in another order; in branches of tf.cond as well."""
+    yes = v1.placeholder_with_default(True, ())
     shapes = [(i % 5, 3) for i in range(30)]
     made: dict[int, Any] = {}
     for i in np.random.default_rng(RANK).permutation(len(shapes)).tolist():
         given = tf.constant(values(RANK, "float32", shapes[i], seed=i))
-        made[i] = hvd.allreduce(given, op=hvd.Sum, name=f"many.{i}")
+        call = partial(hvd.allreduce, given, op=hvd.Sum, name=f"many.{i}")
+        made[i] = tf.cond(yes, call, partial(tf.identity, given)) if branch else call()
     for i, result in zip(made, run(list(made.values())), strict=True):
         wanted = reduced(all_values(SIZE, "float32", shapes[i], seed=i), "sum")
         assert result.tobytes() == wanted.tobytes()

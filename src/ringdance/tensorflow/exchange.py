@@ -43,8 +43,14 @@ def plain(function: Function) -> Function:
 
 
 def in_session() -> bool:
-    """Return whether operations are added to a graph of ``tf.compat.v1``, whose order sessions choose."""
-    return not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
+    """Return whether a session will run what is added now, in an order of its own; in ``tf.cond`` as well."""
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def unique_in_session(name: str) -> str:
+    """Return a name that is the only one in the graph of a session, whatever function is traced now."""
+    with tf.init_scope():
+        return str(tf.compat.v1.get_default_graph().unique_name(name))
 
 
 def perform(call: Call, tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
@@ -279,7 +285,7 @@ def _backward(call: Call, op: Any, gradients: list[Tensor]) -> list[Tensor]:
     back, keep = rule.call, rule.keep
     name = None if tf.executing_eagerly() else f"{call.kind.name.title()}Gradient"
     if in_session() and back.name is not None:  # asked for twice, both may be in one run
-        back = back.but(name=tf.compat.v1.get_default_graph().unique_name(back.name))
+        back = back.but(name=unique_in_session(back.name))
     if call.tables:
         return _rows_gradient(back, op, gradients)
     if keep is Keep.PADDED:

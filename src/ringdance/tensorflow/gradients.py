@@ -26,7 +26,15 @@ from ringdance.errors import ArgumentError
 from ringdance.settings import level_of_caller
 from ringdance.tensorflow._private import in_xla_context
 from ringdance.tensorflow.compression import Compression
-from ringdance.tensorflow.exchange import in_session, number, perform, perform_all, plain, reduce_rows
+from ringdance.tensorflow.exchange import (
+    in_session,
+    number,
+    perform,
+    perform_all,
+    plain,
+    reduce_rows,
+    unique_in_session,
+)
 from ringdance.training.checks import pick_operation
 from ringdance.training.collectives import Call, prepared
 from ringdance.training.gradients import weights
@@ -182,7 +190,7 @@ class GradientReducer:
         described = repr([(tuple(one.shape), tf.as_dtype(one.dtype).name) for one in variables])
         key = f"{self.name}.{hashlib.blake2b(described.encode(), digest_size=4).hexdigest()}"
         if in_session():  # it may run two exchanges at once
-            return str(tf.compat.v1.get_default_graph().unique_name(key))
+            return unique_in_session(key)
         last = variable_of(variables[-1]) if variables else None
         if not isinstance(last, tf.Variable):
             return key
