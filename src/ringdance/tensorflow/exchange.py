@@ -43,8 +43,13 @@ def plain(function: Function) -> Function:
 
 
 def in_session() -> bool:
-    """Return whether a session will run what is added now, in an order of its own; in ``tf.cond`` as well."""
-    return not tf.compat.v1.executing_eagerly_outside_functions()
+    """Return whether a session will run what is added now, in an order of its own: also in ``tf.cond``."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):  # of a branch, without an order either
+        graph = graph.outer_graph
+    return not graph.building_function
 
 
 def unique_in_session(name: str) -> str:
