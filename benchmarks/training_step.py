@@ -1,8 +1,9 @@
 """Training steps each second: a multilayer perceptron and a small convolutional net, plain SGD.
 
 What: the module's ``DistributedOptimizer`` as people use it (broadcast, wrap, backward, step), torch's
-DistributedDataParallel over gloo, and no communication at all. The perceptron is 784-512-512-10 with a
-batch of 64 for each rank (0.67 M parameters, a step of a few ms: the exchange dominates); the net has
+DistributedDataParallel over gloo and over the backend "ringdance", and no communication at all. The
+perceptron is 784-512-512-10 with a batch of 64 for each rank (0.67 M parameters, a step of a few ms: the
+exchange dominates); the net has
 three convolutions on 3x32x32 and, as nets of that kind do, most of its 8.5 M parameters (34 MB) in the first
 dense layer, batch 32 (a step of about 100 ms on one core: computation dominates).
 All start from the same weights; before measuring, module and DDP do the same steps
@@ -25,7 +26,7 @@ from typing import Any
 
 from common import Report, alternate, ensure_ranks, modules, parser, ratio, run_rank
 
-NONE, DDP = "no communication", "torch DDP, gloo"
+NONE, DDP, BACKEND = "no communication", "torch DDP, gloo", "torch DDP, ringdance"
 LEARNING_RATE = 0.01
 CHECKED_STEPS = 10
 TOLERANCE = 1e-5
@@ -108,6 +109,9 @@ def trainers(job: Any, workload: Workload) -> dict[str, tuple[Any, Callable[[int
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    from ringdance.torch_backend import register
+
+    register()
     torch.manual_seed(0)
     first = workload.build()
     batches = data(job, workload)
@@ -118,9 +122,10 @@ def trainers(job: Any, workload: Workload) -> dict[str, tuple[Any, Callable[[int
         module.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = module.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         result[name] = model, stepper(model, optimizer, batches)
-    model = copy.deepcopy(first)
-    wrapped = DistributedDataParallel(model)
-    result[DDP] = model, stepper(wrapped, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), batches)
+    for name, group in ((DDP, None), (BACKEND, torch.distributed.new_group(backend="ringdance"))):
+        model = copy.deepcopy(first)
+        wrapped = DistributedDataParallel(model, process_group=group)
+        result[name] = model, stepper(wrapped, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), batches)
     model = copy.deepcopy(first)
     result[NONE] = model, stepper(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), batches)
     return result
@@ -140,7 +145,7 @@ def check(job: Any, found: dict[str, tuple[Any, Callable[[int], None]]]) -> dict
         steps(CHECKED_STEPS)
         weights[name] = parameters_to_vector(model.parameters()).detach().clone()
     differences = {}
-    for name in job.modules:
+    for name in (*job.modules, BACKEND):
         differences[name] = float((weights[name] - weights[DDP]).abs().max())
         between = max(abs(weights[name].numpy() - job.comm.bcast(weights[name].numpy())))
         worst = max(job.gather([max(differences[name], float(between))]))[0]

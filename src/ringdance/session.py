@@ -32,6 +32,7 @@ from ringdance.errors import OUT_OF_DATA, ArgumentError, LaunchError, NotInitial
 from ringdance.monitoring import Monitoring
 from ringdance.settings import Settings
 from ringdance.settings.names import RANK_NAMES, RANK_VARIABLES, SIZE_NAMES
+from ringdance.transport.base import Transport
 from ringdance.transport.single import SingleTransport
 
 _log = logging.getLogger("ringdance")
@@ -154,12 +155,13 @@ def pause_stall_check(what: str, timeout: float = 3600.0) -> contextlib.Abstract
     return engine().pause_stall_check(str(what), timeout) if is_initialized() else contextlib.nullcontext()
 
 
-def init(comm: Any = None) -> None:
+def init(comm: Any = None, ranks: tuple[int, Callable[..., Transport]] | None = None) -> None:
     """Join the job: all its ranks must call this. Does nothing when already initialised.
 
     Args:
         comm: None for all processes that the launcher started, a list of their ranks, or an
             mpi4py communicator.
+        ranks: how many there are and what makes their transport, if MPI does not know them.
 
     Raises:
         LaunchError: the launcher and the MPI library do not belong together, or MPI is missing.
@@ -177,7 +179,7 @@ def init(comm: Any = None) -> None:
         if "horovod" in sys.modules and settings.origin("deadlock_time") == "default":
             settings = replace(settings, deadlock_time=0.0)  # Horovod warns, and waits for ever
         _configure_log(settings)
-        _process.engine = _start(comm, settings)
+        _process.engine = _start(comm, settings) if ranks is None else _start_by(*ranks, settings)
         _process.comm = comm
         _process.monitoring.start(_process.engine)
         _export_ranks(_process.engine)
@@ -233,7 +235,7 @@ def regroup() -> Any:
     return _process.comm
 
 
-def _launched_size() -> int | None:
+def launched_size() -> int | None:
     """Return the number of processes that a launcher says it started, None without a launcher."""
     if not any(name in os.environ for name in RANK_NAMES):
         return None
@@ -241,7 +243,7 @@ def _launched_size() -> int | None:
 
 
 def _start(comm: Any, settings: Settings) -> Engine:
-    launched, loaded = _launched_size(), "mpi4py.MPI" in sys.modules
+    launched, loaded = launched_size(), "mpi4py.MPI" in sys.modules
     if comm is None and (launched is None or (launched == 1 and not loaded)):
         return Engine(SingleTransport(), settings, ring=_process.monitoring.ring(settings))
     from ringdance.transport.library import library_version
@@ -257,16 +259,8 @@ def _start(comm: Any, settings: Settings) -> Engine:
 
     _process.monitoring.prepare()
     threads = not settings.mpi_threads_disable
-    common = {name: getattr(settings, name) for name in _COMMON}
-    common["the version of ringdance"] = version("ringdance")
-    transport = world_transport(
-        comm,
-        window_bytes=buffer_bytes(settings),
-        vector_bytes=vector_bytes(_world_size(launched), settings.cache_capacity),
-        common=common,
-        timeout=settings.init_timeout,
-        threads=threads,
-    )
+    known = _of_transport(settings, _world_size(launched))
+    transport = world_transport(comm, **known, timeout=settings.init_timeout, threads=threads)
     _process.mpi = True
     if comm is None and launched and launched > 1 and transport.size == 1:
         raise LaunchError(
@@ -277,6 +271,22 @@ def _start(comm: Any, settings: Settings) -> Engine:
         )
     ring = _process.monitoring.ring(settings)
     return Engine(transport, settings, threaded=threads, report=_log.warning, ring=ring)
+
+
+def _start_by(size: int, make: Callable[..., Transport], settings: Settings) -> Engine:
+    _process.monitoring.prepare()
+    transport = make(**_of_transport(settings, size))
+    return Engine(transport, settings, report=_log.warning, ring=_process.monitoring.ring(settings))
+
+
+def _of_transport(settings: Settings, size: int) -> dict[str, Any]:
+    """Return what every transport is made with; ``size``: an upper bound of the number of ranks."""
+    common = {name: getattr(settings, name) for name in _COMMON}
+    common["the version of ringdance"] = version("ringdance")
+    return {
+        "window_bytes": buffer_bytes(settings), "vector_bytes": vector_bytes(size, settings.cache_capacity),
+        "common": common,
+    }  # fmt: skip
 
 
 def _export_ranks(found: Engine) -> None:

@@ -1,8 +1,8 @@
 """Accelerate, Transformers and Lightning under `ringdance run`: the scripts of docs/howto/torch-tools.md.
 
-Each trains the same weights as under torchrun, the tools' own way, and the same again with
-`hvd.DistributedOptimizer` in place of DistributedDataParallel. The page's commands, and what they print, are
-run by test_docs_commands.py.
+Each trains the same weights as under torchrun, the tools' own way, the same with the backend "ringdance", and
+again with `hvd.DistributedOptimizer` in place of DistributedDataParallel. The page's commands, and what they
+print, are run by test_docs_commands.py.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def test_the_weights_are_those_of_torchrun(tool: str, tmp_path: Path) -> None:
         assert same(weights, own)
     for weights in results(tmp_path, 2, f"{name}_hvd", "ringdance", "run", "-np", "2", "python"):
         assert all(torch.allclose(weights[one], own[one], rtol=0, atol=1e-6) for one in own)
+    plain = task.read_text()
+    task.write_text(f"import torch.distributed as d\nd.init_process_group('ringdance')\n{plain}")
+    for weights in results(tmp_path, 2, name, "ringdance", "run", "-np", "2", "python"):
+        assert same(weights, own)
+    task.write_text(plain)
     first, *others = results(tmp_path, 3, f"{name}_hvd", "ringdance", "run", "-np", "3", "python")
     assert all(same(first, other) for other in others)
     first, *others = results(tmp_path, 3, name, "ringdance", "run", "-np", "3", "python")

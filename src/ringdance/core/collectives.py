@@ -48,6 +48,13 @@ def _outputs(request: Request) -> list[Array]:
     return [aligned_empty(view.shape, view.dtype) for view in request.inputs]
 
 
+def _output(request: Request, index: int, shape: tuple[int, ...]) -> Array:
+    """Return where a result goes whose shape is known only now: what was given, if it has that shape."""
+    if request.outputs is not None and request.outputs[index].shape == shape:
+        return request.outputs[index]
+    return aligned_empty(shape, request.inputs[index].dtype)
+
+
 def execute(exchange: Exchange, members: Sequence[int], batch: Sequence[AgreedRequest]) -> Steps:
     """Run a batch; return a list of results, one for each item, or of exceptions."""
     d = batch[0].description
@@ -137,8 +144,8 @@ def _allgather(exchange: Exchange, request: Request) -> Steps:
     counts = yield from exchange.gather_words([view.shape[0] for view in inputs])
     outputs = []
     receives: list[list[Array]] = [[] for _ in range(exchange.size)]
-    for view, rows in zip(inputs, zip(*counts, strict=True), strict=True):
-        output = aligned_empty((sum(rows), *view.shape[1:]), view.dtype)
+    for index, (view, rows) in enumerate(zip(inputs, zip(*counts, strict=True), strict=True)):
+        output = _output(request, index, (sum(rows), *view.shape[1:]))
         outputs.append(output)
         for rank, part in enumerate(_cut(output, rows)):
             if rank == exchange.rank:
@@ -158,7 +165,7 @@ def _alltoall(exchange: Exchange, request: Request, work: Work | None) -> Steps:
         row_bytes = math.prod(view.shape[1:]) * view.dtype.itemsize
         matrix = [row[i * size : (i + 1) * size] for row in table]  # [from][to], in rows
         incoming = [row[exchange.rank] for row in matrix]
-        output = aligned_empty((sum(incoming), *view.shape[1:]), view.dtype)
+        output = _output(request, i, (sum(incoming), *view.shape[1:]))
         sends = _cut(as_bytes(view), [n * row_bytes for n in matrix[exchange.rank]])
         receives = _cut(as_bytes(output), [n * row_bytes for n in incoming])
         yield from exchange.alltoall(sends, receives, max(map(max, matrix)) * row_bytes)
@@ -178,10 +185,10 @@ def _cut(rows: Array, counts: Iterable[int]) -> list[Array]:
 def _reducescatter(exchange: Exchange, request: Request) -> Steps:
     d = request.description
     outputs = []
-    for view, dtype in zip(request.inputs, d.dtypes, strict=True):
+    for index, (view, dtype) in enumerate(zip(request.inputs, d.dtypes, strict=True)):
         rows = even_rows(view.shape[0], exchange.size)
         width = math.prod(view.shape[1:])
-        output = aligned_empty((rows[exchange.rank], *view.shape[1:]), view.dtype)
+        output = _output(request, index, (rows[exchange.rank], *view.shape[1:]))
         how = reduction(dtype, d.operation, d.prescale, d.postscale, exchange.size)
         yield from exchange.reducescatter(
             view.reshape(-1), [n * width for n in rows], output.reshape(-1), how

@@ -20,7 +20,7 @@ from ringdance.core.exchange import Context
 from ringdance.core.labels import label_of
 from ringdance.core.peers import Note, Peers
 from ringdance.core.placement import pin, placement
-from ringdance.core.process_sets.registry import ProcessSets
+from ringdance.core.process_sets.registry import FIRST_GROUP, ProcessSets
 from ringdance.core.progress import ProgressEngine
 from ringdance.core.recorder import Profiler, Recorder
 from ringdance.core.reports.summary import RunSummary
@@ -237,6 +237,20 @@ class Engine:
             MismatchError: ranks named different sets, or some have joined.
         """
         self._change_sets("remove", Collective.REMOVE_SET, lambda: self.sets.check_removal(set_id))
+
+    def add_group(self, number: int, ranks: tuple[int, ...]) -> int:
+        """Make a set without the other ranks: its members call this at the same time. Return its id.
+
+        Args:
+            number: from 0; the same on all members, and of no other set that one of them is in.
+            ranks: the members, ascending.
+        """
+        set_id = FIRST_GROUP + number % FIRST_GROUP
+        if self._progress_engine is None:
+            self.sets.add_group(set_id, ranks)
+        else:
+            self._exclusively(self.sets.add_group, set_id, ranks)
+        return set_id
 
     def _change_sets(self, verb: str, kind: Collective, check: Callable[[], tuple[int, ...]]) -> int:
         request = Request(Description(kind), name=f"process_set.{verb}")

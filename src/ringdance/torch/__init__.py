@@ -16,11 +16,13 @@ from ringdance.torch.operations import *
 from ringdance.torch.optimizer import DistributedOptimizer
 from ringdance.torch.sharding import shard
 from ringdance.torch.state import broadcast_optimizer_state, broadcast_parameters, snapshot
+from ringdance.torch_backend import register
 from ringdance.training import basics, objects
 from ringdance.training.exports import __all__ as __all__
 from ringdance.training.gradients.compression import Compressor
 from ringdance.training.gradients.sparse import sparse_routes
 
+register()
 HorovodInternalError = CollectiveError
 allgather_object = compiler_disable(objects.allgather_object)
 broadcast_object = compiler_disable(objects.broadcast_object)

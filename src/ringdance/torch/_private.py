@@ -82,6 +82,16 @@ def queue_callback(function: Callable[[], None]) -> None:
     _queue_callback(function)
 
 
+# torch._C._current_autograd_node: the node that this thread runs, None in the callbacks at a pass's end.
+# Without it these count as part of the pass.
+_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: True)
+
+
+def end_is_ahead() -> bool:
+    """Return whether this thread works on a backward pass whose end ``queue_callback`` will notice."""
+    return has_end_callback() and _node() is not None
+
+
 # BackwardCFunction: its methods run the backward() of each torch.autograd.Function that is written in Python,
 # with the node of the graph as ``self``. Without it, passes within others count as passes of their own.
 _RUNS_BACKWARD = frozenset(

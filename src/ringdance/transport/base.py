@@ -43,6 +43,12 @@ class Pending(Protocol):
         ...
 
 
+class Transfer(Pending, Protocol):
+    """Data on their way between two ranks; ``source``: the sender's rank, once they are there."""
+
+    source: int
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """A rank of the job, for messages and to check whether its process lives."""
@@ -147,6 +153,18 @@ class Transport(abc.ABC):
         Returns None on ranks that are not in ``members``. ``window_bytes``: size of each member's buffers
         in a shared-memory window, 0 for no window.
         """
+
+    def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
+        """Make the communicator of these ranks; collective over them alone, blocks. See ``split``."""
+        raise NotImplementedError(f"{type(self).__name__} makes communicators of all ranks only.")
+
+    def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
+        """Send a uint8 ``buffer`` to one member, which receives it with the same tag."""
+        raise NotImplementedError(f"{type(self).__name__} does not send to single ranks.")
+
+    def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
+        """Receive as many bytes as fill uint8 ``buffer`` from one member, or from any (None)."""
+        raise NotImplementedError(f"{type(self).__name__} does not receive from single ranks.")
 
     @abc.abstractmethod
     def hierarchy(self) -> Hierarchy | None:

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from ringdance.errors import ArgumentError, RankLostError
-from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transport
+from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
 from ringdance.transport.eventcount import process_state
 from ringdance.transport.library import library_version
 from ringdance.transport.window import Window, window_size
 
 _log = logging.getLogger("ringdance")
 _FAILED_S = 0.3
+_FIRST_TAG = 2  # of messages between two ranks; the engine's notes have tag 1
+_PART = 1 << 30  # bytes of a message
 
 
 class _MpiPending:
@@ -36,6 +38,24 @@ class _MpiPending:
             _in_flight.discard(self)
             return True
         return False
+
+
+class _MpiTransfer(_MpiPending):
+    """A message between two ranks, in parts that MPI can count."""
+
+    __slots__ = ("_parts", "_status", "source")
+
+    def __init__(self, parts: Sequence[Any], status: Any, *keep: Any) -> None:
+        super().__init__(None, *keep)
+        self._parts, self._status, self.source = list(parts), status, -1
+
+    def test(self) -> bool:
+        while self._parts and self._parts[0].Test(self._status):
+            self.source = self._status.Get_source()
+            del self._parts[0]
+        if not self._parts:
+            _in_flight.discard(self)
+        return not self._parts
 
 
 _in_flight: set[_MpiPending] = set()
@@ -149,10 +169,35 @@ class MpiTransport(Transport):
         mpi = self._mpi
         inside = self.rank in members
         comm = self._comm.Split(0 if inside else mpi.UNDEFINED, self.rank)
-        if not inside:
-            return None
+        return self._of(comm, members, window_bytes) if inside else None
+
+    def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
+        everyone = self._comm.Get_group()
+        group = everyone.Incl(sorted(members))
+        comm = self._comm.Create_group(group)
+        group.Free()
+        everyone.Free()
+        return self._of(comm, members, window_bytes)
+
+    def _of(self, comm: Any, members: Sequence[int], window_bytes: int) -> Transport:
         ranks = [self.identities[rank].rank for rank in sorted(members)]
-        return MpiTransport(mpi, comm, ranks, window_bytes, self._vector_bytes, self)
+        return MpiTransport(self._mpi, comm, ranks, window_bytes, self._vector_bytes, self)
+
+    def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
+        parts = [
+            self._notes.Isend([part, self._mpi.BYTE], dest=rank, tag=tag + _FIRST_TAG)
+            for part in _parts_of(buffer)
+        ]
+        return _MpiTransfer(parts, self._mpi.Status(), buffer)
+
+    def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
+        mpi = self._mpi
+        source = mpi.ANY_SOURCE if rank is None else rank
+        parts = [
+            self._notes.Irecv([part, mpi.BYTE], source=source, tag=tag + _FIRST_TAG)
+            for part in _parts_of(buffer)
+        ]
+        return _MpiTransfer(parts, mpi.Status(), buffer)
 
     def hierarchy(self) -> Hierarchy | None:
         with lost_in_start(self._comm):
@@ -263,6 +308,10 @@ def gather(comm: Any, value: Any) -> list[Any]:
     return [
         json.loads(everyone[end - count : end].tobytes()) for count, end in zip(counts, ends, strict=True)
     ]
+
+
+def _parts_of(buffer: Array) -> list[Array]:
+    return [buffer[start : start + _PART] for start in range(0, max(1, buffer.size), _PART)]
 
 
 def _free_shared_memory() -> int:

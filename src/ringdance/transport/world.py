@@ -44,7 +44,7 @@ def world_transport(
         mpi = load_mpi("multiple" if threads else "single")
         chosen = _choose(mpi, comm)
         with lost_in_start(chosen):
-            _check_common(gather(chosen, [socket.gethostname(), common]))
+            check_common(gather(chosen, [socket.gethostname(), common]))
             return MpiTransport(mpi, chosen, range(1 << 30), window_bytes, vector_bytes)
 
 
@@ -97,7 +97,8 @@ def _expected(comm: Any) -> list[int]:
     return translated(comm.Get_group(), MPI.COMM_WORLD)
 
 
-def _check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
+def check_common(everyone: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raise SettingError if something differs between ranks; ``everyone``: the host and values of each."""
     host, first = everyone[0]
     for rank, (other_host, other) in enumerate(everyone):
         for name, value in first.items():

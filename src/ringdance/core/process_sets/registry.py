@@ -22,6 +22,7 @@ from ringdance.settings import Settings
 from ringdance.transport.base import Transport
 from ringdance.transport.eventcount import EventCount
 
+FIRST_GROUP = 1 << 15  # numbers of sets that only their members know; records have 16 bits for them
 _MIN_BUFFER = 1 << 16  # some cache lines for each of hundreds of members, however small the chunks
 
 
@@ -125,7 +126,7 @@ class ProcessSets:
                 f"and this job has the ranks 0 to {size - 1}."
             )
         for set_id, known in self.registered.items():
-            if known.ranks == wanted:
+            if known.ranks == wanted and set_id < FIRST_GROUP:
                 raise ArgumentError(
                     f"A process set with the ranks {list(wanted)} exists already ({set_id}): all must differ."
                 )
@@ -159,6 +160,14 @@ class ProcessSets:
             self.machines = (*self.machines, (state, state.steps()))
         alone = len(ranks) == 1 and self._transport.rank in ranks
         self.registered[set_id] = RegisteredSet(ranks, state, alone)
+
+    def add_group(self, set_id: int, ranks: tuple[int, ...]) -> None:
+        """Enter a set that only its members know; all of them call this at the same time, and it blocks."""
+        transport = None
+        if len(ranks) > 1:
+            transport = self._transport.subset(ranks, buffer_bytes(self._settings))
+        self.register(set_id, ranks, transport)
+        self._find_event_count()
 
     def _change(self, item: AgreedRequest) -> Steps:
         """Add or remove a set; all ranks do so in the same order."""

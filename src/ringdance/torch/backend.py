@@ -1,0 +1,444 @@
+"""The backend "ringdance" of torch.distributed: ``dist.init_process_group("ringdance")``.
+
+Collectives on CPU tensors go through the engine, so that DistributedDataParallel, FSDP and what is built on
+them exchange in shared memory and over MPI. Those on GPU tensors are left to NCCL. torch knows the backend by
+``ringdance.torch_backend``.
+
+Results, orders and errors are those of torch's own backends: calls of a group match by their order, results
+replace output tensors, and a ``Work`` that has failed raises in ``wait()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdance import session
+from ringdance.core.request import Collective, Description, ReduceOp, Request
+from ringdance.errors import ArgumentError
+from ringdance.torch.memory import Array, array_of
+from ringdance.torch.works import GroupWork, Transfer, starts_now, wait_at_end
+from ringdance.training import basics
+from ringdance.training.collectives import prepared
+
+Tensors = Sequence[Tensor]
+Finish = Callable[[list[Array]], None]
+
+_OPERATIONS = {
+    "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX,
+    "PRODUCT": ReduceOp.PRODUCT,
+}  # fmt: skip
+_BITWISE: dict[str, Any] = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
+_prefixed: Any = vars(dist)["PrefixStore"]
+
+
+def create(options: Any, _: Any = None) -> ProcessGroup:
+    """Make a process group; torch calls this on its members.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+
+    Raises:
+        ArgumentError: the ranks of torch.distributed and those of the job differ.
+    """
+    ranks, rank, size = tuple(options.global_ranks_in_group), options.group_rank, options.group_size
+    if not session.is_initialized():
+        if size > 1 and session.launched_size() is None:  # by torchrun: MPI does not know the ranks
+            from ringdance.torch import gloo
+
+            store = _prefixed("ringdance", options.store)
+            session.init(ranks=(size, functools.partial(gloo.world, store, rank, size)))
+        else:
+            basics.init()
+    engine = session.engine()
+    if ranks:
+        return ProcessGroup(options, engine.add_group(_meet(options), tuple(sorted(ranks))))
+    if (rank, size) != (engine.rank, engine.size):
+        raise ArgumentError(
+            f"This process is rank {rank} of {size} for torch.distributed and rank {engine.rank} of "
+            f"{engine.size} in the job: give init_process_group neither rank= nor world_size=, and leave "
+            "RANK and WORLD_SIZE as `ringdance run` sets them."
+        )
+    return ProcessGroup(options, 0)
+
+
+def _meet(options: Any) -> int:
+    """Wait for the other members of a new group; return a number that no other group of the job has."""
+    store, root, size = options.store, options.store, options.group_size
+    while hasattr(root, "underlying_store"):
+        root = root.underlying_store
+    if options.group_rank == 0:
+        store.set("number", str(root.add("ringdance/groups", 1) - 1))
+    number = int(store.get("number"))
+    store.add("arrived", 1)
+    until = time.monotonic() + options.timeout.total_seconds()
+    while (arrived := store.add("arrived", 0)) < size:
+        if time.monotonic() > until:
+            raise dist.DistStoreError(
+                f"new_group({list(options.global_ranks_in_group)}): only {arrived} of {size} members have "
+                f"called it within {options.timeout}."
+            )
+        time.sleep(1e-3)
+    return number
+
+
+def _by_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a call on GPU tensors to NCCL."""
+
+    @functools.wraps(method)
+    def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = next(_tensors_in(args), None)
+        if tensor is None or tensor.is_cpu:
+            return method(self, *args, **kwargs)
+        return getattr(self.nccl, method.__name__)(*args, **kwargs)
+
+    return call
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+_Base: Any = dist.ProcessGroup
+
+
+class ProcessGroup(_Base):  # type: ignore[misc]
+    """Some or all ranks; the methods are those that torch calls, with its options.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+        set_id: the ranks' process set in the engine.
+    """
+
+    def __init__(self, options: Any, set_id: int) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self._options, self._set_id, self._timeout = options, set_id, options.timeout
+        self._name = self._description = ""
+
+    def getBackendName(self) -> str:
+        return "ringdance"
+
+    name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, text: str) -> None:
+        self._description = text
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def shutdown(self) -> None:
+        pass  # the job ends with the process, or by hvd.shutdown()
+
+    abort = shutdown
+
+    def start_coalescing(self, device: Any) -> None:
+        pass  # torch collects the calls itself
+
+    def end_coalescing(self, device: Any) -> Any:
+        return GroupWork(session.engine(), [], [], [])
+
+    @functools.cached_property
+    def nccl(self) -> Any:
+        """The group of these ranks that exchanges GPU tensors."""
+        if not dist.is_nccl_available():
+            raise RuntimeError('The backend "ringdance" leaves GPU tensors to NCCL, which this torch lacks.')
+        more = dist.ProcessGroupNCCL.Options()
+        more._timeout = self._timeout
+        store = _prefixed("nccl", self._options.store)
+        return dist.ProcessGroupNCCL(store, self.rank(), self.size(), more)
+
+    # -- reductions ------------------------------------------------------------------------------
+
+    @_by_nccl
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceOptions()
+        if (function := _BITWISE.get(_name_of(opts.reduceOp))) is None:
+            return self._reduce(tensors, opts)
+        (array,), back = _flat(tensors)  # the engine reduces by arithmetic only
+
+        def finish(results: list[Array]) -> None:
+            array[...] = function.reduce(results[0].reshape(self.size(), -1), axis=0)
+            back(results)
+
+        return self._start(Collective.ALLGATHER, [array], None, tensors, opts, finish)
+
+    @_by_nccl
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        return self._reduce(tensors, opts or dist.AllreduceCoalescedOptions())
+
+    @_by_nccl
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        own = self.rank() == opts.rootRank
+        return self._reduce(tensors if own else [one.detach().clone() for one in tensors], opts)
+
+    def _reduce(self, tensors: Tensors, opts: Any) -> Any:
+        arrays, back = _flat(tensors)
+        return self._start(Collective.ALLREDUCE, arrays, arrays, tensors, opts, back, _operation(opts))
+
+    @_by_nccl
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    @_by_nccl
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        sizes = [[output.numel()] * self.size() for output in outputs]
+        return self._reduce_scatter(outputs, inputs, sizes, opts)
+
+    @_by_nccl
+    def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any = None) -> Any:
+        sizes = [[one.numel() for one in parts] for parts in input_lists]
+        joined = [torch.cat([one.detach().reshape(-1) for one in parts]) for parts in input_lists]
+        return self._reduce_scatter(outputs, joined, sizes, opts)
+
+    def _reduce_scatter(self, outputs: Tensors, inputs: Tensors, sizes: list[list[int]], opts: Any) -> Any:
+        """Reduce inputs; ``sizes``: for each, how many elements every rank gets."""
+        opts = opts or dist.ReduceScatterOptions()
+        sources, (targets, back), operation = _flat(inputs)[0], _flat(outputs), _operation(opts)
+        for source, target, counts in zip(sources, targets, sizes, strict=True):
+            if sum(counts) != source.size or counts[self.rank()] != target.size:
+                raise ValueError(
+                    f"reduce_scatter: an input of {source.size} elements cannot be divided into {counts}, "
+                    f"and this rank's output has {target.size}."
+                )
+        equal = all(len(set(counts)) == 1 for counts in sizes)
+        if equal and operation in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            sources = [_apart(*pair) for pair in zip(sources, targets, strict=True)]
+            return self._start(Collective.REDUCESCATTER, sources, targets, outputs, opts, back, operation)
+
+        def finish(results: list[Array]) -> None:
+            for result, target, counts in zip(results, targets, sizes, strict=True):
+                target[...] = result[sum(counts[: self.rank()]) :][: target.size]
+            back(results)
+
+        return self._start(Collective.ALLREDUCE, sources, None, outputs, opts, finish, operation)
+
+    # -- moving data -----------------------------------------------------------------------------
+
+    @_by_nccl
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or dist.BroadcastOptions()
+        root = session.engine().members(self._set_id)[opts.rootRank]
+        arrays, back = _flat(tensors, moved=True)
+        return self._start(Collective.BROADCAST, arrays, arrays, tensors, opts, back, root=root)
+
+    @_by_nccl
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    @_by_nccl
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        sources, (targets, back) = _flat(inputs, moved=True)[0], _flat(outputs, moved=True)
+        for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            if target.size != source.size * self.size():
+                raise ValueError(
+                    f"all_gather: an output of {target.nbytes} bytes is not {self.size()} times "
+                    f"{source.nbytes}, those of the input."
+                )
+            if source.ctypes.data != target[self.rank() * source.size :].ctypes.data:
+                sources[index] = _apart(source, target)
+        return self._start(Collective.ALLGATHER, sources, targets, outputs, opts, back)
+
+    @_by_nccl
+    def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        def finish(results: list[Array]) -> None:
+            for result, outputs in zip(results, output_lists, strict=True):
+                _distribute(result, outputs)
+
+        outputs = list(_tensors_in(output_lists))
+        return self._start(
+            Collective.ALLGATHER, _flat(inputs, moved=True)[0], None, outputs, opts, finish
+        )
+
+    allgather_coalesced = allgather
+
+    @_by_nccl
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:  # fmt: skip
+        (source,), ((target,), back) = _flat([given], moved=True)[0], _flat([output], moved=True)
+        rows, wanted = (
+            list(splits) or [len(one) // self.size()] * self.size()
+            for one, splits in ((given, input_splits), (output, output_splits))
+        )
+        if sum(rows) != len(given) or sum(wanted) != len(output):
+            raise ValueError(
+                f"all_to_all_single: splits {rows} and {wanted} do not add up to the rows of the input, "
+                f"{len(given)}, and the output, {len(output)}; without splits {self.size()} must divide them."
+            )
+        width = source.size // max(1, len(given))
+        return self._exchange(
+            _apart(source, target), [count * width for count in rows], [target], [output], opts, back
+        )
+
+    @_by_nccl
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        parts, _ = _flat(inputs, moved=True)
+        return self._exchange(np.concatenate(parts), [part.size for part in parts], None, outputs, opts)
+
+    @_by_nccl
+    def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
+        (source,), _ = _flat(inputs, moved=True)
+        splits = [source.size * (rank == opts.rootRank) for rank in range(self.size())]
+        return self._exchange(source, splits, None, list(_tensors_in(output_lists)), opts)
+
+    @_by_nccl
+    def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Any:
+        parts, _ = _flat(input_lists[0] if input_lists else outputs, moved=True)
+        splits = [part.size for part in parts] if input_lists else [0] * self.size()
+        source = np.concatenate(parts) if input_lists else parts[0][:0]
+        return self._exchange(source, splits, None, outputs, opts)
+
+    def _exchange(
+        self, source: Array, splits: list[int], targets: list[Array] | None, outputs: Tensors, opts: Any,
+        finish: Finish | None = None,
+    ) -> Any:
+        """Send parts of flat ``source`` to the ranks, and cut what comes into the outputs."""
+        finish = finish or (lambda results: _distribute(results[0], outputs))
+        rows = np.array(splits, np.int64)
+        return self._start(Collective.ALLTOALL, [source], targets, outputs, opts, finish, splits=[rows])
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts, engine = opts or dist.BarrierOptions(), session.engine()
+        request = Request(Description(Collective.BARRIER), set_id=self._set_id)
+        work = engine.submit(request, wake=getattr(opts, "asyncOp", True))
+        return GroupWork(engine, [work], [], [], None, self._seconds(opts))
+
+    # -- two ranks -------------------------------------------------------------------------------
+
+    @_by_nccl
+    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
+        return self._transfer("send", rank, tag, tensors)
+
+    @_by_nccl
+    def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> Any:
+        return self._transfer("receive", rank, tag, tensors)
+
+    @_by_nccl
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        return self._transfer("receive", None, tag, tensors)
+
+    def _transfer(self, verb: str, rank: int | None, tag: int, tensors: Tensors) -> Any:
+        engine, ((array,), back) = session.engine(), _flat(tensors, moved=True)
+        state = engine.sets.find(self._set_id).state
+        if state is None:
+            raise ValueError(f"{verb}: this group has no other rank.")
+        pending = getattr(state.transport, verb)(array.view(np.uint8), rank, tag)
+        work = Transfer(engine, pending, f"{verb} of {array.nbytes} bytes, rank {rank}")
+        return GroupWork(engine, [work], [], tensors, back, self._seconds(None))
+
+    # -- one path to the engine ------------------------------------------------------------------
+
+    def _seconds(self, opts: Any) -> float:
+        given = getattr(opts, "timeout", None)  # negative in torch's options for none
+        chosen = given if given is not None and given.total_seconds() > 0 else self._timeout
+        return float(chosen.total_seconds())
+
+    def _start(
+        self, kind: Collective, arrays: Sequence[Array], targets: Sequence[Array] | None, tensors: Tensors,
+        opts: Any, finish: Finish, operation: ReduceOp = ReduceOp.SUM, root: int = -1,
+        splits: Sequence[Array] | None = None,
+    ) -> GroupWork:
+        """Submit a call.
+
+        Args:
+            kind: which collective.
+            arrays: what is sent.
+            targets: where results go; None for memory of the engine's.
+            tensors: what the ``Work`` has for its result.
+            opts: torch's options.
+            finish: called once with the results.
+            operation: of a reduction.
+            root: of a broadcast, a global rank.
+            splits: of an alltoall.
+        """
+        engine, waits_later = session.engine(), getattr(opts, "asyncOp", True)
+        call = prepared(kind, None, operation, 1.0, 1.0, self._set_id, root, len(arrays) > 1)
+        outputs = None if targets is None else tuple(targets)
+        work = call.submit(engine, tuple(arrays), outputs, splits, waits_later and starts_now(engine))
+        started = GroupWork(engine, [work], list(targets or ()), tensors, finish, self._seconds(opts))
+        if waits_later:
+            wait_at_end(started)
+        return started
+
+    # Names that torch calls these by as well.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+
+def _name_of(operation: Any) -> str:
+    """Return the name of one of torch's operations."""
+    return str(getattr(operation, "op", operation)).rpartition(".")[2]
+
+
+def _operation(opts: Any) -> ReduceOp:
+    name = _name_of(opts.reduceOp)
+    if name not in _OPERATIONS:
+        raise ValueError(f'The backend "ringdance" lacks {name} here: use SUM, AVG, MIN, MAX or PRODUCT.')
+    return _OPERATIONS[name]
+
+
+def _flat(tensors: Tensors, moved: bool = False) -> tuple[list[Array], Finish]:
+    """Return flat views of tensors, and what copies results to those that are not contiguous.
+
+    Args:
+        tensors: of any shape.
+        moved: not reduced: elements that NumPy does not know are sent as bytes.
+    """
+    arrays, copies = [], []
+    for tensor in tensors:
+        plain = tensor.detach()
+        flat = plain.contiguous().view(-1)
+        if not plain.is_contiguous():
+            copies.append((plain, flat))
+        if moved and (flat.is_complex() or flat.element_size() == 1):
+            flat = flat.view(torch.uint8)
+        arrays.append(array_of(flat, in_place=True))
+
+    def finish(_: list[Array]) -> None:
+        for plain, flat in copies:
+            plain.copy_(flat.view(plain.shape))
+
+    return arrays, finish
+
+
+def _distribute(result: Array, outputs: Tensors) -> None:
+    """Cut a flat result into outputs, if there are any."""
+    targets, finish = _flat(outputs, moved=True)
+    if sum(target.size for target in targets) != result.size:
+        raise ValueError("Ranks have sent tensors of other sizes than the outputs have.")
+    start = 0
+    for target in targets:
+        target[...] = result[start : start + target.size]
+        start += target.size
+    finish([])
+
+
+def _apart(source: Array, target: Array) -> Array:
+    """Return an input, or a copy if results would be written over it."""
+    return source.copy() if np.may_share_memory(source, target) else source

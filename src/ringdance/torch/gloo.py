@@ -1,0 +1,271 @@
+"""Ranks that torchrun has started, which MPI does not know: torch's gloo between hosts, the window on each.
+
+torch's store brings the ranks together and carries their notes. The memory of a window is a memfd that the
+ranks of a host open through /proc, so that no name is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from ringdance.errors import RankLostError
+from ringdance.transport.base import Array, Hierarchy, Identity, Pending, Transfer, Transport
+from ringdance.transport.eventcount import NEEDS_FENCE, process_state
+from ringdance.transport.window import Window, window_size
+from ringdance.transport.world import check_common
+
+dist: Any = torch.distributed  # whose stubs lack what is used here
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT, "and": dist.ReduceOp.BAND,
+}  # fmt: skip
+_YEAR = timedelta(days=365)  # the engine's own checks find ranks that are missing
+
+
+class _Started:
+    """A collective of gloo's, with the arrays that it uses; ``finish`` is called once when it is complete."""
+
+    def __init__(self, work: Any, *keep: Any, finish: Any = None) -> None:
+        self._work, self._keep, self._finish = work, keep, finish
+
+    def test(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        self._work.wait()  # raises what has happened
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return True
+
+
+class _Transfer:
+    """A message between two ranks: gloo tells that it is complete only to who waits."""
+
+    def __init__(self, work: Any, buffer: Array, received: bool) -> None:
+        self._work, self._buffer, self._received, self.source = work, buffer, received, -1
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._wait, name="ringdance transfer", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+            if self._received:
+                self.source = self._work._source_rank()
+        except BaseException as error:
+            self._error = error
+
+    def test(self) -> bool:
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+def _host_of_this_process() -> str:
+    """Return what is equal for processes that can share memory and see one another: host and namespaces."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def world(
+    store: Any, rank: int, size: int, window_bytes: int, vector_bytes: int, common: dict[str, Any]
+) -> GlooTransport:
+    """Return the transport of all ranks.
+
+    Args:
+        store: of torch.distributed, for this alone.
+        rank: of this process.
+        size: number of ranks.
+        window_bytes: size of each rank's buffers in the window of a host, 0 for no window.
+        vector_bytes: longest agreement vector.
+        common: what must be equal on all ranks, by name.
+
+    Raises:
+        SettingError: something of ``common`` differs; raised on all ranks.
+    """
+    own = [socket.gethostname(), os.getpid(), _host_of_this_process(), common]
+    everyone = _gather(store, "who", rank, size, own)
+    check_common([(host, theirs) for host, _, _, theirs in everyone])
+    identities = [Identity(number, host, pid) for number, (host, pid, _, _) in enumerate(everyone)]
+    hosts = [host for _, _, host, _ in everyone]
+    return GlooTransport(store, rank, identities, hosts, window_bytes, vector_bytes)
+
+
+def _gather(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Return every rank's value, which JSON can hold."""
+    store.set(f"{key}/{rank}", json.dumps(value))
+    keys = [f"{key}/{number}" for number in range(size)]
+    store.wait(keys)
+    return [json.loads(one) for one in store.multi_get(keys)]
+
+
+class GlooTransport(Transport):
+    """One communicator.
+
+    Args:
+        store: of the members alone.
+        rank: among them.
+        identities: of the members.
+        hosts: the host of each, as text that is equal for those that share memory.
+        window_bytes, vector_bytes: see ``world``.
+        parent: the communicator that this is a part of.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, identities: Sequence[Identity], hosts: Sequence[str], window_bytes: int,
+        vector_bytes: int, parent: GlooTransport | None = None,
+    ) -> None:
+        self.rank, self.size, self.identities = rank, len(identities), tuple(identities)
+        self.host_group = tuple(number for number, host in enumerate(hosts) if host == hosts[rank])
+        self._store, self._hosts, self._vector_bytes = store, tuple(hosts), vector_bytes
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, self.size, _YEAR)
+        self._parts, self._subsets = itertools.count(), Counter[str]()
+        self._noted = 0
+        self._cross: GlooTransport | None = None
+        self._window_bytes = 0 if NEEDS_FENCE else window_bytes
+        if self._window_bytes and len(self.host_group) > 1:
+            self._make_window(window_bytes, parent)
+
+    def _make_window(self, window_bytes: int, parent: GlooTransport | None) -> None:
+        count, index = len(self.host_group), self.host_group.index(self.rank)
+        size = window_size(count, self._vector_bytes, window_bytes)
+        key, lowest = f"window/{self.host_group[0]}", self.identities[self.host_group[0]]
+        if index == 0:
+            file = os.memfd_create("ringdance window")
+            os.truncate(file, size)
+            self._store.set(key, str(file))
+        else:
+            file = os.open(f"/proc/{lowest.pid}/fd/{int(self._store.get(key))}", os.O_RDWR)
+        memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
+        shared = self.shared_events(parent)
+        self.window = Window(memory, index, count, self._vector_bytes, window_bytes, lambda: None, shared)
+        self.window.touch()
+        self.event_count = self.window.event_count
+        _gather(self._store, f"{key}/ready", index, count, True)
+        os.close(file)
+
+    def allreduce(self, buffer: Array, operation: str, receive: Array | None = None) -> Pending:
+        if receive is not None:
+            receive[...] = buffer
+        target = buffer if receive is None else receive
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[operation]
+        return _Started(self._group.allreduce([torch.from_numpy(target)], options), target)
+
+    def broadcast(self, buffer: Array, root: int) -> Pending:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return _Started(self._group.broadcast([torch.from_numpy(buffer)], options), buffer)
+
+    def allgather(self, send: Array, receive: Array, counts: Sequence[int]) -> Pending:
+        longest = max(counts)
+        equal = min(counts) == longest
+        own = send if equal else np.zeros(longest, np.uint8)
+        own[: send.size] = send
+        parts = receive[: longest * self.size] if equal else np.empty(longest * self.size, np.uint8)
+        rows = list(torch.from_numpy(parts).view(self.size, longest))
+
+        def unpack() -> None:
+            start = 0
+            for row, count in zip(parts.reshape(self.size, longest), counts, strict=True):
+                receive[start : start + count] = row[:count]
+                start += count
+
+        work = self._group.allgather([rows], [torch.from_numpy(own)])
+        return _Started(work, own, parts, receive, finish=None if equal else unpack)
+
+    def alltoall(
+        self, send: Array, send_counts: Sequence[int], receive: Array, receive_counts: Sequence[int]
+    ) -> Pending:
+        source, target = send[: sum(send_counts)], receive[: sum(receive_counts)]
+        work = self._group.alltoall_base(
+            torch.from_numpy(target), torch.from_numpy(source), list(receive_counts), list(send_counts)
+        )
+        return _Started(work, source, target)
+
+    def split(self, members: Sequence[int], window_bytes: int) -> Transport | None:
+        name = f"split {next(self._parts)}"  # all ranks count alike
+        return self._part(name, members, window_bytes) if self.rank in members else None
+
+    def subset(self, members: Sequence[int], window_bytes: int) -> Transport:
+        key = str(sorted(members))
+        self._subsets[key] += 1  # all members count alike
+        return self._part(f"subset {key} {self._subsets[key]}", members, window_bytes)
+
+    def _part(self, name: str, members: Sequence[int], window_bytes: int) -> GlooTransport:
+        chosen = sorted(members)
+        who, hosts = zip(*[(self.identities[i], self._hosts[i]) for i in chosen], strict=True)
+        store, rank = dist.PrefixStore(name, self._store), chosen.index(self.rank)
+        return GlooTransport(store, rank, who, hosts, window_bytes, self._vector_bytes, self)
+
+    def hierarchy(self) -> Hierarchy | None:
+        hosts = list(dict.fromkeys(self._hosts))
+        members = [[i for i, host in enumerate(self._hosts) if host == one] for one in hosts]
+        sizes = tuple(map(len, members))
+        if len(hosts) == 1 or max(sizes) == 1 or not self._window_bytes:
+            return None
+        index = self.host_group.index(self.rank)
+        if index < min(sizes):
+            self._cross = self._part(f"cross {index}", [group[index] for group in members], 0)
+        return Hierarchy(sizes, self._window_bytes, self._cross)
+
+    def send(self, buffer: Array, rank: int, tag: int) -> Transfer:
+        return _Transfer(self._group.send([torch.from_numpy(buffer)], rank, tag), buffer, False)
+
+    def receive(self, buffer: Array, rank: int | None, tag: int) -> Transfer:
+        tensors = [torch.from_numpy(buffer)]
+        if rank is None:
+            return _Transfer(self._group.recv_anysource(tensors, tag), buffer, True)
+        return _Transfer(self._group.recv(tensors, rank, tag), buffer, True)
+
+    def post(self, rank: int, message: bytes) -> None:
+        with self._store_is_there():
+            number = self._store.add(f"notes/{rank}", 1)
+            self._store.set(f"note/{rank}/{number}", f"{self.rank} ".encode() + message)
+
+    def messages(self) -> list[tuple[int, bytes]]:
+        notes = []
+        with self._store_is_there():
+            there = self._store.add(f"notes/{self.rank}", 0)
+            while self._noted < there:
+                self._noted += 1
+                sender, _, message = self._store.get(f"note/{self.rank}/{self._noted}").partition(b" ")
+                notes.append((int(sender), message))
+        return notes
+
+    @contextlib.contextmanager
+    def _store_is_there(self) -> Any:
+        try:
+            yield
+        except RuntimeError as error:
+            text = f"The store of torch.distributed, by which ranks send notes, cannot be reached: {error}"
+            raise RankLostError(text) from error
+
+    def state(self, rank: int) -> str:
+        return process_state(self.identities[rank].pid) if rank in self.host_group else "unknown"
+
+    def close(self, agreed: bool) -> None:
+        if agreed:
+            if self._cross is not None:
+                self._cross.close(True)
+            self.window = self.event_count = None  # the memory lives as long as its views

@@ -1,0 +1,23 @@
+"""Make the backend "ringdance" known to torch.distributed, without importing what it needs.
+
+torch calls ``register`` when it is imported: the entry point is in its group ``torch.backends`` (torch 2.5 or
+later; before, ``import ringdance.torch`` does it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Register the backend, once."""
+    import torch.distributed as dist
+
+    if dist.is_available() and not hasattr(dist.Backend, "RINGDANCE"):
+        dist.Backend.register_backend("ringdance", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: Any, more: Any = None) -> Any:
+    from ringdance.torch.backend import create
+
+    return create(options, more)

@@ -1,0 +1,381 @@
+"""The backend "ringdance" of torch.distributed: results are gloo's, bit by bit, where gloo has the call.
+
+Also run under torchrun, where the ranks are connected by gloo: tests/dropin/test_torch_backend.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import ringdance.torch as hvd
+from ringdance import session
+from ringdance.errors import MismatchError
+from ringdance.torch import backend, works
+from ringdance.torch_backend import register
+
+register()
+if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun
+    if hosts := os.environ.get("HOSTS_OF_RANKS"):
+        from ringdance.torch import gloo
+
+        gloo._host_of_this_process = lambda: hosts.split()[int(os.environ["RANK"])]
+    dist.init_process_group("ringdance")
+else:
+    hvd.init()
+    path = hvd.broadcast_object(os.path.join(tempfile.mkdtemp(), "store") if hvd.rank() == 0 else None)
+    store = dist.FileStore(path, hvd.size())
+    dist.init_process_group("ringdance", store=store, rank=hvd.rank(), world_size=hvd.size())
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+GLOO = dist.new_group(backend="gloo") if SIZE > 1 else None
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")]
+WORLD = dist.group.WORLD
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
+    torch.uint8,
+]  # fmt: skip
+
+
+def given(shape: Any, dtype: torch.dtype = torch.float32, rank: int = RANK) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(31 * rank + len(str(shape)))
+    return torch.randint(0, 5, shape, generator=generator).to(dtype)
+
+
+def by_both(call: Callable[[Any], Any], tolerance: float = 1e-5) -> None:
+    """Compare the results of a call in our group and in gloo's, which adds three ranks in another order."""
+    tolerance = 0.0 if SIZE == 2 else tolerance
+    for one, other in zip(call(WORLD), call(GLOO), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5, 2)], ids=str)
+def test_reductions(dtype: torch.dtype, shape: Any) -> None:
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        def reduce(group: Any, op: Any = op) -> list[torch.Tensor]:
+            one, other = given(shape, dtype), given(shape, dtype)
+            dist.all_reduce(one, op, group=group)
+            dist.reduce(other, SIZE - 1, op, group=group)
+            return [one, other] if RANK == SIZE - 1 else [one]
+
+        by_both(reduce)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_moving(dtype: torch.dtype) -> None:
+    """What gloo does not know is compared with what the ranks have given."""
+    def everyone(shape: Any) -> list[torch.Tensor]:
+        return [given(shape, dtype, rank) for rank in range(SIZE)]
+
+    def equal(found: Any, wanted: Any) -> None:
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
+
+    one = given((3, 2), dtype)
+    dist.broadcast(one, SIZE - 1)
+    equal([one], everyone((3, 2))[-1:])
+    parts = [torch.empty(3, 2, dtype=dtype) for _ in range(SIZE)]
+    dist.all_gather(parts, given((3, 2), dtype))
+    equal(parts, everyone((3, 2)))
+    whole = torch.empty(3 * SIZE, 2, dtype=dtype)
+    dist.all_gather_into_tensor(whole, given((3, 2), dtype))
+    equal([whole], [torch.cat(everyone((3, 2)))])
+    dist.all_to_all_single(whole, given((3 * SIZE, 2), dtype))
+    rows = [one.view(SIZE, 3, 2)[RANK] for one in everyone((3 * SIZE, 2))]
+    equal([whole], [torch.cat(rows)])
+    gathered = [torch.empty(4, dtype=dtype) for _ in range(SIZE)] if RANK == 1 else None
+    dist.gather(given((4,), dtype), gathered, dst=1)
+    if gathered is not None:
+        equal(gathered, everyone((4,)))
+    scattered = torch.empty(4, dtype=dtype)
+    dist.scatter(scattered, everyone((4,)) if RANK == 1 else None, src=1)
+    equal([scattered], [everyone((4,))[RANK]])
+
+
+def test_rows_of_unequal_number() -> None:
+    sends = [[(source + 2 * target) % 4 for target in range(SIZE)] for source in range(SIZE)]
+    receives = [row[RANK] for row in sends]
+
+    def exchange(group: Any) -> list[torch.Tensor]:
+        output = torch.empty(sum(receives), 3)
+        dist.all_to_all_single(output, given((sum(sends[RANK]), 3)), receives, sends[RANK], group=group)
+        return [output]
+
+    by_both(exchange)
+    parts = [torch.empty(count, 3) for count in receives]
+    dist.all_to_all(parts, list(given((sum(sends[RANK]), 3)).split(sends[RANK])))
+    assert torch.equal(torch.cat(parts), exchange(GLOO)[0])
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        outputs = []
+        for group in (WORLD, GLOO):
+            outputs.append(torch.empty(4))
+            dist.reduce_scatter(outputs[-1], list(given((4 * SIZE,)).split(4)), op, group=group)
+        assert torch.equal(*outputs)
+    uneven = torch.empty(RANK + 1)
+    dist.reduce_scatter(uneven, [torch.full((rank + 1,), RANK + 1.0) for rank in range(SIZE)])
+    assert uneven.tolist() == [SIZE * (SIZE + 1) / 2] * (RANK + 1)
+
+
+def test_reductions_that_gloo_lacks() -> None:
+    one = given((4,), torch.float32)
+    dist.all_reduce(one, dist.ReduceOp.AVG)
+    assert torch.equal(one, torch.stack([given((4,), rank=rank) for rank in range(SIZE)]).mean(0))
+    for op, function in ((dist.ReduceOp.BAND, np.bitwise_and), (dist.ReduceOp.BXOR, np.bitwise_xor)):
+        number = torch.tensor([6 + RANK, 5])
+        dist.all_reduce(number, op)
+        assert number[0] == function.reduce([6 + rank for rank in range(SIZE)])
+    output = torch.empty(2)
+    dist.reduce_scatter_tensor(output, given((2 * SIZE,)), dist.ReduceOp.AVG)
+    every = torch.stack([given((2 * SIZE,), rank=rank) for rank in range(SIZE)])
+    assert torch.equal(output, every.mean(0)[2 * RANK :][:2])
+
+
+def test_memory_of_any_layout() -> None:
+    """Outputs that are not contiguous, inputs that lie in outputs, as FSDP has them."""
+    one = torch.zeros(4, 3).t()
+    one += RANK + 1
+    dist.all_reduce(one)
+    assert torch.equal(one, torch.full((3, 4), SIZE * (SIZE + 1) / 2))
+    whole = torch.zeros(SIZE * 2)
+    whole[2 * RANK :][:2] = RANK
+    dist.all_gather_into_tensor(whole, whole[2 * RANK :][:2])
+    assert whole.tolist() == [float(rank) for rank in range(SIZE) for _ in (0, 1)]
+    shifted = torch.arange(2.0 * SIZE)
+    dist.reduce_scatter_tensor(shifted[:2], shifted)
+    assert shifted[:2].tolist() == [SIZE * (2.0 * RANK), SIZE * (2.0 * RANK + 1)]
+
+
+def test_calls_in_flight() -> None:
+    tensors = [torch.full((3,), float(RANK + i)) for i in range(20)]
+    started = [dist.all_reduce(one, async_op=True) for one in tensors]
+    futures = [one.get_future() for one in started[::3]]
+    doubled = [one.then(lambda done: done.value()[0] * 2) for one in futures]
+    for number, one in reversed(list(enumerate(started))):
+        assert one.wait()
+        assert one.is_completed()
+        assert one.is_success()
+        assert one.exception() is None
+        assert torch.equal(one.result()[0], tensors[number])
+        assert tensors[number][0] == sum(range(SIZE)) + SIZE * number
+    assert [one.wait()[0].item() for one in doubled] == [2 * tensors[i][0].item() for i in range(0, 20, 3)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for one in tensors[:4]:
+            dist.all_reduce(one)
+    manager.wait()
+    dist.barrier()
+    found: list[Any] = [None] * SIZE
+    dist.all_gather_object(found, {"rank": RANK})
+    assert found == [{"rank": rank} for rank in range(SIZE)]
+
+
+def test_two_ranks() -> None:
+    ahead, behind = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    sent = [dist.isend(torch.full((1000,), float(RANK + tag)), ahead, tag=tag) for tag in (1, 0)]
+    for tag in (0, 1):
+        received = torch.empty(1000)
+        assert dist.recv(received, behind, tag=tag) == behind
+        assert received[0] == behind + tag
+    for one in sent:
+        one.wait()
+    if RANK:
+        dist.send(torch.tensor([RANK]), 0)
+    else:
+        number = torch.zeros(1, dtype=torch.int64)
+        assert sorted(dist.recv(number) for _ in range(SIZE - 1)) == list(range(1, SIZE))
+    got = torch.zeros(2)
+    pair = [dist.P2POp(dist.isend, torch.ones(2), ahead), dist.P2POp(dist.irecv, got, behind)]
+    for one in dist.batch_isend_irecv(pair):
+        one.wait()
+    assert got.tolist() == [1, 1]
+
+
+def test_groups() -> None:
+    """Made by all ranks or by members alone; threads use two of them in different orders."""
+    # torch names groups made by members alone by how many groups a rank is in.
+    whole = [dist.new_group(use_local_synchronization=local) for local in (True, False)]
+    pair = dist.new_group([0, SIZE - 1])
+    if RANK in (0, SIZE - 1):
+        one = torch.tensor([float(RANK)])
+        dist.all_reduce(one, group=pair)
+        dist.broadcast(one, SIZE - 1, group=pair)
+        assert one.item() == SIZE - 1
+    totals: dict[int, float] = {}
+
+    def reduce(number: int) -> None:
+        for _ in range(10):
+            one = torch.ones(2) * (number + 1)
+            dist.all_reduce(one, group=whole[number])
+            totals[number] = one[0].item()
+
+    threads = [threading.Thread(target=reduce, args=(number,)) for number in (range(2) if RANK else (1, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == {0: SIZE, 1: 2 * SIZE}
+    alone = dist.new_group([RANK], use_local_synchronization=True)
+    dist.all_reduce(one := torch.ones(1), group=alone)
+    assert one.item() == 1
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE  # side by side with the other API
+    assert sorted(hvd.add_process_set([0, 1]).ranks or ()) == [0, 1] if SIZE > 2 else True
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(16, 16) for _ in range(4)]
+    return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3))
+
+
+def trained(group: Any, hook: str = "", no_sync: bool = False, **options: Any) -> list[torch.Tensor]:
+    model = net()
+    with torch.no_grad():
+        for one in model.parameters():
+            one += 0.01 * RANK  # what DistributedDataParallel makes equal
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001, **options)
+    if hook == "half":
+        wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif hook:
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(5):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + RANK))
+        with wrapped.no_sync() if no_sync and step % 2 else contextlib.nullcontext():
+            wrapped(x).square().mean().backward()
+        if not no_sync or step % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [one.detach() for one in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("options", [
+    {}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True},
+    {"no_sync": True}, {"hook": "half"}, {"hook": "power"},
+], ids=str)  # fmt: skip
+def test_data_parallel(options: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(works, "_overlaps", lambda engine: overlap)
+    if options.get("hook") != "power":
+        by_both(lambda group: trained(group, **options), 1e-2 if "hook" in options else 1e-5)
+        return
+    found = hvd.allgather_object([one.tolist() for one in trained(WORLD, **options)[:2]])  # gloo aborts in it
+    assert found == [found[0]] * SIZE
+
+
+def test_a_mismatch_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks get it as it is, and the group can be used again."""
+    monkeypatch.setattr(works, "_overlaps", lambda engine: False)
+    model = DistributedDataParallel(net())
+    loss = model(torch.ones(2, 16)).sum()
+    if RANK == 0:
+        started = dist.all_reduce(torch.ones(3), async_op=True)
+        loss.backward()
+        with pytest.raises(MismatchError, match=r"\(3,\) on rank 0"):
+            started.wait()
+    else:
+        with pytest.raises(MismatchError, match=r"\(3,\) on rank 0"):
+            loss.backward()
+        dist.all_reduce(torch.zeros(sum(one.numel() for one in model.parameters())))
+
+
+def sharded(mesh: Any) -> list[torch.Tensor]:
+    model = net()
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + RANK))
+        model(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [one.detach().full_tensor() for one in model.parameters()]
+
+
+def test_sharded_data_parallel() -> None:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    meshes = {WORLD: init_device_mesh("cpu", (SIZE,)), GLOO: DeviceMesh.from_group(GLOO, "cpu")}
+    by_both(lambda group: sharded(meshes[group]))
+
+
+def test_functional_collectives_and_tensors_in_parts() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    assert functional.all_reduce(torch.ones(2), "sum", WORLD).tolist() == [SIZE, SIZE]
+    gathered = functional.all_gather_tensor(torch.tensor([float(RANK)]), 0, WORLD)
+    assert gathered.tolist() == list(map(float, range(SIZE)))
+    compiled = torch.compile(lambda x: functional.all_reduce(2 * x, "sum", WORLD) + 1, backend="eager")
+    assert compiled(torch.ones(1)).item() == 2 * SIZE + 1
+    mesh = init_device_mesh("cpu", (SIZE,))
+    whole = torch.arange(6.0 * SIZE).view(2 * SIZE, 3)
+    part = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(part.redistribute(mesh, [Replicate()]).to_local(), whole)
+    assert torch.equal(part.sum().full_tensor(), whole.sum())
+
+
+def test_what_is_wrong() -> None:
+    with pytest.raises(MismatchError, match=rf"\(4,\) on rank {SIZE - 1}"):
+        dist.all_reduce(torch.ones(3 + RANK // (SIZE - 1)))
+    with pytest.raises(ValueError, match="cannot be divided"):
+        dist.reduce_scatter_tensor(torch.empty(2), torch.empty(5))
+    with pytest.raises(ValueError, match="add up"):
+        dist.all_to_all_single(torch.empty(4), torch.empty(4), [1] * SIZE, [1] * SIZE)
+    dist.barrier()
+    if RANK == 0:
+        with pytest.raises(dist.DistBackendError, match=r"after 0\.2 s"):
+            WORLD.allreduce([late := torch.ones(1)]).wait(timedelta(seconds=0.2))
+        assert late.item() in (1, SIZE)
+    dist.monitored_barrier(GLOO)
+    if RANK:
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+
+def test_tensors_on_a_gpu_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Nccl:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: calls.append(name)
+
+    monkeypatch.setitem(vars(WORLD), "nccl", Nccl())
+    far = torch.empty(2, device="meta")  # any device but the CPU
+    WORLD.allreduce([far])
+    WORLD.broadcast([far])
+    WORLD.allgather([[far]], [far])
+    WORLD._allgather_base(far, far)
+    assert calls == ["allreduce", "broadcast", "allgather", "all_gather_single"]
+
+
+def test_ranks_that_differ_from_those_of_the_job() -> None:
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.group_rank, options.group_size, options.global_ranks_in_group = RANK, SIZE + 1, []
+    with pytest.raises(Exception, match=f"{SIZE + 1} for torch.distributed"):
+        backend.create(options)
+    assert copy.copy(session.engine().size) == SIZE
+
+
+@pytest.fixture(autouse=True)
+def _together() -> Iterator[None]:
+    yield
+    dist.barrier(GLOO)
