@@ -47,6 +47,7 @@ exit code: 0, also where damaged files are left out, which is said on stderr; 2 
 directory
 """
 _SAMPLE_S = 0.2
+_BEFORE = " without init()"  # what a rank's progress ends with until then
 _WAITS = re.compile(r"core/progress\.py(?:\", line |:)\d+(?:\)| in wait\b)")
 _ERROR = re.compile(r"^(?:\[\d+\] ?)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*)", re.MULTILINE)
 
@@ -125,11 +126,21 @@ def main(argv: Sequence[str]) -> int:
 def _ranks_here(target: str) -> list[_Rank]:
     """Return the ranks on this host of the jobs that may be meant."""
     jobs: dict[str, list[_Rank]] = {}
+    known = set()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         reader = open_ring(int(pid))
-        if reader is not None and reader.who.pid == int(pid) and not reader.words[Word.CLOSED]:
+        if reader is not None and reader.who.pid == int(pid):
             rank = _rank_of(reader)
-            jobs.setdefault(rank.job, []).append(rank)
+            known.add((rank.job, rank.number))
+            if not reader.words[Word.CLOSED]:
+                jobs.setdefault(rank.job, []).append(rank)
+    for process, environ in records.rank_processes():
+        job, number, size = (environ[name] for name in (linux.MARKER, "RINGDANCE_RANK", "RINGDANCE_SIZE"))
+        if (job, int(number)) not in known:
+            state = _BEFORE if open_ring(process.pid) is None else ", now in init()"
+            progress = f"{time.time() - process.create_time():.0f} s{state}"
+            rank = _Rank(int(number), os.uname().nodename, process.pid, int(size), job, progress)
+            jobs.setdefault(job, []).append(rank)
     found: list[_Rank] = []
     for job, ranks in jobs.items():
         of_process = target.isdigit() and any(_is_below(rank.pid, int(target)) for rank in ranks)
@@ -152,9 +163,11 @@ def _only_job(ranks: list[_Rank], target: str) -> list[_Rank]:
     if not target:
         raise LaunchError(f"no ranks of yours run {here}; name the directory of a job that has ended")
     record = records.find(target)
-    state = "running, on other hosts: name them with -H" if record.state == "running" else record.state
+    state = {"ended": "has ended", "lost": "is lost: its launcher was killed"}.get(
+        record.state, f"runs on {', '.join(record.hosts)}: name other hosts with -H"
+    )
     advice = f"`ringdance attach {record.short}` shows its output"
-    raise LaunchError(f"job {record.short} has no ranks {here}: it is {state}; {advice}")
+    raise LaunchError(f"job {record.short} has no ranks {here}: it {state}; {advice}")
 
 
 def _look_elsewhere(arguments: argparse.Namespace) -> list[_Rank]:
@@ -220,6 +233,9 @@ def _explain_job(ranks: list[_Rank], stacks: bool) -> Iterator[str]:
 def _culprit(ranks: list[_Rank], missing: list[int]) -> str:
     waiting = [rank for rank in ranks if rank.waits_for]
     late = [rank for rank in ranks if not rank.waits_for]
+    early = [str(rank.number) for rank in ranks if rank.progress.endswith(_BEFORE)]
+    if not waiting and early:
+        return f"All ranks have to call init(): ranks {', '.join(early)} have not done so yet."
     if not waiting:
         return "No rank waits for another."
     if late:

@@ -33,6 +33,7 @@ _WORTH = 0.1  # share of the speed below which nothing is worth changing
 _BUSY = 0.85  # share of the cores' time from which on they are busy
 _OTHERS = 0.2  # the same that other programs use, from which on they may be the cause
 _WAITS = 0.5  # cores that a loader uses, below which it waits for something most of the time
+_FEW = 0.1  # the same, below which it does not lack cores either
 _BEHIND = 0.1  # share by which one rank is slower than the mean, from which on it is the cause
 _TAIL = 30  # lines of a failed run that are shown
 
@@ -119,7 +120,10 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
     loader, step, both = (speeds[part].samples_per_second for part in PARTS)
     alone, gain = speeds["loader"], step / both
     pace, advice = f"{alone.unit}/s", _LESS[alone.unit]
-    if disturbed := max((one.by_others for one in speeds.values() if one.is_disturbed), default=0.0):
+    less = loader < step * (1 - _WORTH) and both >= loader * 0.7
+    waits = less and both < step * (1 - _WORTH) and alone.cores < _FEW  # whatever others do on the cores
+    disturbed = max((one.by_others for one in speeds.values() if one.is_disturbed), default=0.0)
+    if disturbed and not waits:
         return Limit(
             "unclear",
             f"Other programs use {disturbed:.0%} of a host's cores, and hardly one is idle: the loader alone "
@@ -127,7 +131,6 @@ def judge(speeds: Mapping[str, Speed]) -> Limit:
             "they would without these programs is not known.",
             "Measure again while nothing else runs on the hosts.",
         )
-    less = loader < step * (1 - _WORTH) and both >= loader * 0.7
     noise, other = (hypot(speeds[part].noise, speeds["step"].noise) for part in ("both", "loader"))
     fast = step / (step + loader) < _WORTH  # even one after the other costs less than that
     if (noise >= max(_WORTH, 1 - both / step) and not fast) or (less and other >= 1 - loader / step):

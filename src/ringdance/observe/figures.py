@@ -149,7 +149,10 @@ def read_run(directory: Path) -> Run:
     files = sorted(directory.glob("metrics-*.jsonl"))
     if not files:
         what = "has no metrics-*.jsonl" if directory.is_dir() else "is no directory"
-        raise LaunchError(f"{directory} {what}: start the job with `ringdance run --output-filename DIR`")
+        advice = "start the job with `ringdance run --output-filename DIR`"
+        if any(directory.glob("rank.*")):  # it was started so
+            advice = "its ranks have not called hvd.init(), or ended within it"
+        raise LaunchError(f"{directory} {what}: {advice}")
     rows = sorted((row for file in files for row in _read(file)), key=itemgetter("time"))
     processes: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
     last: dict[int, list[Row]] = {}  # of each rank: its last process, after a restart maybe on another host
@@ -164,9 +167,13 @@ def read_run(directory: Path) -> Run:
         except ValueError:
             continue
     if not ranks:
-        raise LaunchError(
-            f"{directory}: no rank has taken steps between two samples. Steps are those of "
-            "DistributedOptimizer, or of hvd.mark_step() after each; of a run of a few seconds take samples "
-            "more often: RINGDANCE_METRICS_INTERVAL=1"
-        )
+        if not any(row["steps"] for row in rows):
+            why = "has marked a step. DistributedOptimizer does, or hvd.mark_step() after each"
+        else:
+            seconds = rows[-1]["time"] - rows[0]["time"]
+            why = (
+                f"has taken steps between two samples, as the run took {seconds:.1f} s only. Let it run for "
+                f"longer, or take samples more often: RINGDANCE_METRICS_INTERVAL={min(1, max(0.01, seconds / 10)):.1g}"
+            )
+        raise LaunchError(f"{directory}: no rank {why}")
     return Run(directory, ranks)

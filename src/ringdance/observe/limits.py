@@ -67,7 +67,11 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
         evidence.insert(1, text)
     busy = [one for one in run.hosts if run.mean("host_cpu_percent", one) > _BUSY_HOST]
     taken, host = max(((_by_others(run, one), one) for one in busy), default=(0.0, ""))
-    if taken >= _TAKEN:
+    skewed = run.size > 1 and skew >= max(WORTH, communication)
+    waits = all(
+        one.cores / max(1 - one.exposed, 0.05) < _FEW_CORES for one in ([run.slowest] if skewed else run.ranks)
+    )  # for something that is no core, as its input
+    if taken >= _TAKEN and not (waits and (skewed or max(communication, uneven) < WORTH)):
         return RunLimit(
             "other programs",
             f"Other programs use {taken:.0f}% of the cores of {host}: what limits the run without them is "
@@ -79,7 +83,7 @@ def judge(run: Run, uneven: float = 0.0) -> RunLimit:
             "Give all ranks the same to do in each step, such as samples of like length, and to each its own "
             "cores.", evidence,
         )  # fmt: skip
-    if run.size > 1 and skew >= max(WORTH, communication):
+    if skewed:
         return _skew(run, evidence)
     if run.size > 1 and communication >= WORTH:
         last = run.slowest.rows[-1]

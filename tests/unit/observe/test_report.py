@@ -88,6 +88,22 @@ def test_nothing_is_blamed_beside_other_programs(tmp_path: Path, own: float, bou
     assert ("Other programs use 73% of the cores of node0" in found.sentence) is (own < 1)
 
 
+@pytest.mark.parametrize(
+    ("exposed", "cores", "bound"),
+    [
+        ([0.9, 0.0], 0.04, "skew"),
+        ([0.02, 0.02], 0.02, "input"),
+        ([0.9, 0.0], 0.3, "other programs"),
+        ([0.5, 0.5], 0.04, "other programs"),  # exchanges may lack cores
+    ],
+)
+def test_who_hardly_uses_a_core_is_not_slowed_by_other_programs(
+    tmp_path: Path, exposed: list[float], cores: float, bound: str
+) -> None:
+    run = read_run(write(tmp_path, exposed, cores=cores, host_cpu=99.0, host_cores=4))
+    assert judge(run).bound == bound
+
+
 def test_the_page_is_well_formed_and_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write(tmp_path / "<one>", [0.1], gpu=50.0)
     four = write(tmp_path / "a&b", [0.6, 0.6, 0.05, 0.6], gpu=50.0)
@@ -126,12 +142,21 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "empty").mkdir()
     assert report.main([str(tmp_path / "empty")]) == 2
     assert "--output-filename" in capsys.readouterr().err
+    (tmp_path / "empty" / "rank.0").mkdir()  # as that option does
+    assert report.main([str(tmp_path / "empty")]) == 2
+    assert "its ranks have not called hvd.init()" in capsys.readouterr().err
     still = tmp_path / "still"
     write(still, [0.1])
     lines = (still / "metrics-0.jsonl").read_text().splitlines()
     (still / "metrics-0.jsonl").write_text(lines[0])
     assert report.main([str(still)]) == 2
     assert "mark_step" in capsys.readouterr().err
+    (still / "metrics-0.jsonl").write_text("\n".join(json.dumps(
+        {**json.loads(lines[1]), "time": 1000.0 + second, "steps": 9 * (second > 1), "last_step_time": 1001.5}
+    ) for second in range(3)))  # samples each second
+    assert report.main([str(still)]) == 2
+    assert "took 2.0 s only" in (said := capsys.readouterr().err)
+    assert said.endswith("RINGDANCE_METRICS_INTERVAL=0.2\n")
 
 
 @pytest.mark.parametrize("line", ["null", "[]", "5", '{"rank": 0}', "[" * 100_000])

@@ -78,7 +78,7 @@ def _status(arguments: argparse.Namespace) -> int:
 def _row(record: records.Record) -> tuple[str, ...]:
     state = record.state
     if state == "ended":
-        state = f"exit code {record.code}" if record.code else "completed"
+        state += f", exit code {record.code}" if record.code else ""
     elif state == "elsewhere":
         state = f"on {record.launcher_host}"
     names = list(record.hosts)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ringdance.errors import LaunchError
 from ringdance.launch.output.stream import Sink, write_all
@@ -174,32 +175,37 @@ def load_all() -> list[Record]:
     return sorted((record for record in records if record), key=lambda record: record.began)
 
 
+def _environ_of(process: Any) -> dict[str, str]:
+    """Return the environment of a process; none of one that has ended, or of another user's, as sshd."""
+    with contextlib.suppress(Exception):
+        return dict(process.environ())
+    return {}
+
+
+def rank_processes() -> Iterator[tuple[Any, dict[str, str]]]:
+    """Yield the ``psutil.Process`` and the environment of each rank that runs here, of any job."""
+    import psutil  # the launcher starts without it
+
+    for process in psutil.process_iter():
+        environ = _environ_of(process)
+        if linux.MARKER in environ and "RINGDANCE_RANK" in environ:
+            with contextlib.suppress(psutil.Error, OSError):
+                if "RINGDANCE_RANK" not in _environ_of(process.parent()):  # else a rank's child
+                    yield process, environ
+
+
 def without_record() -> list[Record]:
     """Return the jobs of which ranks run here and there is no record: in the foreground, or of other hosts.
 
     Their `pid` is that of the process that started the job here, `command` and `cwd` are a rank's.
     """
-    import psutil  # the launcher starts without it
-
-    def environ_of(process: psutil.Process) -> dict[str, str]:
-        try:
-            environ: dict[str, str] = process.environ()
-        except (psutil.Error, OSError):  # as of sshd
-            environ = {}
-        return environ
-
     known, found = {record.job for record in load_all()}, dict[str, Record]()
-    for process in psutil.process_iter():
-        # It may have ended meanwhile, or be another user's.
-        with contextlib.suppress(psutil.Error, OSError, IndexError, StopIteration):
-            environ = process.environ()
-            job = environ.get(linux.MARKER, "")
-            if not job or job in known or "RINGDANCE_RANK" not in environ:
-                continue
-            above = process.parents()
-            if "RINGDANCE_RANK" in above[0].environ():  # a rank's child
-                continue
-            launcher = next(one for one in above if linux.MARKER not in environ_of(one))
+    for process, environ in rank_processes():
+        job = environ[linux.MARKER]
+        if job in known:
+            continue
+        with contextlib.suppress(Exception):  # it may have ended meanwhile
+            launcher = next(one for one in process.parents() if linux.MARKER not in _environ_of(one))
             host = os.uname().nodename
             ranks = found[job].ranks + 1 if job in found else 1
             start = linux.start_of(launcher.pid), launcher.create_time()
@@ -223,6 +229,13 @@ def find(name: str = "") -> Record:
     found = [record for record in known if record.job.startswith(name)] if len(name) >= _SHORTEST else []
     if len(found) > 1:
         raise LaunchError(f"{name} could be {' or '.join(r.short for r in found)}: give more digits")
+    here = without_record() if len(name) >= _SHORTEST and not found else []
+    for one in here:
+        if one.job.startswith(name):
+            raise LaunchError(
+                f"job {one.short} runs in the foreground: end it with Ctrl-C where it was started (by process "
+                f"{one.pid} on this host), and read its output there"
+            )
     if not found:
         raise LaunchError(f"there is no job {name}; `ringdance status` shows all")
     return found[0]
